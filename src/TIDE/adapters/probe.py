@@ -1,0 +1,109 @@
+"""Finding out what the table does not say, by looking at the model and running a few tokens through it.
+
+`find_family` gives the table's line or works one out; `layer_stores` says what each layer keeps for later
+tokens. Both refuse, with the reason, what TIDE cannot skip and catch up exactly.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+
+from TIDE.adapters.table import FAMILIES, Family
+
+
+class Store(Enum):
+    """What a layer keeps of the tokens it has seen."""
+
+    KV = "K/V per position"
+    STATE = "one running state"
+    SHARED = "nothing: it reads another layer's K/V"
+
+
+def find_family(model: PreTrainedModel) -> Family:
+    """The table's line for this model, or what a probe of it finds."""
+    config = model.config.get_text_config(decoder=True)
+    family = FAMILIES.get(config.model_type)
+    if family is not None and _is_layer_list(_submodule(model, family.layers), config.num_hidden_layers):
+        return family
+    path = _find_layers(model, config.num_hidden_layers)
+    return Family(path, returns_tuple=_returns_tuple(model, model.get_submodule(path)))
+
+
+def layer_stores(model: PreTrainedModel) -> tuple[Store, ...]:
+    """What each decoder layer keeps, read off the cache transformers would build for the model."""
+    config = model.config.get_text_config(decoder=True)
+    count = config.num_hidden_layers
+    found: list[Store] = []
+    for index, layer in enumerate(DynamicCache(config=model.config).layers[:count]):
+        kind = _store_of(layer)
+        if kind is None:
+            raise ValueError(
+                f"layer {index} of {type(model).__name__} keeps a {type(layer).__name__}, which TIDE cannot write by "
+                f"position. Expected K/V per position or a linear-attention state. Run this model with "
+                f"model.generate, or add the store to TIDE/engine/cache.py."
+            )
+        found.append(kind)
+    return tuple(found) + (Store.SHARED,) * (count - len(found))
+
+
+def shared_sources(model: PreTrainedModel, stores: tuple[Store, ...]) -> dict[str, int]:
+    """Layer type -> the layer whose K/V the sharing layers of that type read."""
+    if Store.SHARED not in stores:
+        return {}
+    types = model.config.get_text_config(decoder=True).layer_types
+    first_shared = stores.index(Store.SHARED)
+    return {kind: index for index, kind in enumerate(types[:first_shared])}  # the last one of a type wins
+
+
+def _store_of(layer: Any) -> Store | None:
+    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+        return Store.KV
+    if type(layer) is LinearAttentionLayer and layer.number_of_states == 1:
+        return Store.STATE
+    return None
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _is_layer_list(module: nn.Module | None, count: int) -> bool:
+    return isinstance(module, nn.ModuleList) and len(module) == count
+
+
+def _find_layers(model: PreTrainedModel, count: int) -> str:
+    """The path of the decoder's layer list: the outermost ModuleList with one entry per layer."""
+    decoder = model.get_decoder()
+    name_of = {id(module): name for name, module in model.named_modules()}
+    paths = [name for name, module in decoder.named_modules() if _is_layer_list(module, count)]
+    if id(decoder) not in name_of or not paths:
+        raise ValueError(
+            f"no list of {count} decoder layers found in {type(model).__name__}: expected a ModuleList with one module per "
+            f"layer inside model.get_decoder(). Add a line for {model.config.model_type!r} to TIDE/adapters/table.py."
+        )
+    path = min(paths, key=lambda name: name.count("."))
+    return f"{name_of[id(decoder)]}.{path}".strip(".")
+
+
+@torch.no_grad()
+def _returns_tuple(model: PreTrainedModel, layers: nn.Module) -> bool:
+    """Whether the first layer answers with a tuple, seen on one token."""
+    seen: list[bool] = []
+    first = layers.get_submodule("0")
+    hook = first.register_forward_hook(lambda module, args, output: seen.append(isinstance(output, tuple)))
+    try:
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    finally:
+        hook.remove()
+    if not seen:
+        raise ValueError(f"{type(model).__name__} did not run its first decoder layer when called: TIDE cannot skip its layers.")
+    return seen[0]

@@ -1,0 +1,240 @@
+"""The window: any span of a model's decoder layers, run through the model's own `forward`.
+
+Families differ in how they embed, place positions, mask, norm and scale logits; `forward` knows all that. So
+each decoder layer gets a *door*: its class is exchanged for a subclass whose `__call__` asks the window first.
+
+    window.run(start=2, stop=4, hidden=h)
+
+    forward:  embed → [0] → [1] → [2] → [3] → [4] → [5] → norm → LM head
+    doors:      h takes over at 0, closed  run   run  closed closed      only the positions asked for
+
+A closed door hands on what it was given, so a skipped layer costs one Python call and its hooks do not fire.
+The LM head has a door too: it computes the logits of the positions asked for, or none. Modules, parameters,
+hooks and names stay as they are; outside `run` every door is open and the model behaves as ever; `close` puts
+the classes back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from TIDE.adapters.probe import Store, find_family, layer_stores, shared_sources
+
+
+class KVWritten(Exception):
+    """Raised by the cache to leave a layer as soon as its K/V are stored."""
+
+
+class SpanCache(Protocol):
+    """What the window asks of a cache beyond being a transformers `Cache`."""
+
+    leave_after_write: bool
+
+    def shared_view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K/V of a layer outside the span, laid out as the span's own."""
+
+
+class Feed(NamedTuple):
+    """The tokens of one pass: n rows of q tokens each."""
+
+    ids: torch.Tensor  # (n, q)
+    positions: torch.Tensor  # (n, q), position of each token in its row
+    mask: torch.Tensor | None  # (n, columns) 1 where the cache holds a token of the row; None: everywhere
+    cache: Any  # a transformers Cache that is also a SpanCache
+
+
+class Passed(NamedTuple):
+    """What came out of a span."""
+
+    states: torch.Tensor  # (n, q, hidden) after the last layer of the span
+    logits: torch.Tensor | None  # (n, kept, vocabulary)
+
+
+@dataclass
+class _Task:
+    start: int
+    stop: int
+    hidden: torch.Tensor | None
+    keep: torch.Tensor | None
+    kv_only: bool
+    cache: Any
+    states: torch.Tensor | None = None
+
+
+class Window:
+    """Opens a model's decoder layers to be run span by span. A model has one window at a time."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        _refuse_what_cannot_work(model)
+        self.model = model
+        self.stores = layer_stores(model)
+        self.family = find_family(model)
+        self._sources = shared_sources(model, self.stores)
+        self._layers = list(model.get_submodule(self.family.layers).children())
+        self._forward_takes = set(inspect.signature(model.forward).parameters)
+        self._task: _Task | None = None
+        self._fitted: list[nn.Module] = []
+        try:
+            for index, layer in enumerate(self._layers):
+                self._fit(layer, functools.partial(self._layer_door, index))
+            if (head := model.get_output_embeddings()) is not None:
+                self._fit(head, self._head_door)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._fitted)
+
+    def close(self) -> None:
+        """Take the doors out again: the model is as it was handed in."""
+        while self._fitted:
+            module = self._fitted.pop()
+            module.__class__ = type(module).__mro__[1]
+            del module.__dict__["_tide_door"]
+
+    @torch.no_grad()
+    def run(
+        self,
+        start: int,
+        stop: int,
+        feed: Feed,
+        *,
+        hidden: torch.Tensor | None = None,
+        keep: torch.Tensor | None = None,
+        kv_only: bool = False,
+    ) -> Passed:
+        """Take tokens through the layers [start, stop).
+
+        Args:
+            feed: the tokens, where they stand and the cache, opened for them.
+            hidden: (n, q, hidden) their states at depth `start`; None: from the embedding (start must be 0).
+            keep: (n, kept) indices into q whose logits are wanted; None: no logits.
+            kv_only: store K/V computed from `hidden` in each layer of the span and nothing else.
+        """
+        assert 0 <= start <= stop <= self.num_layers, (start, stop)
+        assert hidden is not None or start == 0, "states are needed to start above the embedding"
+        task = _Task(start, stop, hidden, keep, kv_only, feed.cache)
+        inputs: dict[str, Any] = dict(input_ids=feed.ids, attention_mask=feed.mask, past_key_values=feed.cache, use_cache=True)
+        if "position_ids" in self._forward_takes:
+            inputs["position_ids"] = feed.positions
+        output = self._forward(task, inputs)
+        assert task.states is not None
+        return Passed(task.states, output.logits if keep is not None else None)
+
+    @torch.no_grad()
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """(n, hidden) states -> (n, vocabulary) logits by the model's final norm and LM head: the identity exit."""
+        n = states.shape[0]
+        keep = torch.zeros(n, 1, dtype=torch.long, device=states.device)
+        task = _Task(self.num_layers, self.num_layers, states[:, None], keep, False, None)
+        ids = torch.zeros(n, 1, dtype=torch.long, device=self.model.device)
+        return self._forward(task, dict(input_ids=ids, use_cache=False)).logits[:, 0]
+
+    def _forward(self, task: _Task, inputs: dict[str, Any]) -> Any:
+        if not self.is_open:
+            raise RuntimeError("this engine is closed. Make a new one with TIDE.TIDE(model, ...).")
+        self._task = task
+        try:
+            return self.model(**inputs, return_dict=True)
+        finally:
+            self._task = None
+
+    def _layer_door(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        task = self._task
+        if task is None:
+            return call(*args, **kwargs)
+        given = args[0] if args else kwargs.pop("hidden_states")
+        states = task.hidden if index == 0 and task.hidden is not None else given
+        if task.start <= index < task.stop:
+            if index == task.start:
+                self._lend_shared_kv(task, kwargs)
+            states = self._run_layer(index, functools.partial(call, states, *args[1:], **kwargs), states)
+        if index == task.stop - 1 or task.start == task.stop:
+            task.states = states
+        return (states,) if self.family.returns_tuple else states
+
+    def _run_layer(self, index: int, call: Callable[[], Any], states: torch.Tensor) -> torch.Tensor:
+        assert self._task is not None
+        if not self._task.kv_only:
+            output = call()
+            return output[0] if isinstance(output, tuple) else output
+        if self.stores[index] is Store.KV:
+            self._task.cache.leave_after_write = True
+            try:
+                call()
+            except KVWritten:
+                pass
+            else:
+                raise RuntimeError(f"layer {index} of {type(self.model).__name__} ran without handing K/V to the cache.")
+            finally:
+                self._task.cache.leave_after_write = False
+        return states
+
+    def _lend_shared_kv(self, task: _Task, kwargs: dict[str, Any]) -> None:
+        """Layers that read another's K/V get it from the cache where that other layer is outside the span."""
+        for kind, source in self._sources.items():
+            if source < task.start:
+                kwargs["shared_kv_states"][kind] = task.cache.shared_view(source)
+
+    def _head_door(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._task is None:
+            return call(*args, **kwargs)
+        states = args[0]
+        if self._task.keep is None:
+            return states[..., :0]
+        keep = self._task.keep.to(states.device)
+        return call(states.gather(1, keep[..., None].expand(-1, -1, states.shape[-1])), *args[1:], **kwargs)
+
+    def _fit(self, module: nn.Module, door: Callable[..., Any]) -> None:
+        if "_tide_door" in module.__dict__:
+            raise RuntimeError(
+                f"this {type(self.model).__name__} already belongs to another TIDE engine. Close that one first "
+                f"(engine.close(), or leave its `with` block)."
+            )
+        try:
+            module.__class__ = _with_door(type(module))
+        except TypeError as problem:
+            raise TypeError(
+                f"the {type(module).__name__} of this {type(self.model).__name__} cannot be wrapped ({problem}). TIDE needs layers "
+                f"that are ordinary torch modules: load the model without scripting, or quantized by a method that keeps modules."
+            ) from problem
+        module.__dict__["_tide_door"] = door
+        self._fitted.append(module)
+
+
+@functools.cache
+def _with_door(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `cls` that looks the same and asks the door before it runs."""
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_tide_door"](functools.partial(cls.__call__, self), args, kwargs)
+
+    names = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), names)
+
+
+def _refuse_what_cannot_work(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise TypeError(f"expected a Hugging Face model, found {name}. Load one with TIDE.load_model(name).")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder model; TIDE skips the layers of decoder-only (causal) models.")
+    if not hasattr(model, "generate") or not callable(getattr(model, "get_decoder", None)):
+        raise TypeError(f"{name} is not a causal LM. Load it with AutoModelForCausalLM.")
+    if model.training:
+        raise ValueError(f"{name} is in train mode, where dropout makes every run different. Call model.eval() first.")
+

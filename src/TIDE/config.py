@@ -1,0 +1,120 @@
+"""What the user may choose: one frozen dataclass, validated once, read everywhere, changed nowhere.
+
+`None` means "as calibrated": the exit policy's own figure is used.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+MODES = ("exact", "fast")
+KV_CACHE_STRATEGIES = ("exact", "propagate", "zero_pad")
+
+
+@dataclass(frozen=True)
+class TIDEConfig:
+    """How the engine decides and what it promises.
+
+    Attributes:
+        mode: "exact" writes the text of the full model; "fast" emits at the exit without looking back.
+        exit_threshold: router score, in [0, 1], needed to exit.
+        min_layers: smallest depth at which a token may exit.
+        kv_cache_strategy: what happens to the layers a token skipped. "exact" catches them up later,
+            "propagate" writes their K/V from the exit state, "zero_pad" writes zeros.
+        compaction_threshold: in a batch, if at most this share of the rows needs the deeper layers, only
+            those run; otherwise every row with pending tokens rides along.
+        max_pending: exits in a row before a token has to go through all layers.
+    """
+
+    mode: str = "exact"
+    exit_threshold: float | None = None
+    min_layers: int | None = None
+    kv_cache_strategy: str = "exact"
+    compaction_threshold: float = 0.25
+    max_pending: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("mode", self.mode, MODES)
+        _one_of("kv_cache_strategy", self.kv_cache_strategy, KV_CACHE_STRATEGIES)
+        _share("exit_threshold", self.exit_threshold, optional=True)
+        _share("compaction_threshold", self.compaction_threshold, optional=False)
+        _at_least("min_layers", self.min_layers, 0)
+        _at_least("max_pending", self.max_pending, 1)
+        if self.mode == "exact" and self.kv_cache_strategy != "exact":
+            raise ValueError(
+                f"kv_cache_strategy={self.kv_cache_strategy!r} loses what skipped layers would have stored, so it cannot "
+                f"go with mode='exact'. Use kv_cache_strategy='exact', or mode='fast'."
+            )
+
+    @classmethod
+    def reference(cls) -> TIDEConfig:
+        """The settings of the original system."""
+        return cls(mode="fast", exit_threshold=0.85, min_layers=8, kv_cache_strategy="zero_pad", compaction_threshold=0.25)
+
+    def save(self, path: str | Path) -> None:
+        """Write as YAML (.yaml, .yml) or JSON (.json)."""
+        path = Path(path)
+        values = asdict(self)
+        if _is_yaml(path):
+            import yaml
+
+            text = yaml.safe_dump(values, sort_keys=False)
+        else:
+            text = json.dumps(values, indent=2) + "\n"
+        path.write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> TIDEConfig:
+        """Read what `save` wrote. Unknown fields are an error."""
+        path = Path(path)
+        text = path.read_text(encoding="utf-8")
+        try:
+            values = _parse_yaml(text) if _is_yaml(path) else json.loads(text)
+        except ValueError as problem:
+            raise ValueError(f"{path} cannot be read as a TIDE configuration: {problem}") from problem
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} should hold the fields of TIDEConfig, found {type(values).__name__}.")
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"{path} has unknown fields {unknown}. TIDEConfig knows {known}.")
+        return cls(**values)
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as problem:
+        raise ValueError(str(problem)) from problem
+
+
+def _is_yaml(path: Path) -> bool:
+    if path.suffix in (".yaml", ".yml"):
+        return True
+    if path.suffix == ".json":
+        return False
+    raise ValueError(f"a configuration file ends in .yaml, .yml or .json, found {path.name!r}.")
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {list(choices)}, found {value!r}.")
+
+
+def _share(name: str, value: object, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a number from 0 to 1, found {value!r}.")
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, found {value!r}.")

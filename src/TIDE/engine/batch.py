@@ -1,0 +1,108 @@
+"""The rows of a request: their tokens, what of them is final, and when they stop.
+
+Rows keep the left padding they came with, because logits processors and stopping criteria are shown what
+`model.generate` would show them. Positions and lengths elsewhere count a row's own tokens only. Rows advance at
+their own pace; criteria are asked once for every token that is appended.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from transformers import StoppingCriteriaList
+
+GROW = 256  # columns added at a time
+
+
+class Batch:
+    """Token ids of all rows.
+
+    Args:
+        ids: (rows, columns) the prompts, left-padded.
+        padding: columns of padding before each row.
+        criteria: when a row is finished.
+        limit: tokens the model can take; a row stops there.
+    """
+
+    def __init__(self, ids: torch.Tensor, padding: list[int], criteria: StoppingCriteriaList, limit: int | None) -> None:
+        rows, self.width = ids.shape
+        self.ids = ids.clone()
+        self.padding = padding
+        self.size = [self.width - pad for pad in padding]  # tokens of each row, drafts included
+        self.prompt = list(self.size)
+        self.final = list(self.size)  # tokens that will not change any more
+        self.finished = [False] * rows
+        self.cut_short = [False] * rows  # stopped by the model's context, not by the request
+        self._criteria = criteria
+        self._limit = limit
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    def unfinished(self) -> list[int]:
+        return [row for row in range(len(self)) if not self.finished[row]]
+
+    def columns(self, row: int) -> int:
+        return self.padding[row] + self.size[row]
+
+    def tokens(self, row: int, start: int, stop: int) -> torch.Tensor:
+        """(stop - start,) ids at the positions [start, stop) of a row."""
+        return self.ids[row, self.padding[row] + start : self.padding[row] + stop]
+
+    def append(self, row: int, token: int) -> None:
+        column = self.columns(row)
+        if column == self.ids.shape[1]:
+            self.ids = torch.nn.functional.pad(self.ids, (0, GROW))
+        self.ids[row, column] = token
+        self.size[row] += 1
+
+    def truncate(self, row: int, size: int) -> None:
+        assert self.final[row] <= size <= self.size[row]
+        self.size[row] = size
+
+    def stops(self, rows: list[int]) -> set[int]:
+        """Those of `rows` that stop with their newest token."""
+        stopped = set()
+        for columns, group in by_value(rows, [self.columns(row) for row in rows]).items():
+            flags = self._criteria(self.ids[_index(group, len(self)), :columns], None)
+            stopped.update(row for row, flag in zip(group, flags.tolist(), strict=True) if flag)
+        for row in rows:
+            if self._limit is not None and self.size[row] >= self._limit and row not in stopped:
+                self.cut_short[row] = True
+                stopped.add(row)
+        return stopped
+
+    def column(self, column: int, pad_token_id: int | None) -> torch.Tensor:
+        """(rows,) final ids of a column, padding where a row ended before it."""
+        ids = self.ids[:, column].clone()
+        for row in range(len(self)):
+            if column >= self.padding[row] + self.final[row]:
+                ids[row] = pad_token_id
+        return ids
+
+    def final_columns(self) -> int:
+        """Columns that are final in every row."""
+        going = [self.padding[row] + self.final[row] for row in self.unfinished()]
+        return min(going) if going else max(self.padding[row] + self.final[row] for row in range(len(self)))
+
+    def output(self, pad_token_id: int | None) -> torch.Tensor:
+        """(rows, columns) prompts and continuations, padded on the right where rows ended early."""
+        width = max(self.columns(row) for row in range(len(self)))
+        ids = self.ids[:, :width].clone()
+        for row in range(len(self)):
+            if self.columns(row) < width:
+                ids[row, self.columns(row) :] = pad_token_id
+        return ids
+
+
+def by_value(rows: list[int], values: list[int]) -> dict[int, list[int]]:
+    """Rows grouped by a value of theirs, in order of appearance."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    for row, value in zip(rows, values, strict=True):
+        groups[value].append(row)
+    return groups
+
+
+def _index(rows: list[int], total: int) -> list[int] | slice:
+    return slice(None) if len(rows) == total else rows

@@ -1,0 +1,142 @@
+"""The decoder: one request, from its prompts to its last token.
+
+A step takes the newest token of every row through segment 0, asks the exit at the checkpoint, and either emits
+there, leaving the token pending for the next segment, or goes on, carrying all that is pending with it. When
+tokens reach full depth the model's own logits for each of them are there: mode "exact" compares and rolls back
+at the first difference, mode "fast" looks at the newest one only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from TIDE.adapters.window import Window
+from TIDE.engine.batch import Batch
+from TIDE.engine.plan import Plan
+from TIDE.engine.sampling import Chooser, Draft
+from TIDE.engine.segments import Segments
+from TIDE.engine.verify import Verifier
+from TIDE.routing.policy import Candidates, ExitPolicy
+from TIDE.stats import ExitStats
+
+
+class Decoder:
+    """Runs one request step by step."""
+
+    def __init__(
+        self, window: Window, plan: Plan, policy: ExitPolicy | None, batch: Batch, chooser: Chooser, capacity: int
+    ) -> None:
+        self.window = window
+        self.plan = plan
+        self.policy = policy
+        self.batch = batch
+        self.chooser = chooser
+        self.stats = ExitStats(window.num_layers)
+        self.segments = Segments(window, plan, batch, capacity, self.stats)
+        self.verifier = Verifier(batch, chooser, self.segments, self.stats)
+        self.exits_in_a_row = [0] * len(batch)
+
+    def run(self) -> Iterator[None]:
+        """Step until every row is finished."""
+        while self.batch.unfinished():
+            self.step()
+            yield
+
+    @torch.no_grad()
+    def step(self) -> None:
+        going = self.batch.unfinished()
+        deciding = list(going)
+        for segment in range(self.segments.last):
+            self.segments.run(segment, self._counts(segment, going))
+            leaving = self._ask(segment + 1, [row for row in deciding if self._may_leave(row)])
+            going, deciding = self._leave(segment + 1, leaving, going, deciding)
+            if not going:
+                return
+        self._finish(going, deciding)
+
+    def _counts(self, segment: int, rows: list[int]) -> dict[int, int]:
+        """How many tokens each row takes through a segment: all that wait, but never a draft that ended the text."""
+        held = self.verifier.closed if segment == 0 else ()
+        return {row: self.segments.waiting(segment, row) - (row in held) for row in rows}
+
+    def _may_leave(self, row: int) -> bool:
+        prefilled = self.batch.size[row] > self.batch.prompt[row]
+        return prefilled and row not in self.verifier.closed and self.exits_in_a_row[row] < self.plan.max_pending
+
+    def _ask(self, segment: int, rows: list[int]) -> Candidates | None:
+        """The rows whose newest token the policy lets out before `segment`."""
+        if not rows or self.policy is None:
+            return None
+        positions = [self.segments.length(segment - 1, row) - 1 for row in rows]
+        states = [self.segments.pending.states(segment, row, at, at + 1) for row, at in zip(rows, positions, strict=True)]
+        candidates = Candidates(self.plan.spans[segment].start, torch.cat(states), rows, positions)
+        scores = self.policy.score(candidates)
+        if scores.shape != (len(rows),):
+            raise ValueError(f"an exit policy must give one score per candidate: expected ({len(rows)},), found {tuple(scores.shape)}.")
+        chosen = (scores >= self.plan.exit_threshold).nonzero()[:, 0].tolist()
+        if not chosen:
+            return None
+        return Candidates(candidates.depth, candidates.states[chosen], [rows[i] for i in chosen], [positions[i] for i in chosen])
+
+    def _leave(
+        self, segment: int, leaving: Candidates | None, going: list[int], deciding: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Emit the exits. Return the rows that go on, and those of them whose newest token is still undecided."""
+        if leaving is None:
+            return going, deciding
+        staying = [row for row in going if row not in leaving.rows]
+        ride_along = self.plan.catches_up and len(staying) > self.plan.compaction_threshold * len(self.batch.unfinished())
+        if ride_along and self.plan.exact:
+            return going, deciding  # they are verified with the others at once: no draft is needed
+        self._emit(segment, leaving)
+        deciding = [row for row in deciding if row not in leaving.rows]
+        return (going if ride_along else staying), deciding
+
+    def _emit(self, segment: int, leaving: Candidates) -> None:
+        assert self.policy is not None
+        logits = self.policy.predict(leaving, self.window.head)
+        drafts = self.chooser.draft(leaving.rows, logits, leaving.depth)
+        self.stats.drafted += len(drafts)
+        for row in leaving.rows:
+            self.exits_in_a_row[row] += 1
+        if self.plan.exact:
+            self.verifier.add(leaving.rows, drafts)
+            return
+        self._append(leaving.rows, drafts)
+        if not self.plan.catches_up:
+            for later in range(segment, len(self.plan.spans)):
+                self.segments.fill_in(later, leaving.rows, leaving.states, self.plan.kv_cache_strategy)
+
+    def _finish(self, going: list[int], deciding: list[int]) -> None:
+        """Run the last segment and take what the full model says."""
+        last = self.segments.last
+        counts = self._counts(last, going)
+        if self.plan.exact:
+            wanted = {row: self.batch.final[row] - 1 for row in going}
+        else:
+            wanted = {row: self.segments.length(last, row) + counts[row] - 1 for row in going}
+        logits = self.segments.run(last, counts, wanted)
+        if self.plan.exact:
+            self.verifier.verify(logits)
+        else:
+            self._decide(deciding, logits)
+        for row in going:
+            self.segments.settle(row)
+        for row in deciding:
+            self.exits_in_a_row[row] = 0
+
+    def _decide(self, rows: list[int], logits: dict[int, torch.Tensor]) -> None:
+        """The newest tokens that did not exit are decided by the full model."""
+        if rows:
+            self._append(rows, self.chooser.draft(rows, torch.cat([logits[row] for row in rows]), self.window.num_layers))
+
+    def _append(self, rows: list[int], tokens: list[Draft]) -> None:
+        """Tokens that are final at once."""
+        for row, token in zip(rows, tokens, strict=True):
+            self.batch.append(row, token.token)
+            self.batch.final[row] = self.batch.size[row]
+            self.stats.count_token(token.depth)
+        for row in self.batch.stops(rows):
+            self.batch.finished[row] = True

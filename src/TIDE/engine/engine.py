@@ -1,0 +1,150 @@
+"""The engine: what `import TIDE` is for.
+
+    engine = TIDE.TIDE(model, exits)          exits None: every token runs all layers
+    engine.generate(input_ids, max_new_tokens=64)
+
+An engine opens a window onto the model and closes it again; between the two the model can be used as ever. Each
+call has its own rows, cache and counts, so an error or an interruption leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from TIDE.adapters.window import Window
+from TIDE.config import TIDEConfig
+from TIDE.engine.batch import Batch
+from TIDE.engine.decoder import Decoder
+from TIDE.engine.forward import forward
+from TIDE.engine.plan import make_plan
+from TIDE.engine.request import Request, check_context, check_ids, left_padding, prepare
+from TIDE.engine.sampling import Chooser
+from TIDE.routing.policy import ExitPolicy
+from TIDE.stats import ExitStats
+
+logger = logging.getLogger(__name__)
+FIRST_ROOM = 256  # new tokens a cache has room for before it grows
+
+
+class TIDE:
+    """A causal LM whose easy tokens leave early.
+
+    Args:
+        model: a Hugging Face causal LM in eval mode. It is not changed beyond `close`.
+        router: an `ExitPolicy`, or None for no exits.
+        config: see `TIDEConfig`.
+    """
+
+    def __init__(self, model: PreTrainedModel, router: ExitPolicy | None = None, config: TIDEConfig | None = None) -> None:
+        if router is not None and not isinstance(router, ExitPolicy):
+            raise TypeError(f"router must be an ExitPolicy or None (no exits), found {type(router).__name__}.")
+        if config is not None and not isinstance(config, TIDEConfig):
+            raise TypeError(f"config must be a TIDEConfig, found {type(config).__name__}.")
+        self.model = model
+        self.config = config or TIDEConfig()
+        self.policy = router
+        self.window = Window(model)
+        try:
+            self.plan = make_plan(self.config, router, self.window)
+        except BaseException:
+            self.window.close()
+            raise
+        self.last_stats = ExitStats(self.window.num_layers)
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        generation_config: GenerationConfig | None = None,
+        streamer: BaseStreamer | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Continue prompts, as `model.generate` does.
+
+        Args:
+            input_ids: (rows, tokens), left-padded, with `attention_mask` among the options where there is padding.
+            streamer: gets the prompts, then every token once it is final.
+            options: `GenerationConfig` fields, attention_mask, logits_processor, stopping_criteria, stop_strings and tokenizer.
+
+        Returns:
+            (rows, tokens) prompts and continuations.
+        """
+        request = self._prepare(input_ids, generation_config, options)
+        decoder = self._decoder(request)
+        if streamer is not None:
+            streamer.put(request.ids.cpu())
+        for column in self._columns(decoder, request):
+            if streamer is not None:
+                streamer.put(column.cpu())
+        if streamer is not None:
+            streamer.end()
+        return decoder.batch.output(request.pad_token_id)
+
+    def stream(
+        self, input_ids: torch.Tensor, *, generation_config: GenerationConfig | None = None, **options: Any
+    ) -> Iterator[int]:
+        """Yield the new tokens of one prompt as they become final. Takes what `generate` takes."""
+        request = self._prepare(input_ids, generation_config, options)
+        if len(request.ids) != 1:
+            raise ValueError(f"stream takes one prompt, found {len(request.ids)}. Use generate(..., streamer=...) or one stream per prompt.")
+        return (int(column) for column in self._columns(self._decoder(request), request))
+
+    def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """(rows, tokens, vocabulary) logits of every position; in mode "fast", the exit's where a token exits.
+
+        Positions of padding hold zeros.
+        """
+        self._check_usable()
+        ids = check_ids(self.model, input_ids)
+        padding = left_padding(attention_mask, ids)
+        check_context(self.model, [ids.shape[1] - pad for pad in padding], room_for=0)
+        logits, self.last_stats = forward(self.window, self.plan, self.policy, ids, padding)
+        return logits
+
+    def close(self) -> None:
+        """Leave the model as it was handed in. The engine cannot be used afterwards."""
+        self.window.close()
+
+    def __enter__(self) -> TIDE:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _prepare(self, input_ids: torch.Tensor, generation_config: GenerationConfig | None, options: dict[str, Any]) -> Request:
+        self._check_usable()
+        return prepare(self.model, input_ids, generation_config, options)
+
+    def _check_usable(self) -> None:
+        if not self.window.is_open:
+            raise RuntimeError("this engine is closed. Make a new one with TIDE.TIDE(model, ...).")
+        if self.model.training:
+            raise ValueError("the model is in train mode, where dropout makes every run different. Call model.eval() first.")
+
+    def _decoder(self, request: Request) -> Decoder:
+        lengths = [request.ids.shape[1] - pad for pad in request.padding]
+        limit = check_context(self.model, lengths, room_for=1)
+        batch = Batch(request.ids, request.padding, request.criteria, limit)
+        chooser = Chooser(request.processors, request.config.do_sample, batch)
+        wanted = request.config.max_length or request.ids.shape[1]
+        capacity = min(wanted, request.ids.shape[1] + FIRST_ROOM) + self.plan.max_pending
+        decoder = Decoder(self.window, self.plan, self.policy, batch, chooser, capacity)
+        self.last_stats = decoder.stats
+        return decoder
+
+    def _columns(self, decoder: Decoder, request: Request) -> Iterator[torch.Tensor]:
+        """The columns of new tokens, each as soon as it is final in every row."""
+        batch, shown = decoder.batch, request.ids.shape[1]
+        for _ in decoder.run():
+            for column in range(shown, batch.final_columns()):
+                yield batch.column(column, request.pad_token_id)
+            shown = max(shown, batch.final_columns())
+        if any(batch.cut_short):
+            rows = [row for row, cut in enumerate(batch.cut_short) if cut]
+            logger.warning("stopped at the model's context of %d tokens in rows %s.", max(batch.size), rows)

@@ -1,0 +1,95 @@
+"""One forward over given tokens, with an exit decision for each of them.
+
+Mode "exact": the model's logits, in one pass. Mode "fast": for every token the logits the decoder would choose
+from at that place, which is found out by letting the decoder itself write the given tokens, one after the other.
+The first token of a row runs all layers, as a prompt does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from TIDE.adapters.window import Window
+from TIDE.engine.batch import Batch
+from TIDE.engine.decoder import Decoder
+from TIDE.engine.plan import Plan
+from TIDE.engine.sampling import Chooser, Draft
+from TIDE.engine.segments import Segments
+from TIDE.routing.policy import ExitPolicy
+from TIDE.stats import ExitStats
+
+
+class Forward(NamedTuple):
+    """Logits of every position, and how they came about."""
+
+    logits: torch.Tensor  # (rows, columns, vocabulary), zeros where there is padding
+    stats: ExitStats
+
+
+@torch.no_grad()
+def forward(window: Window, plan: Plan, policy: ExitPolicy | None, ids: torch.Tensor, padding: list[int]) -> Forward:
+    """Run left-padded rows of tokens."""
+    if plan.exact or policy is None:
+        return _in_one_pass(window, plan, ids, padding)
+    return _as_decoded(window, plan, policy, ids, padding)
+
+
+def _in_one_pass(window: Window, plan: Plan, ids: torch.Tensor, padding: list[int]) -> Forward:
+    batch = Batch(ids, padding, StoppingCriteriaList(), None)
+    stats = ExitStats(window.num_layers)
+    segments = Segments(window, plan, batch, batch.width, stats)
+    counts = dict(enumerate(batch.size))
+    for segment in range(segments.last):
+        segments.run(segment, counts)
+    found = segments.run(segments.last, counts, dict.fromkeys(counts, 0))
+    for _ in range(sum(batch.size)):
+        stats.count_token(window.num_layers)
+    return Forward(_laid_out(list(found.values()), ids, padding), stats)
+
+
+def _as_decoded(window: Window, plan: Plan, policy: ExitPolicy, ids: torch.Tensor, padding: list[int]) -> Forward:
+    script = _Script(ids, padding)
+    chooser = _Reader(script)
+    decoder = Decoder(window, plan, policy, script, chooser, ids.shape[1] + 1)
+    for _ in decoder.run():
+        pass
+    return Forward(_laid_out([torch.stack(own) for own in chooser.seen], ids, padding), decoder.stats)
+
+
+class _Script(Batch):
+    """Rows that start with the first of their given tokens and end when the last one has been continued."""
+
+    def __init__(self, ids: torch.Tensor, padding: list[int]) -> None:
+        self.given = [ids[row, pad:].tolist() for row, pad in enumerate(padding)]
+        first = torch.tensor([[own[0]] for own in self.given], device=ids.device)
+        super().__init__(first, [0] * len(first), StoppingCriteriaList(), None)
+
+    def stops(self, rows: list[int]) -> set[int]:
+        return {row for row in rows if self.size[row] > len(self.given[row])}
+
+
+class _Reader(Chooser):
+    """Notes the logits it is shown and continues with the given tokens."""
+
+    def __init__(self, script: _Script) -> None:
+        super().__init__(LogitsProcessorList(), False, script)
+        self.script = script
+        self.seen: list[list[torch.Tensor]] = [[] for _ in script.given]
+
+    def draft(self, rows: list[int], logits: torch.Tensor, depth: int) -> list[Draft]:
+        drafts = []
+        for row, own in zip(rows, logits, strict=True):
+            self.seen[row].append(own)
+            at = self.script.size[row]
+            drafts.append(Draft(self.script.given[row][at] if at < len(self.script.given[row]) else 0, depth, None))
+        return drafts
+
+
+def _laid_out(rows: list[torch.Tensor], ids: torch.Tensor, padding: list[int]) -> torch.Tensor:
+    logits = rows[0].new_zeros(*ids.shape, rows[0].shape[-1])
+    for row, own in enumerate(rows):
+        logits[row, padding[row] :] = own
+    return logits

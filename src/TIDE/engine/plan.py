@@ -1,0 +1,69 @@
+"""The plan: what a configuration and an exit policy come to for the model at hand.
+
+`None` in the configuration is replaced by the policy's figure, checkpoints below `min_layers` are dropped, and
+what the model's layers cannot do is refused here, once, with the layers named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from TIDE.adapters.probe import Store
+from TIDE.adapters.window import Window
+from TIDE.config import TIDEConfig
+from TIDE.routing.policy import ExitPolicy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settled choices of an engine."""
+
+    exact: bool
+    kv_cache_strategy: str
+    exit_threshold: float
+    max_pending: int
+    compaction_threshold: float
+    spans: tuple[range, ...]  # the layers of each segment; a checkpoint stands before each but the first
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether skipped layers run later, rather than being filled in."""
+        return self.kv_cache_strategy == "exact"
+
+
+def make_plan(config: TIDEConfig, policy: ExitPolicy | None, window: Window) -> Plan:
+    """Settle what the configuration leaves open."""
+    _check_strategy(config, window)
+    checkpoints = () if policy is None else _checkpoints(config, policy, window.num_layers)
+    edges = [0, *checkpoints, window.num_layers]
+    return Plan(
+        exact=config.mode == "exact",
+        kv_cache_strategy=config.kv_cache_strategy,
+        exit_threshold=_first(config.exit_threshold, policy and policy.exit_threshold, 1.0),
+        max_pending=_first(config.max_pending, policy and policy.max_pending, 1),
+        compaction_threshold=config.compaction_threshold,
+        spans=tuple(range(start, stop) for start, stop in zip(edges, edges[1:], strict=False)),
+    )
+
+
+def _checkpoints(config: TIDEConfig, policy: ExitPolicy, num_layers: int) -> list[int]:
+    asked = list(policy.checkpoints)
+    if asked != sorted(set(asked)) or not all(isinstance(depth, int) and 0 <= depth < num_layers for depth in asked):
+        raise ValueError(
+            f"checkpoints must be rising depths from 0 to {num_layers - 1} for a model of {num_layers} layers, found {asked}."
+        )
+    least = config.min_layers if config.min_layers is not None else policy.min_layers
+    return [depth for depth in asked if depth >= least]
+
+
+def _check_strategy(config: TIDEConfig, window: Window) -> None:
+    states = [index for index, store in enumerate(window.stores) if store is Store.STATE]
+    if states and config.kv_cache_strategy != "exact":
+        raise ValueError(
+            f"kv_cache_strategy={config.kv_cache_strategy!r} fills in the K/V of skipped layers, but layers {states} of this model keep "
+            f"a running state (linear attention or convolution) and have no K/V of their own. Use kv_cache_strategy='exact'."
+        )
+
+
+def _first(*values):  # type: ignore[no-untyped-def]
+    return next(value for value in values if value is not None)

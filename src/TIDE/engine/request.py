@@ -1,0 +1,146 @@
+"""What the user asked for, prepared by transformers itself.
+
+`model.generate` resolves generation configs, keywords, special tokens, processors and stopping criteria, and
+hands them to a `custom_generate` callable. Ours takes them and returns; decoding happens outside. What TIDE
+does not do is refused here with the alternative named; nothing is ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+
+USE_GENERATE = "use model.generate for it"
+
+
+@dataclass
+class Request:
+    """Prompts and how to continue them."""
+
+    ids: torch.Tensor  # (rows, columns), left-padded
+    padding: list[int]
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self.config.pad_token_id
+
+
+def prepare(model: PreTrainedModel, input_ids: Any, generation_config: GenerationConfig | None, options: dict[str, Any]) -> Request:
+    """Let transformers make sense of `options`, as `model.generate` would."""
+    ids = check_ids(model, input_ids)
+    _refuse_keywords(options)
+    options = dict(options, stopping_criteria=_with_stop_strings(generation_config, options))
+    if generation_config is not None and generation_config.stop_strings is not None:
+        generation_config = GenerationConfig.from_dict({**generation_config.to_dict(), "stop_strings": None})
+    request = model.generate(ids, generation_config=generation_config, custom_generate=_capture, **options)
+    _refuse_modes(request.config)
+    if options.get("prefix_allowed_tokens_fn") is not None and len(request.ids) > 1:
+        raise ValueError("prefix_allowed_tokens_fn is told which row it works on, and TIDE's rows advance separately. Pass one row per call.")
+    if len(request.ids) > 1 and request.pad_token_id is None:
+        raise ValueError("rows may end at different lengths and there is no padding token. Pass pad_token_id=..., or one row per call.")
+    return request
+
+
+def check_ids(model: PreTrainedModel, input_ids: Any) -> torch.Tensor:
+    """(rows, columns) token ids, or an error that says what is wrong with them."""
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.long, torch.int):
+        found = input_ids.dtype if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+        raise TypeError(f'expected input_ids as a tensor of token ids, found {found}. Use tokenizer(text, return_tensors="pt").')
+    if input_ids.ndim != 2:
+        raise ValueError(f"expected input_ids of shape (rows, tokens), found {tuple(input_ids.shape)}. Use input_ids[None] for one prompt.")
+    if input_ids.numel() == 0:
+        raise ValueError("the prompt is empty. Start from at least one token, such as tokenizer.bos_token_id.")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocabulary:
+        raise ValueError(
+            f"token ids must be from 0 to {vocabulary - 1} for this model, found {int(input_ids.min())} to {int(input_ids.max())}. "
+            f"Does the tokenizer belong to the model?"
+        )
+    return input_ids.long()
+
+
+def left_padding(mask: torch.Tensor | None, ids: torch.Tensor) -> list[int]:
+    """Columns of padding before each row; anything but left padding is refused."""
+    if mask is None:
+        return [0] * len(ids)
+    if mask.shape != ids.shape:
+        raise ValueError(f"attention_mask must have the shape of input_ids, {tuple(ids.shape)}, found {tuple(mask.shape)}.")
+    mask = mask.bool()
+    if not bool(mask.any(-1).all()):
+        raise ValueError("a prompt is empty: its attention_mask is all zeros. Give every row at least one token.")
+    if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+        raise ValueError("prompts must be padded on the left. Set tokenizer.padding_side = 'left'.")
+    return (~mask).sum(-1).tolist()
+
+
+def context_limit(model: PreTrainedModel) -> int | None:
+    """Tokens the model was made for, where its config says so."""
+    config = model.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+    return int(limit) if limit else None
+
+
+def check_context(model: PreTrainedModel, lengths: list[int], room_for: int) -> int | None:
+    """The context limit, after making sure the prompts and `room_for` more tokens fit."""
+    limit = context_limit(model)
+    if limit is not None and max(lengths) + room_for > limit:
+        raise ValueError(
+            f"the prompt has {max(lengths)} tokens and the model's context holds {limit}. Shorten the prompt or choose a model with "
+            f"a longer context."
+        )
+    return limit
+
+
+def _capture(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **rest: Any,  # naming any of it would make `generate` take it for a keyword of ours and pass it twice
+) -> Request:
+    """Called by `model.generate` where it would start decoding."""
+    attention_mask = rest.pop("attention_mask", None)
+    made_by_generate = {"position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "synced_gpus"}
+    if extra := sorted(set(rest) - made_by_generate):
+        raise ValueError(f"TIDE does not pass {extra} on to the model; {USE_GENERATE}.")
+    return Request(input_ids, left_padding(attention_mask, input_ids), logits_processor, stopping_criteria, generation_config)
+
+
+def _with_stop_strings(config: GenerationConfig | None, options: dict[str, Any]) -> StoppingCriteriaList:
+    """The user's criteria and one for stop strings, for which `generate` keeps no tokenizer in this path."""
+    criteria = StoppingCriteriaList(options.get("stopping_criteria") or [])
+    tokenizer = options.pop("tokenizer", None)
+    strings = options.pop("stop_strings", None) or (config.stop_strings if config is not None else None)
+    if strings is not None:
+        if tokenizer is None:
+            raise ValueError("stop_strings need the tokenizer to be compared: pass tokenizer=... as well.")
+        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
+    return criteria
+
+
+def _refuse_keywords(options: dict[str, Any]) -> None:
+    for name in ("inputs_embeds", "position_ids", "past_key_values", "assistant_model", "negative_prompt_ids", "custom_generate"):
+        if options.get(name) is not None:
+            raise ValueError(f"TIDE generates from input_ids and does not take {name}; {USE_GENERATE}.")
+
+
+def _refuse_modes(config: GenerationConfig) -> None:
+    refused = {
+        "beam search": (config.num_beams or 1) > 1,
+        "contrastive search": config.penalty_alpha is not None and config.penalty_alpha > 0,
+        "DoLa decoding": config.dola_layers is not None,
+        "prompt-lookup decoding": config.prompt_lookup_num_tokens is not None,
+        "assisted early exit": config.assistant_early_exit is not None,
+        "classifier-free guidance": config.guidance_scale is not None and config.guidance_scale != 1,
+        "returning a dict of outputs": bool(config.return_dict_in_generate),
+    }
+    asked = [name for name, is_asked in refused.items() if is_asked]
+    if asked:
+        raise ValueError(f"TIDE decodes greedily or by sampling and does not do {', '.join(asked)}; {USE_GENERATE}.")

@@ -1,0 +1,125 @@
+"""Running a segment: every asked row takes what it has pending there through the segment's layers, in one pass.
+
+Each segment continues its own cache contiguously, so an ordinary causal forward with explicit positions is
+exact. Rows with fewer pending tokens than others are padded on the right, where nothing can see it; a segment
+with running states takes rows of equal count only, one pass for each count.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from TIDE.adapters.window import Feed, Window
+from TIDE.engine.batch import Batch, by_value
+from TIDE.engine.cache import SegmentCache
+from TIDE.engine.pending import Pending
+from TIDE.engine.plan import Plan
+from TIDE.stats import ExitStats
+
+
+class Segments:
+    """The segments of one request: its cache, its pending tokens and the window they run through."""
+
+    def __init__(self, window: Window, plan: Plan, batch: Batch, capacity: int, stats: ExitStats) -> None:
+        self.window = window
+        self.batch = batch
+        self.stats = stats
+        self.spans = plan.spans
+        self.last = len(plan.spans) - 1
+        self.cache = SegmentCache(len(batch), plan.spans, window.stores, capacity)
+        self.pending = Pending()
+
+    def length(self, segment: int, row: int) -> int:
+        return self.cache.segments[segment].length[row]
+
+    def waiting(self, segment: int, row: int) -> int:
+        """Tokens of a row that have reached a segment and not run there."""
+        reached = self.batch.size[row] if segment == 0 else self.length(segment - 1, row)
+        return reached - self.length(segment, row)
+
+    def run(self, segment: int, counts: dict[int, int], logits_from: dict[int, int] | None = None) -> dict[int, torch.Tensor]:
+        """Take the next `counts[row]` tokens of each row through a segment.
+
+        Args:
+            logits_from: row -> first position whose logits are wanted; None: no logits.
+
+        Returns:
+            (positions, vocabulary) logits of each row asked for.
+        """
+        counts = {row: count for row, count in counts.items() if count > 0}
+        logits: dict[int, torch.Tensor] = {}
+        for rows in self._passes(segment, list(counts), list(counts.values())):
+            logits |= self._pass(segment, rows, [counts[row] for row in rows], logits_from)
+        return logits
+
+    def fill_in(self, segment: int, rows: list[int], states: torch.Tensor, strategy: str) -> None:
+        """Give the next token of each row K/V in a segment it does not run: from its state, or zeros."""
+        if strategy == "zero_pad":
+            self.cache.zero_pad(segment, rows)
+            return
+        starts = [self.length(segment, row) for row in rows]
+        with self.cache.open(segment, rows, [1] * len(rows)):
+            self.window.run(*self._edges(segment), self._feed(rows, starts, [1] * len(rows)), hidden=states[:, None], kv_only=True)
+
+    def rollback(self, row: int, length: int) -> None:
+        self.cache.rollback(row, length)
+        self.pending.cut(row, length)
+
+    def settle(self, row: int) -> None:
+        """Let go of what only a rollback below the full-depth length of the row could need."""
+        done = self.length(self.last, row)
+        self.pending.drop_before(row, done)
+        self.cache.settle(row, done)
+
+    def _passes(self, segment: int, rows: list[int], counts: list[int]) -> list[list[int]]:
+        if self.cache.keeps_state(segment):
+            return list(by_value(rows, counts).values())
+        return [rows] if rows else []
+
+    def _pass(
+        self, segment: int, rows: list[int], counts: list[int], logits_from: dict[int, int] | None
+    ) -> dict[int, torch.Tensor]:
+        start, stop = self._edges(segment)
+        starts = [self.length(segment, row) for row in rows]
+        hidden = None if segment == 0 else self._hidden(segment, rows, starts, counts)
+        wanted = None if logits_from is None else [logits_from[row] - at for row, at in zip(rows, starts, strict=True)]
+        with self.cache.open(segment, rows, counts):
+            feed = self._feed(rows, starts, counts)
+            passed = self.window.run(start, stop, feed, hidden=hidden, keep=None if wanted is None else _keep(wanted, counts))
+        self.stats.layers_run += (stop - start) * feed.ids.numel()
+        if segment != self.last:
+            for index, row in enumerate(rows):
+                self.pending.add(segment + 1, row, starts[index], passed.states[index, : counts[index]])
+        if wanted is None or passed.logits is None:
+            return {}
+        return {row: passed.logits[i, : counts[i] - wanted[i]] for i, row in enumerate(rows)}
+
+    def _edges(self, segment: int) -> tuple[int, int]:
+        span = self.spans[segment]
+        return span.start, span.stop
+
+    def _feed(self, rows: list[int], starts: list[int], counts: list[int]) -> Feed:
+        """Ids, positions and mask of a pass, padded on the right with the row's last position."""
+        width = max(counts)
+        ids = self.batch.ids.new_zeros(len(rows), width)
+        positions = torch.empty(len(rows), width, dtype=torch.long)
+        for index, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+            ids[index, :count] = self.batch.tokens(row, start, start + count)
+            positions[index] = torch.arange(start, start + width).clamp(max=start + count - 1)
+        device, mask = self.window.model.device, self.cache.mask()
+        return Feed(ids.to(device), positions.to(device), None if mask is None else mask.to(device), self.cache)
+
+    def _hidden(self, segment: int, rows: list[int], starts: list[int], counts: list[int]) -> torch.Tensor:
+        parts = [
+            self.pending.states(segment, row, start, start + count)
+            for row, start, count in zip(rows, starts, counts, strict=True)
+        ]
+        if len(set(counts)) == 1:
+            return torch.stack(parts)
+        return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+
+
+def _keep(wanted: list[int], counts: list[int]) -> torch.Tensor:
+    """(n, kept) indices from `wanted` to the last token of each row, the last one repeated where rows differ."""
+    kept = max(count - first for first, count in zip(wanted, counts, strict=True))
+    return torch.tensor([[min(first + i, count - 1) for i in range(kept)] for first, count in zip(wanted, counts, strict=True)])

@@ -1,0 +1,86 @@
+"""Verification: what was drafted against what the deep pass says, rolled back at the first difference.
+
+    tokens      … a  b | x  y  z          final up to b; x, y, z are drafts, each decided at an exit
+    deep pass        b  x  y  z           gives the full model's token after each of them
+    full model       x  y  w  –           x and y stand, z becomes w; what followed z is forgotten
+
+After a verification every token of the row is final. A draft that ends the text (`closed`) is not extended; the
+row is verified in the next step without a new token.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from TIDE.engine.batch import Batch
+from TIDE.engine.sampling import Chooser, Draft
+from TIDE.engine.segments import Segments
+from TIDE.stats import ExitStats
+
+
+class Verifier:
+    """The drafts of each row and their judgement."""
+
+    def __init__(self, batch: Batch, chooser: Chooser, segments: Segments, stats: ExitStats) -> None:
+        self.batch = batch
+        self.chooser = chooser
+        self.segments = segments
+        self.stats = stats
+        self.drafts: list[list[Draft]] = [[] for _ in range(len(batch))]
+        self.closed: set[int] = set()  # rows whose newest draft ends the text
+
+    def add(self, rows: list[int], drafts: list[Draft]) -> None:
+        """Extend rows by drafts, to be verified later."""
+        for row, draft in zip(rows, drafts, strict=True):
+            self.batch.append(row, draft.token)
+            self.drafts[row].append(draft)
+        self.closed |= self.batch.stops(rows)
+
+    def verify(self, logits: dict[int, torch.Tensor]) -> None:
+        """Judge rows by their full-depth logits, (tokens, vocabulary) each, from the last final token on."""
+        open_rows, step = list(logits), 0
+        while open_rows := [row for row in open_rows if step < len(logits[row])]:
+            drafts = [self._next_draft(row) for row in open_rows]
+            sizes = [self.batch.final[row] for row in open_rows]
+            found = self.chooser.judge(open_rows, sizes, torch.stack([logits[row][step] for row in open_rows]), drafts)
+            open_rows = self._settle(open_rows, drafts, found)
+            step += 1
+
+    def _next_draft(self, row: int) -> Draft | None:
+        return self.drafts[row][0] if self.drafts[row] else None
+
+    def _settle(self, rows: list[int], drafts: list[Draft | None], found: list[int]) -> list[int]:
+        """Accept or replace the next token of each row; return the rows that have more to verify."""
+        going, fresh = [], []
+        for row, draft, token in zip(rows, drafts, found, strict=True):
+            if draft is not None and draft.token == token:
+                self._accept(row, draft)
+                going.append(row)
+                continue
+            if draft is not None:
+                self._reject(row)
+            self.batch.append(row, token)
+            self._final(row, self.stats.num_layers)
+            fresh.append(row)
+        for row in self.batch.stops(fresh):
+            self.batch.finished[row] = True
+        return going
+
+    def _accept(self, row: int, draft: Draft) -> None:
+        self.drafts[row].pop(0)
+        self._final(row, draft.depth)
+        if row in self.closed and not self.drafts[row]:
+            self.closed.discard(row)
+            self.batch.finished[row] = True
+
+    def _reject(self, row: int) -> None:
+        size = self.batch.final[row]
+        self.batch.truncate(row, size)
+        self.segments.rollback(row, size)
+        self.drafts[row].clear()
+        self.closed.discard(row)
+        self.batch.cut_short[row] = False
+
+    def _final(self, row: int, depth: int) -> None:
+        self.batch.final[row] += 1
+        self.stats.count_token(depth)

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from families import FAMILIES, VOCAB, build
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def any_model(request):
+    """A tiny model of each family in turn."""
+    return build(request.param)
+
+
+@pytest.fixture
+def llama():
+    return build("llama")
+
+
+@pytest.fixture
+def prompts():
+    """Three left-padded prompts of 5, 9 and 12 tokens, as (input_ids, attention_mask)."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCAB, (3, 12), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :7], mask[1, :3] = 0, 0
+    ids[mask == 0] = 0
+    return ids, mask

@@ -1,0 +1,61 @@
+"""Exit policies that no training would give: fixed, random, adversarial. Exactness must not depend on them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+
+from TIDE import Candidates, ExitPolicy
+
+
+class Everyone(ExitPolicy):
+    """Every token leaves at every checkpoint it is asked at, with the identity prediction."""
+
+    def __init__(self, *checkpoints: int) -> None:
+        self.checkpoints = checkpoints
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        return torch.ones(len(candidates.rows))
+
+
+class Nobody(Everyone):
+    """Every token is asked and none leaves."""
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        return torch.zeros(len(candidates.rows))
+
+
+class Where(Everyone):
+    """Tokens leave where a rule over (depth, row, position) says so."""
+
+    def __init__(self, rule: Callable[[int, int, int], bool], *checkpoints: int) -> None:
+        super().__init__(*checkpoints)
+        self.rule = rule
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        asked = zip(candidates.rows, candidates.positions, strict=True)
+        return torch.tensor([float(self.rule(candidates.depth, row, position)) for row, position in asked])
+
+
+class Knowing(Everyone):
+    """Leaves at random and predicts from known texts, right or wrong at random: drafts of every length are
+    accepted and rejected at every depth."""
+
+    def __init__(self, texts: list[list[int]], checkpoints: tuple[int, ...], seed: int, leaves: float, right: float) -> None:
+        super().__init__(*checkpoints)
+        self.texts, self.leaves, self.right = texts, leaves, right
+        self.random = random.Random(seed)
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        return torch.tensor([float(self.random.random() < self.leaves) for _ in candidates.rows])
+
+    def predict(self, candidates: Candidates, head) -> torch.Tensor:
+        logits = torch.zeros(len(candidates.rows), head(candidates.states[:1]).shape[-1])
+        for index, (row, position) in enumerate(zip(candidates.rows, candidates.positions, strict=True)):
+            text = self.texts[row]
+            known = position + 1 < len(text) and self.random.random() < self.right
+            token = text[position + 1] if known else self.random.randrange(logits.shape[1])
+            logits[index, token] = 5.0
+        return logits
