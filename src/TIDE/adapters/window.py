@@ -27,6 +27,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from TIDE.adapters.probe import Store, find_family, layer_stores, shared_sources
+from TIDE.adapters.rope import rope_of
+from TIDE.adapters.table import FAMILIES
 
 
 class KVWritten(Exception):
@@ -77,6 +79,11 @@ class Window:
         self.model = model
         self.stores = layer_stores(model)
         self.family = find_family(model)
+        self.rope = rope_of(model)
+        # Inference mode is quicker, but what a forward stores on the model (frequencies of a rope that changes with
+        # length, caches of unknown families) would be useless for training afterwards.
+        harmless = self.rope.switches_at is None and model.config.get_text_config(decoder=True).model_type in FAMILIES
+        self.grad_off = torch.inference_mode if harmless else torch.no_grad
         self._sources = shared_sources(model, self.stores)
         self._layers = list(model.get_submodule(self.family.layers).children())
         self._forward_takes = set(inspect.signature(model.forward).parameters)
@@ -106,7 +113,6 @@ class Window:
             module.__class__ = type(module).__mro__[1]
             del module.__dict__["_tide_door"]
 
-    @torch.no_grad()
     def run(
         self,
         start: int,
@@ -135,7 +141,6 @@ class Window:
         assert task.states is not None
         return Passed(task.states, output.logits if keep is not None else None)
 
-    @torch.no_grad()
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """(n, hidden) states -> (n, vocabulary) logits by the model's final norm and LM head: the identity exit."""
         n = states.shape[0]
@@ -149,7 +154,8 @@ class Window:
             raise RuntimeError("this engine is closed. Make a new one with TIDE.TIDE(model, ...).")
         self._task = task
         try:
-            return self.model(**inputs, return_dict=True)
+            with self.grad_off():
+                return self.model(**inputs, return_dict=True)
         finally:
             self._task = None
 

@@ -44,9 +44,12 @@ class Decoder:
             self.step()
             yield
 
-    @torch.no_grad()
     def step(self) -> None:
-        going = self.batch.unfinished()
+        with self.window.grad_off():
+            self._step(self.batch.unfinished())
+
+    def _step(self, going: list[int]) -> None:
+        self._start_over_where_rope_switches(going)
         deciding = list(going)
         for segment in range(self.segments.last):
             self.segments.run(segment, self._counts(segment, going))
@@ -62,8 +65,16 @@ class Decoder:
         return {row: self.segments.waiting(segment, row) - (row in held) for row in rows}
 
     def _may_leave(self, row: int) -> bool:
-        prefilled = self.batch.size[row] > self.batch.prompt[row]
-        return prefilled and row not in self.verifier.closed and self.exits_in_a_row[row] < self.plan.max_pending
+        size, switch = self.batch.size[row], self.window.rope.switches_at
+        prefilled = size > self.batch.prompt[row]
+        same_rope = switch is None or size < switch
+        return prefilled and same_rope and row not in self.verifier.closed and self.exits_in_a_row[row] < self.plan.max_pending
+
+    def _start_over_where_rope_switches(self, rows: list[int]) -> None:
+        switch, starts_over = self.window.rope
+        for row in rows:
+            if starts_over and self.batch.size[row] - 1 == self.segments.length(0, row) == switch:
+                self.segments.rollback(row, 0)
 
     def _ask(self, segment: int, rows: list[int]) -> Candidates | None:
         """The rows whose newest token the policy lets out before `segment`."""

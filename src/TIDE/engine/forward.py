@@ -29,12 +29,14 @@ class Forward(NamedTuple):
     stats: ExitStats
 
 
-@torch.no_grad()
 def forward(window: Window, plan: Plan, policy: ExitPolicy | None, ids: torch.Tensor, padding: list[int]) -> Forward:
     """Run left-padded rows of tokens."""
-    if plan.exact or policy is None:
-        return _in_one_pass(window, plan, ids, padding)
-    return _as_decoded(window, plan, policy, ids, padding)
+    with window.grad_off():
+        if plan.exact or policy is None:
+            found = _in_one_pass(window, plan, ids, padding)
+        else:
+            found = _as_decoded(window, plan, policy, ids, padding)
+    return found._replace(logits=found.logits.clone())  # an ordinary tensor, whatever mode it was made in
 
 
 def _in_one_pass(window: Window, plan: Plan, ids: torch.Tensor, padding: list[int]) -> Forward:

@@ -54,12 +54,16 @@ class Chooser:
     def _scores(self, rows: list[int], sizes: list[int], logits: torch.Tensor) -> torch.Tensor:
         """(n, vocabulary) in fp32 on the ids' device, after the processors."""
         scores = logits.to(self.batch.ids.device, torch.float32)
-        if self.processors:
-            columns = [self.batch.padding[row] + size for row, size in zip(rows, sizes, strict=True)]
-            scores = scores.clone()
-            for width, group in by_value(list(range(len(rows))), columns).items():
-                ids = self.batch.ids[[rows[index] for index in group], :width]
-                scores[group] = self.processors(ids, scores[group])
+        if not self.processors:
+            return scores
+        columns = [self.batch.padding[row] + size for row, size in zip(rows, sizes, strict=True)]
+        groups = by_value(list(range(len(rows))), columns)
+        parts = [self.processors(self.batch.ids[[rows[i] for i in group], :width], scores[group]) for width, group in groups.items()]
+        if len(groups) == 1:
+            return parts[0]
+        scores = torch.empty_like(scores)
+        for group, part in zip(groups.values(), parts, strict=True):
+            scores[group] = part
         return scores
 
     def _draw(self, rows: list[int], probs: torch.Tensor) -> list[int]:

@@ -1,0 +1,47 @@
+"""Rotary embeddings that change with the length of the text.
+
+"longrope" and "dynamic" choose their frequencies once per forward, by the largest position in it. Tokens caught up
+in one pass would then not see the frequencies they would have seen one by one, so past the switch no token exits.
+Some families also throw their cache away at the switch and run the whole text again; so must we.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+STARTS_OVER = ("phi3", "phimoe")  # see their `prepare_inputs_for_generation`
+
+
+class Rope(NamedTuple):
+    """When a model's rotary frequencies change."""
+
+    switches_at: int | None  # tokens up to which they are constant; None: always
+    starts_over: bool  # the text is run again when it grows past that
+
+
+def rope_of(model: PreTrainedModel) -> Rope:
+    """Read off the config."""
+    config = model.config.get_text_config(decoder=True)
+    lengths = [_constant_up_to(parameters, config) for parameters in _rope_parameters(config)]
+    known = [length for length in lengths if length is not None]
+    if not known:
+        return Rope(None, False)
+    return Rope(min(known), config.model_type in STARTS_OVER)
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The rope parameters of the model, or those of each of its layer types."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return [found] if "rope_type" in found else [own for own in found.values() if isinstance(own, dict)]
+
+
+def _constant_up_to(parameters: dict[str, Any], config: Any) -> int | None:
+    kind = parameters.get("rope_type", "default")
+    if "dynamic" in kind:
+        return int(config.max_position_embeddings)
+    if kind == "longrope":
+        original = parameters.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        return int(original or config.max_position_embeddings)
+    return None
