@@ -4,7 +4,7 @@ import pytest
 import torch
 from families import FAMILIES, VOCAB, build
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # the models are tiny and two workers share the machine
 
 
 @pytest.fixture(params=sorted(FAMILIES))
@@ -27,3 +27,11 @@ def prompts():
     mask[0, :7], mask[1, :3] = 0, 0
     ids[mask == 0] = 0
     return ids, mask
+
+
+@pytest.fixture(scope="session")
+def embedded():
+    """The embedded default model and its tokenizer, downloaded on the first use of a machine."""
+    import TIDE
+
+    return TIDE.load_model("default", device="cpu")

@@ -1,1 +1,60 @@
-def load_model(name): ...
+"""Loading a model with its tokenizer: the embedded default, a hub id, or a local path (a folder or a GGUF file)."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Loaded(NamedTuple):
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def load_model(name: str | Path = "default", *, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Loaded:
+    """Load a causal LM in eval mode and its tokenizer, set to pad on the left.
+
+    Args:
+        name: "default" (SmolLM2-135M-Instruct, fetched once), a hub id, a folder, or a .gguf file.
+        dtype: None: fp32 on a CPU, the checkpoint's own elsewhere.
+        device: None: the GPU if there is one.
+    """
+    place = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wanted: Any = dtype or (torch.float32 if place.type == "cpu" else "auto")
+    model, tokenizer = _read(str(name), wanted)
+    tokenizer.padding_side = "left"
+    return Loaded(model.to(place).eval(), tokenizer)
+
+
+def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> Loaded:
+    """A GGUF file, dequantized."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError(f'reading {path.name} needs the gguf package. Install it: pip install "tide-inference[default-model]"')
+    from transformers import GgufConfig
+
+    config = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype, quantization_config=config)
+    # from here on it is an ordinary model: nothing should take it for a quantized one
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return Loaded(model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
+
+
+def _read(name: str, dtype: Any) -> Loaded:
+    from TIDE.models.default import default_model_path
+
+    if name.endswith(".gguf"):
+        if not Path(name).is_file():
+            raise FileNotFoundError(f"there is no file {name}. Give the path of a .gguf file, a model folder, a hub id, or 'default'.")
+        return read_gguf(Path(name), torch.float32 if dtype == "auto" else dtype)
+    source = str(default_model_path()) if name == "default" else name
+    try:
+        return Loaded(AutoModelForCausalLM.from_pretrained(source, dtype=dtype), AutoTokenizer.from_pretrained(source))
+    except OSError as problem:
+        raise OSError(
+            f"cannot load {name!r}: expected 'default', a folder with a model, a .gguf file, or a hub id that can be reached. ({problem})"
+        ) from problem

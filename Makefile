@@ -1,0 +1,46 @@
+# Every target makes what it needs. `make demo` and `make test` are all a newcomer has to know.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+OLDEST := .venv-oldest
+PIP := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test test-newest test-oldest check bench wheel clean
+
+demo: $(VENV)/ready
+	$(VENV)/bin/tide demo
+
+test: test-newest test-oldest
+
+test-newest: $(VENV)/ready
+	$(VENV)/bin/python -m pytest -n 2
+
+# the families and exactness again, on the oldest transformers we support
+test-oldest: $(OLDEST)/ready
+	$(OLDEST)/bin/python -m pytest -n 2 tests/engine/test_exactness.py tests/adapters
+
+check: $(VENV)/ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/ready
+	$(VENV)/bin/python benchmarks/bench_decode.py
+
+# torch goes in first and exactly as pinned: a range would let pip pick another, much larger build
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP) -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[default-model,dev]"
+	touch $@
+
+$(OLDEST)/ready: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt "torch==$$(sed -n 's/^torch==//p' constraints-oldest.txt)"
+	$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt -e ".[default-model,test]"
+	touch $@
+
+wheel: $(VENV)/ready
+	$(VENV)/bin/python -m build --wheel
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist src/*.egg-info

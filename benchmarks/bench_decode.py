@@ -1,0 +1,81 @@
+"""Decoding speed at batch 1: `model.generate` and TIDE, by turns in one run.
+
+    python benchmarks/bench_decode.py                     the embedded default model
+    python benchmarks/bench_decode.py --model tiny        a random tiny Llama, as a smoke test
+
+Prints a table, then one JSON line. Speeds are medians over the rounds; the ratio is the median of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+
+import torch
+import transformers
+
+import TIDE
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="default", help="'tiny', or what TIDE.load_model takes")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+
+    transformers.utils.logging.disable_progress_bar()
+    model = tiny_llama() if args.model == "tiny" else TIDE.load_model(args.model).model
+    ids = torch.randint(10, model.config.vocab_size, (1, args.prompt_tokens), device=model.device)
+    options = dict(max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens, do_sample=False)
+    with TIDE.TIDE(model) as engine:
+        runs = {
+            "model.generate": lambda: model.generate(ids, **options),
+            "TIDE, exits off": lambda: engine.generate(ids, **options),
+        }
+        texts = {name: run() for name, run in runs.items()}  # warm-up
+        seconds = measure(runs, args.rounds)
+    report(args, model, seconds, same_text=len({tuple(text[0].tolist()) for text in texts.values()}) == 1)
+
+
+def tiny_llama() -> transformers.PreTrainedModel:
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=1024
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def measure(runs: dict, rounds: int) -> dict[str, list[float]]:
+    """Seconds of every run, the order turned round each time."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name in sorted(runs, reverse=bool(number % 2)):
+            start = time.perf_counter()
+            runs[name]()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def report(args: argparse.Namespace, model: transformers.PreTrainedModel, seconds: dict[str, list[float]], same_text: bool) -> None:
+    plain = seconds["model.generate"]
+    print(f"{'':18}{'tok/s':>8}{'lowest':>9}{'highest':>9}{'ratio':>8}")
+    rows = {}
+    for name, own in seconds.items():
+        speeds = [args.new_tokens / second for second in own]
+        ratio = statistics.median(base / second for base, second in zip(plain, own, strict=True))
+        rows[name] = dict(tok_s=statistics.median(speeds), lowest=min(speeds), highest=max(speeds), ratio=ratio)
+        print(f"{name:18}{rows[name]['tok_s']:8.1f}{min(speeds):9.1f}{max(speeds):9.1f}{ratio:8.3f}")
+    print(f"same text: {'yes' if same_text else 'NO'}")
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    facts = dict(vars(args), device=where, dtype=str(model.dtype), torch=torch.__version__, transformers=transformers.__version__)
+    print(json.dumps(dict(facts, same_text=same_text, results=rows)))
+
+
+if __name__ == "__main__":
+    main()

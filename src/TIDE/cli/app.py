@@ -1,0 +1,30 @@
+"""The `tide` command. One file per subcommand; this one only gathers them."""
+
+from __future__ import annotations
+
+import typer
+
+import TIDE
+from TIDE.cli.demo import demo
+
+app = typer.Typer(help="TIDE: a frozen causal LM that does not run every layer for every token.", no_args_is_help=True)
+app.command()(demo)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tide-inference {TIDE.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version.")) -> None:
+    pass
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()
