@@ -119,12 +119,14 @@ class SegmentCache(Cache):
 
     def mask(self) -> torch.Tensor | None:
         """(n, columns) 1 where a column belongs to the row; None where that is everywhere."""
-        view = self.view
-        origins = [self.segments[view.segment].origin[row] for row in view.rows]
-        if not any(origins):
+        view, own = self.view, self.segments[self.view.segment]
+        origins = [own.origin[row] for row in view.rows]
+        # ALiBi wants a mask as wide as the keys it gets, running states one that ends with the pass.
+        whole = self.static and not self.keeps_state(view.segment)
+        if not any(origins) and not whole:
             return None
-        columns = torch.arange(view.stop)
-        return (columns[None] >= torch.tensor(origins)[:, None]).long()
+        columns = torch.arange(own.capacity if whole else view.stop)
+        return ((columns >= torch.tensor(origins)[:, None]) & (columns < view.stop)).long()
 
     def zero_pad(self, segment: int, rows: list[int]) -> None:
         """Advance rows by one token whose K/V are zeros."""
@@ -203,6 +205,10 @@ class SegmentCache(Cache):
         if self.leave_after_write:
             raise KVWritten
         return answer
+
+    @property
+    def is_compileable(self) -> bool:
+        return self.static  # makes transformers mask the columns that are not filled yet
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.view.start
