@@ -44,7 +44,12 @@ def main() -> None:
 
 def tiny_llama() -> transformers.PreTrainedModel:
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=1024
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=1024,
     )
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -62,7 +67,9 @@ def measure(runs: dict, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def report(args: argparse.Namespace, model: transformers.PreTrainedModel, seconds: dict[str, list[float]], same_text: bool) -> None:
+def report(
+    args: argparse.Namespace, model: transformers.PreTrainedModel, seconds: dict[str, list[float]], same_text: bool
+) -> None:
     plain = seconds["model.generate"]
     print(f"{'':18}{'tok/s':>8}{'lowest':>9}{'highest':>9}{'ratio':>8}")
     rows = {}
@@ -72,8 +79,14 @@ def report(args: argparse.Namespace, model: transformers.PreTrainedModel, second
         rows[name] = dict(tok_s=statistics.median(speeds), lowest=min(speeds), highest=max(speeds), ratio=ratio)
         print(f"{name:18}{rows[name]['tok_s']:8.1f}{min(speeds):9.1f}{max(speeds):9.1f}{ratio:8.3f}")
     print(f"same text: {'yes' if same_text else 'NO'}")
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, {torch.get_num_threads()} threads"
-    facts = dict(vars(args), device=where, dtype=str(model.dtype), torch=torch.__version__, transformers=transformers.__version__)
+    where = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    )
+    facts = dict(
+        vars(args), device=where, dtype=str(model.dtype), torch=torch.__version__, transformers=transformers.__version__
+    )
     print(json.dumps(dict(facts, same_text=same_text, results=rows)))
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from families import FAMILIES, VOCAB, build
 
 torch.set_num_threads(1)  # the models are tiny and two workers share the machine

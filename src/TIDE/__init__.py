@@ -1,16 +1,46 @@
-"""TIDE: Token-Informed Depth Execution. Easy tokens leave a frozen causal LM early; the rest of it runs later."""
+"""TIDE: Token-Informed Depth Execution. Easy tokens leave a frozen causal LM early; the rest of it runs later.
 
+    model, tokenizer = TIDE.load_model("default")
+    with TIDE.TIDE(model) as engine:
+        engine.generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=64)
+
+Importing costs nothing: each name brings torch and transformers with it when it is first used.
+"""
+
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
-from TIDE.config import TIDEConfig
-from TIDE.engine.engine import TIDE
-from TIDE.models.load import load_model
-from TIDE.routing.policy import Candidates, ExitPolicy
-from TIDE.stats import ExitStats
+if TYPE_CHECKING:
+    from TIDE.config import TIDEConfig
+    from TIDE.engine.engine import TIDE
+    from TIDE.models.load import load_model
+    from TIDE.routing.policy import Candidates, ExitPolicy
+    from TIDE.stats import ExitStats
+
+_HOME = {
+    "TIDE": "TIDE.engine.engine",
+    "TIDEConfig": "TIDE.config",
+    "ExitStats": "TIDE.stats",
+    "ExitPolicy": "TIDE.routing.policy",
+    "Candidates": "TIDE.routing.policy",
+    "load_model": "TIDE.models.load",
+}
+
+__all__ = ["TIDE", "Candidates", "ExitPolicy", "ExitStats", "TIDEConfig", "__version__", "load_model"]
 
 try:
     __version__ = version("tide-inference")
 except PackageNotFoundError:  # run from a source tree
     __version__ = "0+source"
 
-__all__ = ["TIDE", "Candidates", "ExitPolicy", "ExitStats", "TIDEConfig", "__version__", "load_model"]
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'TIDE' has no attribute {name!r}. It has {__all__}.")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

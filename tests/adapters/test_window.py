@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
-from families import FAMILIES, LAYERS, build
-from policies import Everyone
 from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, DynamicCache
 
+from families import FAMILIES, LAYERS, build
+from policies import Everyone
 from TIDE import TIDE
 from TIDE.adapters.probe import Store, find_family
 from TIDE.adapters.table import FAMILIES as TABLE
@@ -25,7 +26,7 @@ def text():
 
 def run_spans(window: Window, edges: list[int], ids: torch.Tensor, keep: torch.Tensor | None = None):
     """Take ids through consecutive spans; return the cache, the states at each edge and the last logits."""
-    spans = [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    spans = [range(a, b) for a, b in pairwise(edges)]
     cache = SegmentCache(len(ids), spans, window.stores)
     positions = torch.arange(ids.shape[1]).expand(len(ids), -1)
     rows, counts = list(range(len(ids))), [ids.shape[1]] * len(ids)
@@ -57,7 +58,9 @@ def test_logits_are_computed_only_where_asked(any_model, text):
     keep = torch.tensor([[3, 9], [0, 5]])
     _, _, logits = run_spans(window, [0, any_model.config.num_hidden_layers], text, keep)
     assert logits.shape[:2] == (2, 2)
-    torch.testing.assert_close(logits, expected.gather(1, keep[..., None].expand(-1, -1, expected.shape[-1])), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits, expected.gather(1, keep[..., None].expand(-1, -1, expected.shape[-1])), atol=1e-4, rtol=1e-4
+    )
     _, _, none = run_spans(window, [0, any_model.config.num_hidden_layers], text)
     assert none is None
     window.close()
@@ -99,7 +102,11 @@ def test_a_kv_only_run_stores_what_the_layer_would_have_stored(any_model, text):
 def count_calls(layer: nn.Module):
     """How many submodules of a layer are called, beside how many a full run calls."""
     counts = {"calls": 0}
-    hooks = [m.register_forward_hook(lambda *_: counts.__setitem__("calls", counts["calls"] + 1)) for m in layer.modules() if m is not layer]
+    hooks = [
+        m.register_forward_hook(lambda *_: counts.__setitem__("calls", counts["calls"] + 1))
+        for m in layer.modules()
+        if m is not layer
+    ]
 
     def found() -> int:
         for hook in hooks:

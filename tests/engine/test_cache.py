@@ -5,34 +5,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies import Knowing
 from transformers import DynamicCache
 
+from decoding import decode
+from families import build
+from policies import Knowing
 from TIDE.adapters.probe import Store
 from TIDE.adapters.window import Feed, Window
-from TIDE.config import TIDEConfig
-from TIDE.engine.batch import Batch
 from TIDE.engine.cache import SegmentCache, View
-from TIDE.engine.decoder import Decoder
-from TIDE.engine.plan import make_plan
-from TIDE.engine.sampling import Chooser
-
-
-def decode(model, policy, ids, new_tokens: int, **config) -> Decoder:
-    """Decode greedily and hand back the decoder with its cache."""
-    from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
-
-    window = Window(model)
-    plan = make_plan(TIDEConfig(**config), policy, window)
-    batch = Batch(ids, [0] * len(ids), StoppingCriteriaList([MaxLengthCriteria(ids.shape[1] + new_tokens)]), None)
-    decoder = Decoder(window, plan, policy, batch, Chooser(LogitsProcessorList(), False, batch), capacity=16)
-    for _ in decoder.run():
-        pass
-    window.close()
-    return decoder
 
 
 def test_kv_after_catch_up_are_those_of_a_full_run(any_model):
@@ -64,7 +46,9 @@ def write(cache: SegmentCache, segment: int, rows: list[int], counts: list[int],
     with cache.open(segment, rows, counts) as view:
         width = max(counts)
         lengths = [cache.segments[segment].length[row] for row in rows]
-        keys = torch.tensor([[[[row, length + i] for i in range(width)]] for row, length in zip(rows, lengths, strict=True)]).float()
+        keys = torch.tensor(
+            [[[[row, length + i] for i in range(width)]] for row, length in zip(rows, lengths, strict=True)]
+        ).float()
         for layer in cache.segments[segment].layers:
             stamp[layer] = cache.update(keys, -keys, layer)
         stamp["mask"] = cache.mask()
@@ -106,7 +90,10 @@ def test_rows_line_up_whatever_runs_and_rolls_back(data):
             assert visible.tolist() == [[row, position] for position in range(lengths[segment][row])]
         assert [own.length for own in cache.segments] == lengths
         for row in range(rows):
-            assert cache.kv(2 * segment, row)[0][0].tolist() == [[row, i] for i in range(lengths[segment][row])] or not lengths[segment][row]
+            assert (
+                cache.kv(2 * segment, row)[0][0].tolist() == [[row, i] for i in range(lengths[segment][row])]
+                or not lengths[segment][row]
+            )
 
 
 def test_a_failed_pass_changes_no_length():
@@ -146,12 +133,12 @@ def test_a_full_static_cache_says_so():
         write(cache, 0, [0], [1], {})
 
 
-def test_a_running_state_rolls_back_to_where_it_was_kept(any_model):
-    window = Window(any_model)
-    if Store.STATE not in window.stores:
-        window.close()
-        pytest.skip("no running state in this family")
-    depth = any_model.config.num_hidden_layers
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+def test_a_running_state_rolls_back_to_where_it_was_kept(family):
+    model = build(family)
+    window = Window(model)
+    assert Store.STATE in window.stores
+    depth = model.config.num_hidden_layers
     ids = torch.randint(3, 128, (1, 9), generator=torch.Generator().manual_seed(0))
     cache = SegmentCache(1, [range(depth)], window.stores)
 
@@ -169,9 +156,3 @@ def test_a_running_state_rolls_back_to_where_it_was_kept(any_model):
     cache.rollback(0, 6)
     torch.testing.assert_close(run(6, 9), expected)
     window.close()
-
-
-def test_families_with_running_states_are_among_the_tested():
-    assert Store.STATE in Window(build("lfm2")).stores
-    assert Store.STATE in Window(build("qwen3_next")).stores
-    assert Store.SHARED in Window(build("gemma4-shared")).stores

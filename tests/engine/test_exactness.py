@@ -6,11 +6,11 @@ import functools
 
 import pytest
 import torch
-from families import VOCAB, build
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from policies import Everyone, Knowing, Nobody
 
+from families import VOCAB, build
+from policies import Everyone, Knowing, Nobody
 from TIDE import TIDE, TIDEConfig
 
 NEW = 16

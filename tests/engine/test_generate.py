@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import build
-from policies import Everyone, Knowing
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -16,6 +14,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from families import build
+from policies import Everyone, Knowing
 from TIDE import TIDE, TIDEConfig
 
 
@@ -51,7 +51,9 @@ ASKED = {
     "bad_words_ids": dict(GREEDY, bad_words_ids=[[i] for i in range(30, 70)]),
     "suppress_tokens": dict(GREEDY, suppress_tokens=list(range(64))),
     "forced_eos_token_id": dict(GREEDY, forced_eos_token_id=2),
-    "generation_config": dict(generation_config=GenerationConfig(max_new_tokens=9, do_sample=False, repetition_penalty=1.2, pad_token_id=0)),
+    "generation_config": dict(
+        generation_config=GenerationConfig(max_new_tokens=9, do_sample=False, repetition_penalty=1.2, pad_token_id=0)
+    ),
     "logits_processor": dict(GREEDY, logits_processor=LogitsProcessorList([No7()])),
     "stopping_criteria": dict(GREEDY, stopping_criteria=StoppingCriteriaList([EndsWith(5)]), eos_token_id=2, pad_token_id=0),
     "max_new_tokens 1": dict(do_sample=False, max_new_tokens=1),
@@ -83,6 +85,16 @@ def test_a_missing_attention_mask_is_worked_out_as_generate_does(llama, prompts)
     expected = llama.generate(ids, do_sample=False, max_new_tokens=8)
     with TIDE(llama, Everyone(2)) as engine:
         assert torch.equal(engine.generate(ids, do_sample=False, max_new_tokens=8), expected)
+
+
+def test_rows_are_padded_with_the_end_token_where_there_is_no_other(llama, prompts):
+    ids, mask = prompts
+    llama.generation_config.pad_token_id = llama.config.pad_token_id = None
+    options = dict(attention_mask=mask, do_sample=False, max_new_tokens=16, eos_token_id=list(range(40, 60)))
+    expected = llama.generate(ids, **options)
+    assert 40 in expected[:, 12:]
+    with TIDE(llama, Everyone(2)) as engine:
+        assert torch.equal(engine.generate(ids, **options), expected)
 
 
 def test_several_samples_per_prompt(llama, prompts):

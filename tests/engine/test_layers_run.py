@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from families import LAYERS
 from policies import Everyone, Knowing, Where
-
 from TIDE import TIDE, TIDEConfig
 
 PROMPT, NEW = 6, 11

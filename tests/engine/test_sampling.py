@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
+
 from families import build
 from policies import Everyone
-
 from TIDE import TIDE, TIDEConfig
 
 TOP, NEW, ROWS, CALLS = 3, 4, 500, 6
@@ -86,7 +86,15 @@ def test_the_same_seed_gives_the_same_text(model, prompt):
 def test_exits_off_draws_what_generate_draws(model, rows):
     """The same random numbers, even when some rows end before others."""
     ids = torch.randint(3, 128, (rows, 6), generator=torch.Generator().manual_seed(rows))
-    options = dict(do_sample=True, temperature=0.9, top_p=0.95, top_k=50, max_new_tokens=24, eos_token_id=list(range(60, 64)), pad_token_id=0)
+    options = dict(
+        do_sample=True,
+        temperature=0.9,
+        top_p=0.95,
+        top_k=50,
+        max_new_tokens=24,
+        eos_token_id=list(range(60, 64)),
+        pad_token_id=0,
+    )
     for seed in range(3):
         torch.manual_seed(seed)
         expected = model.generate(ids, **options)

@@ -105,5 +105,7 @@ def _returns_tuple(model: PreTrainedModel, layers: nn.Module) -> bool:
     finally:
         hook.remove()
     if not seen:
-        raise ValueError(f"{type(model).__name__} did not run its first decoder layer when called: TIDE cannot skip its layers.")
+        raise ValueError(
+            f"{type(model).__name__} did not run its first decoder layer when called: TIDE cannot skip its layers."
+        )
     return seen[0]

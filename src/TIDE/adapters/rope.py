@@ -42,6 +42,8 @@ def _constant_up_to(parameters: dict[str, Any], config: Any) -> int | None:
     if "dynamic" in kind:
         return int(config.max_position_embeddings)
     if kind == "longrope":
-        original = parameters.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        original = parameters.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
         return int(original or config.max_position_embeddings)
     return None

@@ -212,11 +212,11 @@ class Window:
                 f"(engine.close(), or leave its `with` block)."
             )
         try:
-            module.__class__ = _with_door(type(module))
+            module.__class__ = _with_door(type(module))  # type: ignore[arg-type]
         except TypeError as problem:
             raise TypeError(
-                f"the {type(module).__name__} of this {type(self.model).__name__} cannot be wrapped ({problem}). TIDE needs layers "
-                f"that are ordinary torch modules: load the model without scripting, or quantized by a method that keeps modules."
+                f"the {type(module).__name__} of this {type(self.model).__name__} cannot be wrapped ({problem}). TIDE needs "
+                f"layers that are ordinary torch modules: load it unscripted, or quantized by a method that keeps modules."
             ) from problem
         module.__dict__["_tide_door"] = door
         self._fitted.append(module)
@@ -243,4 +243,3 @@ def _refuse_what_cannot_work(model: PreTrainedModel) -> None:
         raise TypeError(f"{name} is not a causal LM. Load it with AutoModelForCausalLM.")
     if model.training:
         raise ValueError(f"{name} is in train mode, where dropout makes every run different. Call model.eval() first.")
-

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import typer
+
+if TYPE_CHECKING:
+    import torch
 
 PROMPT = "Give me three short reasons to learn to cook."
 
@@ -23,6 +25,7 @@ def demo(
     max_new_tokens: int = typer.Option(64, min=1, help="Longest answer, in tokens."),
 ) -> None:
     """Show TIDE at work on the embedded default model."""
+    import torch
     from transformers.utils.logging import disable_progress_bar
 
     import TIDE
@@ -42,7 +45,9 @@ def demo(
     typer.echo(f"prompt: {prompt}\n")
     typer.echo(loaded.tokenizer.decode(ours.ids[0, length:], skip_special_tokens=True).strip() + "\n")
     typer.echo(f"model.generate      {plain.tokens_per_second:6.1f} tok/s")
-    typer.echo(f"TIDE, exits off     {ours.tokens_per_second:6.1f} tok/s   ({ours.tokens_per_second / plain.tokens_per_second:.2f}x)")
+    typer.echo(
+        f"TIDE, exits off     {ours.tokens_per_second:6.1f} tok/s   ({ours.tokens_per_second / plain.tokens_per_second:.2f}x)"
+    )
     typer.echo(f"same text           {'yes' if same else 'NO'}\n")
     typer.echo(stats.summary())
     typer.echo(f"\nLayers run, prompt included: {stats.layers_run}. No exits yet: a router has to be trained first.")

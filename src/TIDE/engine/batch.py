@@ -63,7 +63,7 @@ class Batch:
 
     def stops(self, rows: list[int]) -> set[int]:
         """Those of `rows` that stop with their newest token."""
-        stopped = set()
+        stopped: set[int] = set()
         for columns, group in by_value(rows, [self.columns(row) for row in rows]).items():
             flags = self._criteria(self.ids[_index(group, len(self)), :columns], None)
             stopped.update(row for row, flag in zip(group, flags.tolist(), strict=True) if flag)
@@ -73,7 +73,7 @@ class Batch:
                 stopped.add(row)
         return stopped
 
-    def column(self, column: int, pad_token_id: int | None) -> torch.Tensor:
+    def column(self, column: int, pad_token_id: int) -> torch.Tensor:
         """(rows,) final ids of a column, padding where a row ended before it."""
         ids = self.ids[:, column].clone()
         for row in range(len(self)):
@@ -86,7 +86,7 @@ class Batch:
         going = [self.padding[row] + self.final[row] for row in self.unfinished()]
         return min(going) if going else max(self.padding[row] + self.final[row] for row in range(len(self)))
 
-    def output(self, pad_token_id: int | None) -> torch.Tensor:
+    def output(self, pad_token_id: int) -> torch.Tensor:
         """(rows, columns) prompts and continuations, padded on the right where rows ended early."""
         width = max(self.columns(row) for row in range(len(self)))
         ids = self.ids[:, :width].clone()

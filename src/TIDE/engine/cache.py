@@ -176,7 +176,8 @@ class SegmentCache(Cache):
         if start + width > own.capacity:
             if self.static:
                 raise ValueError(
-                    f"the static cache holds {own.capacity} tokens and {start + width} are needed. Make it with a larger capacity."
+                    f"the static cache holds {own.capacity} tokens and {start + width} are needed. "
+                    f"Make it with a larger capacity."
                 )
             own.capacity = -(-(start + width) // STEP) * STEP
         for index in own.layers:
@@ -198,7 +199,9 @@ class SegmentCache(Cache):
 
     # ---- what a model's forward asks of a cache -----------------------------------------------------
 
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.static and self._offset.device != key_states.device:
             self._offset = self._offset.to(key_states.device)
         answer = self.layers[layer_idx].write(key_states, value_states, self.view, self._offset if self.static else None)
@@ -224,6 +227,9 @@ class SegmentCache(Cache):
 class KVLayer(CacheLayerMixin):
     """Keys and values of one layer, (rows, heads, columns, dim), allocated when the first ones arrive."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+    is_initialized: bool
     is_sliding = False  # windows are a matter of the mask here: every column is kept
 
     def __init__(self) -> None:
@@ -242,7 +248,8 @@ class KVLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         # zeros, not empty: a masked column still enters products, and NaN times zero is NaN
         self.keys, self.values = (
-            states.new_zeros(self.rows, states.shape[1], self.capacity, states.shape[3]) for states in (key_states, value_states)
+            states.new_zeros(self.rows, states.shape[1], self.capacity, states.shape[3])
+            for states in (key_states, value_states)
         )
         self.is_initialized = True
 
@@ -277,7 +284,7 @@ class KVLayer(CacheLayerMixin):
                 states[row, :, new : new + length] = states[row, :, old : old + length].clone()
 
     # The cache answers for its layers; these are asked of it, never of them.
-    def update(self, key_states, value_states, *args, **kwargs):
+    def update(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError("write through SegmentCache.update")
 
     def get_seq_length(self) -> int:

@@ -85,11 +85,15 @@ class Decoder:
         candidates = Candidates(self.plan.spans[segment].start, torch.cat(states), rows, positions)
         scores = self.policy.score(candidates)
         if scores.shape != (len(rows),):
-            raise ValueError(f"an exit policy must give one score per candidate: expected ({len(rows)},), found {tuple(scores.shape)}.")
+            raise ValueError(
+                f"an exit policy must give one score per candidate: expected ({len(rows)},), found {tuple(scores.shape)}."
+            )
         chosen = (scores >= self.plan.exit_threshold).nonzero()[:, 0].tolist()
         if not chosen:
             return None
-        return Candidates(candidates.depth, candidates.states[chosen], [rows[i] for i in chosen], [positions[i] for i in chosen])
+        return Candidates(
+            candidates.depth, candidates.states[chosen], [rows[i] for i in chosen], [positions[i] for i in chosen]
+        )
 
     def _leave(
         self, segment: int, leaving: Candidates | None, going: list[int], deciding: list[int]

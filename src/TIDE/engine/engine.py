@@ -23,7 +23,7 @@ from TIDE.engine.batch import Batch
 from TIDE.engine.decoder import Decoder
 from TIDE.engine.forward import forward
 from TIDE.engine.plan import make_plan
-from TIDE.engine.request import Request, check_context, check_ids, left_padding, prepare
+from TIDE.engine.request import Request, check_context, check_ids, context_limit, left_padding, prepare
 from TIDE.engine.sampling import Chooser
 from TIDE.routing.policy import ExitPolicy
 from TIDE.stats import ExitStats
@@ -92,7 +92,9 @@ class TIDE:
         """Yield the new tokens of one prompt as they become final. Takes what `generate` takes."""
         request = self._prepare(input_ids, generation_config, options)
         if len(request.ids) != 1:
-            raise ValueError(f"stream takes one prompt, found {len(request.ids)}. Use generate(..., streamer=...) or one stream per prompt.")
+            raise ValueError(
+                f"stream takes one prompt, found {len(request.ids)}. Use generate(..., streamer=...) or one stream per prompt."
+            )
         return (int(column) for column in self._columns(self._decoder(request), request))
 
     def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -119,7 +121,10 @@ class TIDE:
 
     def _prepare(self, input_ids: torch.Tensor, generation_config: GenerationConfig | None, options: dict[str, Any]) -> Request:
         self._check_usable()
-        return prepare(self.model, input_ids, generation_config, options)
+        ids = check_ids(self.model, input_ids)
+        padding = left_padding(options.get("attention_mask"), ids)
+        check_context(self.model, [ids.shape[1] - pad for pad in padding], room_for=1)
+        return prepare(self.model, ids, generation_config, options)
 
     def _check_usable(self) -> None:
         if not self.window.is_open:
@@ -128,9 +133,7 @@ class TIDE:
             raise ValueError("the model is in train mode, where dropout makes every run different. Call model.eval() first.")
 
     def _decoder(self, request: Request) -> Decoder:
-        lengths = [request.ids.shape[1] - pad for pad in request.padding]
-        limit = check_context(self.model, lengths, room_for=1)
-        batch = Batch(request.ids, request.padding, request.criteria, limit)
+        batch = Batch(request.ids, request.padding, request.criteria, context_limit(self.model))
         chooser = Chooser(request.processors, request.config.do_sample, batch)
         wanted = request.config.max_length or request.ids.shape[1]
         capacity = min(wanted, request.ids.shape[1] + FIRST_ROOM) + self.plan.max_pending

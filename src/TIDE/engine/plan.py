@@ -7,6 +7,7 @@ what the model's layers cannot do is refused here, once, with the layers named.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from TIDE.adapters.probe import Store
 from TIDE.adapters.window import Window
@@ -42,7 +43,7 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, window: Window) -> 
         exit_threshold=_first(config.exit_threshold, policy and policy.exit_threshold, 1.0),
         max_pending=_first(config.max_pending, policy and policy.max_pending, 1),
         compaction_threshold=config.compaction_threshold,
-        spans=tuple(range(start, stop) for start, stop in zip(edges, edges[1:], strict=False)),
+        spans=tuple(range(start, stop) for start, stop in pairwise(edges)),
     )
 
 
@@ -60,8 +61,9 @@ def _check_strategy(config: TIDEConfig, window: Window) -> None:
     states = [index for index, store in enumerate(window.stores) if store is Store.STATE]
     if states and config.kv_cache_strategy != "exact":
         raise ValueError(
-            f"kv_cache_strategy={config.kv_cache_strategy!r} fills in the K/V of skipped layers, but layers {states} of this model keep "
-            f"a running state (linear attention or convolution) and have no K/V of their own. Use kv_cache_strategy='exact'."
+            f"kv_cache_strategy={config.kv_cache_strategy!r} fills in the K/V of skipped layers, but layers {states} of this "
+            f"model keep a running state (linear attention or convolution) and have no K/V of their own. "
+            f"Use kv_cache_strategy='exact'."
         )
 
 

@@ -27,13 +27,16 @@ class Request:
     config: GenerationConfig
 
     @property
-    def pad_token_id(self) -> int | None:
-        return self.config.pad_token_id
+    def pad_token_id(self) -> int:
+        """What fills rows that end before others; a single row needs none."""
+        found = _padding_token(self.config)
+        return 0 if found is None else found
 
 
-def prepare(model: PreTrainedModel, input_ids: Any, generation_config: GenerationConfig | None, options: dict[str, Any]) -> Request:
+def prepare(
+    model: PreTrainedModel, ids: torch.Tensor, generation_config: GenerationConfig | None, options: dict[str, Any]
+) -> Request:
     """Let transformers make sense of `options`, as `model.generate` would."""
-    ids = check_ids(model, input_ids)
     _refuse_keywords(options)
     options = dict(options, stopping_criteria=_with_stop_strings(generation_config, options))
     if generation_config is not None and generation_config.stop_strings is not None:
@@ -41,9 +44,13 @@ def prepare(model: PreTrainedModel, input_ids: Any, generation_config: Generatio
     request = model.generate(ids, generation_config=generation_config, custom_generate=_capture, **options)
     _refuse_modes(request.config)
     if options.get("prefix_allowed_tokens_fn") is not None and len(request.ids) > 1:
-        raise ValueError("prefix_allowed_tokens_fn is told which row it works on, and TIDE's rows advance separately. Pass one row per call.")
-    if len(request.ids) > 1 and request.pad_token_id is None:
-        raise ValueError("rows may end at different lengths and there is no padding token. Pass pad_token_id=..., or one row per call.")
+        raise ValueError(
+            "prefix_allowed_tokens_fn is told which row it works on, and TIDE's rows advance separately. Pass one row per call."
+        )
+    if len(request.ids) > 1 and _padding_token(request.config) is None:
+        raise ValueError(
+            "rows may end at different lengths and there is no padding token. Pass pad_token_id=..., or one row per call."
+        )
     return request
 
 
@@ -51,16 +58,20 @@ def check_ids(model: PreTrainedModel, input_ids: Any) -> torch.Tensor:
     """(rows, columns) token ids, or an error that says what is wrong with them."""
     if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.long, torch.int):
         found = input_ids.dtype if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
-        raise TypeError(f'expected input_ids as a tensor of token ids, found {found}. Use tokenizer(text, return_tensors="pt").')
+        raise TypeError(
+            f'expected input_ids as a tensor of token ids, found {found}. Use tokenizer(text, return_tensors="pt").'
+        )
     if input_ids.ndim != 2:
-        raise ValueError(f"expected input_ids of shape (rows, tokens), found {tuple(input_ids.shape)}. Use input_ids[None] for one prompt.")
+        raise ValueError(
+            f"expected input_ids of shape (rows, tokens), found {tuple(input_ids.shape)}. Use input_ids[None] for one prompt."
+        )
     if input_ids.numel() == 0:
         raise ValueError("the prompt is empty. Start from at least one token, such as tokenizer.bos_token_id.")
     vocabulary = model.get_input_embeddings().num_embeddings
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocabulary:
         raise ValueError(
-            f"token ids must be from 0 to {vocabulary - 1} for this model, found {int(input_ids.min())} to {int(input_ids.max())}. "
-            f"Does the tokenizer belong to the model?"
+            f"token ids must be from 0 to {vocabulary - 1} for this model, found {int(input_ids.min())} to "
+            f"{int(input_ids.max())}. Does the tokenizer belong to the model?"
         )
     return input_ids.long()
 
@@ -86,15 +97,22 @@ def context_limit(model: PreTrainedModel) -> int | None:
     return int(limit) if limit else None
 
 
-def check_context(model: PreTrainedModel, lengths: list[int], room_for: int) -> int | None:
-    """The context limit, after making sure the prompts and `room_for` more tokens fit."""
+def check_context(model: PreTrainedModel, lengths: list[int], room_for: int) -> None:
+    """Make sure that prompts of these lengths and `room_for` more tokens fit."""
     limit = context_limit(model)
     if limit is not None and max(lengths) + room_for > limit:
         raise ValueError(
-            f"the prompt has {max(lengths)} tokens and the model's context holds {limit}. Shorten the prompt or choose a model with "
-            f"a longer context."
+            f"the prompt has {max(lengths)} tokens and the model's context holds {limit}. Shorten the prompt or choose a "
+            f"model with a longer context."
         )
-    return limit
+
+
+def _padding_token(config: GenerationConfig) -> int | None:
+    """The padding token, or the first end token in its place, as in `model.generate`."""
+    if config.pad_token_id is not None:
+        return int(config.pad_token_id)
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list | tuple) else [config.eos_token_id]
+    return None if ends[0] is None else int(ends[0])
 
 
 def _capture(
@@ -126,7 +144,14 @@ def _with_stop_strings(config: GenerationConfig | None, options: dict[str, Any])
 
 
 def _refuse_keywords(options: dict[str, Any]) -> None:
-    for name in ("inputs_embeds", "position_ids", "past_key_values", "assistant_model", "negative_prompt_ids", "custom_generate"):
+    for name in (
+        "inputs_embeds",
+        "position_ids",
+        "past_key_values",
+        "assistant_model",
+        "negative_prompt_ids",
+        "custom_generate",
+    ):
         if options.get(name) is not None:
             raise ValueError(f"TIDE generates from input_ids and does not take {name}; {USE_GENERATE}.")
 

@@ -58,7 +58,9 @@ class Chooser:
             return scores
         columns = [self.batch.padding[row] + size for row, size in zip(rows, sizes, strict=True)]
         groups = by_value(list(range(len(rows))), columns)
-        parts = [self.processors(self.batch.ids[[rows[i] for i in group], :width], scores[group]) for width, group in groups.items()]
+        parts = [
+            self.processors(self.batch.ids[[rows[i] for i in group], :width], scores[group]) for width, group in groups.items()
+        ]
         if len(groups) == 1:
             return parts[0]
         scores = torch.empty_like(scores)

@@ -59,7 +59,9 @@ class Segments:
             return
         starts = [self.length(segment, row) for row in rows]
         with self.cache.open(segment, rows, [1] * len(rows)):
-            self.window.run(*self._edges(segment), self._feed(rows, starts, [1] * len(rows)), hidden=states[:, None], kv_only=True)
+            self.window.run(
+                *self._edges(segment), self._feed(rows, starts, [1] * len(rows)), hidden=states[:, None], kv_only=True
+            )
 
     def rollback(self, row: int, length: int) -> None:
         self.cache.rollback(row, length)

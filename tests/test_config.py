@@ -1,0 +1,76 @@
+"""One frozen configuration, validated once, saved and loaded as YAML or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from TIDE import TIDEConfig
+
+
+def test_defaults_are_exact_and_leave_the_rest_to_calibration():
+    config = TIDEConfig()
+    assert (config.mode, config.kv_cache_strategy, config.compaction_threshold) == ("exact", "exact", 0.25)
+    assert config.exit_threshold is config.min_layers is config.max_pending is None
+
+
+def test_reference_has_the_values_of_the_original():
+    config = TIDEConfig.reference()
+    assert (config.mode, config.exit_threshold, config.min_layers) == ("fast", 0.85, 8)
+    assert (config.kv_cache_strategy, config.compaction_threshold) == ("zero_pad", 0.25)
+
+
+def test_it_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TIDEConfig().mode = "fast"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("mode", "quick", r"mode must be one of \['exact', 'fast'\], found 'quick'"),
+        ("kv_cache_strategy", "drop", "kv_cache_strategy must be one of"),
+        ("exit_threshold", 1.5, "exit_threshold must be a number from 0 to 1, found 1.5"),
+        ("exit_threshold", "high", "exit_threshold must be a number"),
+        ("exit_threshold", float("nan"), "exit_threshold must be a number"),
+        ("compaction_threshold", None, "compaction_threshold must be a number"),
+        ("compaction_threshold", -0.1, "compaction_threshold must be a number"),
+        ("min_layers", -1, "min_layers must be a whole number of at least 0"),
+        ("min_layers", 2.0, "min_layers must be a whole number"),
+        ("max_pending", 0, "max_pending must be a whole number of at least 1"),
+        ("max_pending", True, "max_pending must be a whole number"),
+    ],
+)
+def test_values_out_of_range_are_refused(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        TIDEConfig(**{"mode": "fast", field: value})
+
+
+@pytest.mark.parametrize("strategy", ["propagate", "zero_pad"])
+def test_a_lossy_strategy_does_not_go_with_exact(strategy):
+    with pytest.raises(ValueError, match=r"cannot go with mode='exact'\. Use kv_cache_strategy='exact', or mode='fast'"):
+        TIDEConfig(kv_cache_strategy=strategy)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "config.yml", "config.json"])
+def test_what_is_saved_is_loaded(tmp_path, name):
+    config = TIDEConfig(mode="fast", exit_threshold=0.9, min_layers=4, max_pending=6, kv_cache_strategy="propagate")
+    config.save(tmp_path / name)
+    assert TIDEConfig.load(tmp_path / name) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", '{"mode": "fast", "depth": 3}', r"unknown fields \['depth'\]. TIDEConfig knows"),
+        ("config.json", "{", "cannot be read as a TIDE configuration"),
+        ("config.yaml", "mode: [", "cannot be read as a TIDE configuration"),
+        ("config.yaml", "- fast", "should hold the fields of TIDEConfig, found list"),
+        ("config.toml", "mode = 'fast'", "ends in .yaml, .yml or .json, found 'config.toml'"),
+    ],
+)
+def test_files_that_cannot_be_read_say_why(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        TIDEConfig.load(tmp_path / name)

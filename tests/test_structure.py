@@ -1,0 +1,59 @@
+"""The shape of the code: imports point one way, files stay small, importing is quiet."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import TIDE
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "TIDE"
+LEVEL = {"config": 0, "stats": 0, "adapters": 1, "routing": 2, "engine": 3, "models": 3, "cli": 4}
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def imported(file: Path) -> set[str]:
+    """The parts of TIDE a file imports, at the top or inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("TIDE."):
+            found.add(node.module.split(".")[1])
+    return found
+
+
+def test_imports_point_one_way():
+    for file in FILES:
+        part = file.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if part == "__init__":
+            continue
+        for other in imported(file):
+            assert other == part or LEVEL[other] < LEVEL[part], f"{file.name} of {part} imports {other}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_files_are_small_and_say_what_they_are(file):
+    text = file.read_text()
+    assert text.count("\n") < 400
+    assert not text or ast.get_docstring(ast.parse(text)), "a module opens with what lives here"
+
+
+def test_importing_is_silent_and_brings_nothing_heavy():
+    script = "import sys, TIDE; assert not {'torch', 'transformers'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""
+
+
+def test_every_public_name_is_there_and_a_wrong_one_is_named():
+    for name in TIDE.__all__:
+        assert getattr(TIDE, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Tide'. It has"):
+        _ = TIDE.Tide
+
+
+def test_the_package_is_typed():
+    assert (SOURCE / "py.typed").exists()
