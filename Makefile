@@ -4,7 +4,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-newest test-oldest check bench wheel clean
+.PHONY: demo test test-newest test-oldest test-wheel check bench wheel clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/tide demo
@@ -40,7 +40,17 @@ $(OLDEST)/ready: pyproject.toml constraints-oldest.txt
 	touch $@
 
 wheel: $(VENV)/ready
+	rm -rf dist
 	$(VENV)/bin/python -m build --wheel
 
+# the wheel by itself, away from the source tree
+test-wheel: wheel
+	rm -rf .venv-wheel
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python $(PIP) -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	.venv-wheel/bin/python $(PIP) -c constraints.txt dist/*.whl
+	cd / && $(CURDIR)/.venv-wheel/bin/python -c "import TIDE; print(TIDE.__version__, TIDE.TIDE, TIDE.TIDEConfig())"
+	.venv-wheel/bin/tide --version
+
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist src/*.egg-info
+	rm -rf $(VENV) $(OLDEST) .venv-wheel build dist src/*.egg-info
