@@ -1,6 +1,7 @@
 """Decoding speed at batch 1: `model.generate` and TIDE, by turns in one run.
 
     python benchmarks/bench_decode.py                     the embedded default model
+    python benchmarks/bench_decode.py --model llama-8b    a random Llama of that size in bf16, for a GPU
     python benchmarks/bench_decode.py --model tiny        a random tiny Llama, as a smoke test
 
 Prints a table, then one JSON line. Speeds are medians over the rounds; the ratio is the median of the rounds' ratios.
@@ -19,17 +20,30 @@ import transformers
 
 import TIDE
 
+SHAPES = {
+    "tiny": dict(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4),
+    "llama-8b": dict(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+    ),
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="default", help="'tiny', or what TIDE.load_model takes")
+    parser.add_argument("--model", default="default", help="'tiny', 'llama-8b', or what TIDE.load_model takes")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
 
     transformers.utils.logging.disable_progress_bar()
-    model = tiny_llama() if args.model == "tiny" else TIDE.load_model(args.model).model
+    model = random_llama(SHAPES[args.model]) if args.model in SHAPES else TIDE.load_model(args.model).model
     ids = torch.randint(10, model.config.vocab_size, (1, args.prompt_tokens), device=model.device)
     options = dict(max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens, do_sample=False)
     with TIDE.TIDE(model) as engine:
@@ -42,16 +56,14 @@ def main() -> None:
     report(args, model, seconds, same_text=len({tuple(text[0].tolist()) for text in texts.values()}) == 1)
 
 
-def tiny_llama() -> transformers.PreTrainedModel:
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=1024,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+def random_llama(shape: dict) -> transformers.PreTrainedModel:
+    """A Llama with random weights, made where it will run."""
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_default_dtype(torch.bfloat16 if place.type == "cuda" else torch.float32)
+    with place:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, bos_token_id=1, eos_token_id=2, pad_token_id=0))
+    torch.set_default_dtype(torch.float32)
+    return model.eval()
 
 
 def measure(runs: dict, rounds: int) -> dict[str, list[float]]:

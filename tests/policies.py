@@ -52,7 +52,7 @@ class Knowing(Everyone):
         return torch.tensor([float(self.random.random() < self.leaves) for _ in candidates.rows])
 
     def predict(self, candidates: Candidates, head) -> torch.Tensor:
-        logits = torch.zeros(len(candidates.rows), head(candidates.states[:1]).shape[-1])
+        logits = torch.zeros_like(head(candidates.states))
         for index, (row, position) in enumerate(zip(candidates.rows, candidates.positions, strict=True)):
             text = self.texts[row]
             known = position + 1 < len(text) and self.random.random() < self.right

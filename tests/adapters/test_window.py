@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 from itertools import pairwise
 
 import pytest
@@ -174,6 +176,41 @@ def test_two_engines_on_one_model_are_refused_and_the_first_goes_on(llama, text)
             TIDE(llama)
         assert torch.equal(engine.generate(text, max_new_tokens=6, do_sample=False), expected)
     assert torch.equal(llama.generate(text, max_new_tokens=6, do_sample=False), expected)
+
+
+def test_an_engine_that_is_dropped_closes(llama, text):
+    before = [type(layer) for layer in llama.model.layers]
+    TIDE(llama)
+    gc.collect()
+    assert [type(layer) for layer in llama.model.layers] == before
+    TIDE(llama).close()
+
+
+def test_a_copy_of_a_model_with_an_open_engine_is_a_model_of_its_own(llama, text):
+    expected = llama.generate(text, max_new_tokens=6, do_sample=False)
+    with TIDE(llama, Everyone(1)) as engine:
+        twin = copy.deepcopy(llama)
+        with TIDE(twin, Everyone(2)) as second:
+            for run in (twin.generate, second.generate, engine.generate, llama.generate):
+                assert torch.equal(run(text, max_new_tokens=6, do_sample=False), expected)
+
+
+def test_another_thread_may_use_the_model_meanwhile(llama, text):
+    """Also in the middle of a pass, from where a layer calls out."""
+    expected = llama.generate(text, max_new_tokens=3, do_sample=False)
+    found = []
+
+    def elsewhere(*_):
+        if not found:
+            found.append(None)
+            thread = threading.Thread(target=lambda: found.append(llama.generate(text, max_new_tokens=3, do_sample=False)))
+            thread.start()
+            thread.join()
+
+    llama.model.layers[1].mlp.register_forward_hook(elsewhere)
+    with TIDE(llama, Everyone(1)) as engine:
+        assert torch.equal(engine.generate(text, max_new_tokens=3, do_sample=False), expected)
+    assert torch.equal(found[1], expected)
 
 
 def test_the_model_can_be_used_as_ever_while_an_engine_is_open(llama, text):

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -75,6 +77,7 @@ class Window:
     """Opens a model's decoder layers to be run span by span. A model has one window at a time."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self._fitted: list[nn.Module] = []
         _refuse_what_cannot_work(model)
         self.model = model
         self.stores = layer_stores(model)
@@ -87,13 +90,12 @@ class Window:
         self._sources = shared_sources(model, self.stores)
         self._layers = list(model.get_submodule(self.family.layers).children())
         self._forward_takes = set(inspect.signature(model.forward).parameters)
-        self._task: _Task | None = None
-        self._fitted: list[nn.Module] = []
+        self._tasks = threading.local()  # another thread may use the model as ever while we run
         try:
             for index, layer in enumerate(self._layers):
-                self._fit(layer, functools.partial(self._layer_door, index))
+                self._fit(layer, index)
             if (head := model.get_output_embeddings()) is not None:
-                self._fit(head, self._head_door)
+                self._fit(head, None)
         except BaseException:
             self.close()
             raise
@@ -109,9 +111,14 @@ class Window:
     def close(self) -> None:
         """Take the doors out again: the model is as it was handed in."""
         while self._fitted:
-            module = self._fitted.pop()
-            module.__class__ = type(module).__mro__[1]
-            del module.__dict__["_tide_door"]
+            _take_out_door(self._fitted.pop())
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def _task(self) -> _Task | None:
+        return getattr(self._tasks, "current", None)
 
     def run(
         self,
@@ -152,34 +159,31 @@ class Window:
     def _forward(self, task: _Task, inputs: dict[str, Any]) -> Any:
         if not self.is_open:
             raise RuntimeError("this engine is closed. Make a new one with TIDE.TIDE(model, ...).")
-        self._task = task
+        self._tasks.current = task
         try:
             with self.grad_off():
                 return self.model(**inputs, return_dict=True)
         finally:
-            self._task = None
+            self._tasks.current = None
 
-    def _layer_door(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        task = self._task
-        if task is None:
-            return call(*args, **kwargs)
+    def _layer(self, index: int, task: _Task, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What happens at the door of a decoder layer."""
         given = args[0] if args else kwargs.pop("hidden_states")
         states = task.hidden if index == 0 and task.hidden is not None else given
         if task.start <= index < task.stop:
             if index == task.start:
                 self._lend_shared_kv(task, kwargs)
-            states = self._run_layer(index, functools.partial(call, states, *args[1:], **kwargs), states)
+            states = self._run_layer(index, task, functools.partial(call, states, *args[1:], **kwargs), states)
         if index == task.stop - 1 or task.start == task.stop:
             task.states = states
         return (states,) if self.family.returns_tuple else states
 
-    def _run_layer(self, index: int, call: Callable[[], Any], states: torch.Tensor) -> torch.Tensor:
-        assert self._task is not None
-        if not self._task.kv_only:
+    def _run_layer(self, index: int, task: _Task, call: Callable[[], Any], states: torch.Tensor) -> torch.Tensor:
+        if not task.kv_only:
             output = call()
             return output[0] if isinstance(output, tuple) else output
         if self.stores[index] is Store.KV:
-            self._task.cache.leave_after_write = True
+            task.cache.leave_after_write = True
             try:
                 call()
             except KVWritten:
@@ -187,7 +191,7 @@ class Window:
             else:
                 raise RuntimeError(f"layer {index} of {type(self.model).__name__} ran without handing K/V to the cache.")
             finally:
-                self._task.cache.leave_after_write = False
+                task.cache.leave_after_write = False
         return states
 
     def _lend_shared_kv(self, task: _Task, kwargs: dict[str, Any]) -> None:
@@ -196,21 +200,22 @@ class Window:
             if source < task.start:
                 kwargs["shared_kv_states"][kind] = task.cache.shared_view(source)
 
-    def _head_door(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._task is None:
-            return call(*args, **kwargs)
+    def _head(self, task: _Task, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What happens at the door of the LM head."""
         states = args[0]
-        if self._task.keep is None:
+        if task.keep is None:
             return states[..., :0]
-        keep = self._task.keep.to(states.device)
+        keep = task.keep.to(states.device)
         return call(states.gather(1, keep[..., None].expand(-1, -1, states.shape[-1])), *args[1:], **kwargs)
 
-    def _fit(self, module: nn.Module, door: Callable[..., Any]) -> None:
-        if "_tide_door" in module.__dict__:
-            raise RuntimeError(
-                f"this {type(self.model).__name__} already belongs to another TIDE engine. Close that one first "
-                f"(engine.close(), or leave its `with` block)."
-            )
+    def _fit(self, module: nn.Module, index: int | None) -> None:
+        if (door := module.__dict__.get("_tide_door")) is not None:
+            if door.belongs_to(module):
+                raise RuntimeError(
+                    f"this {type(self.model).__name__} already belongs to another TIDE engine. Close that one first "
+                    f"(engine.close(), or leave its `with` block)."
+                )
+            _take_out_door(module)  # came along when a model with an open engine was copied
         try:
             module.__class__ = _with_door(type(module))  # type: ignore[arg-type]
         except TypeError as problem:
@@ -218,8 +223,29 @@ class Window:
                 f"the {type(module).__name__} of this {type(self.model).__name__} cannot be wrapped ({problem}). TIDE needs "
                 f"layers that are ordinary torch modules: load it unscripted, or quantized by a method that keeps modules."
             ) from problem
-        module.__dict__["_tide_door"] = door
+        module.__dict__["_tide_door"] = _Door(self, index)
         self._fitted.append(module)
+
+
+class _Door:
+    """Stands before a layer (or the LM head, index None). Knows its window weakly: an engine that is dropped closes."""
+
+    def __init__(self, window: Window, index: int | None) -> None:
+        self._window = weakref.ref(window)
+        self._index = index
+
+    def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        window = self._window()
+        task = None if window is None else window._task
+        if window is None or task is None:
+            return call(*args, **kwargs)
+        if self._index is None:
+            return window._head(task, call, args, kwargs)
+        return window._layer(self._index, task, call, args, kwargs)
+
+    def belongs_to(self, module: nn.Module) -> bool:
+        window = self._window()
+        return window is not None and any(own is module for own in window._fitted)
 
 
 @functools.cache
@@ -231,6 +257,11 @@ def _with_door(cls: type[nn.Module]) -> type[nn.Module]:
 
     names = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), names)
+
+
+def _take_out_door(module: nn.Module) -> None:
+    module.__class__ = type(module).__mro__[1]
+    del module.__dict__["_tide_door"]
 
 
 def _refuse_what_cannot_work(model: PreTrainedModel) -> None:

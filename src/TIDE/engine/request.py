@@ -7,6 +7,7 @@ does not do is refused here with the alternative named; nothing is ignored.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,8 @@ def prepare(
     _refuse_keywords(options)
     options = dict(options, stopping_criteria=_with_stop_strings(generation_config, options))
     if generation_config is not None and generation_config.stop_strings is not None:
-        generation_config = GenerationConfig.from_dict({**generation_config.to_dict(), "stop_strings": None})
+        generation_config = copy.deepcopy(generation_config)
+        generation_config.stop_strings = None
     request = model.generate(ids, generation_config=generation_config, custom_generate=_capture, **options)
     _refuse_modes(request.config)
     if options.get("prefix_allowed_tokens_fn") is not None and len(request.ids) > 1:
@@ -67,7 +69,7 @@ def check_ids(model: PreTrainedModel, input_ids: Any) -> torch.Tensor:
         )
     if input_ids.numel() == 0:
         raise ValueError("the prompt is empty. Start from at least one token, such as tokenizer.bos_token_id.")
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", model.config.get_text_config(decoder=True).vocab_size)
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocabulary:
         raise ValueError(
             f"token ids must be from 0 to {vocabulary - 1} for this model, found {int(input_ids.min())} to "

@@ -1,0 +1,36 @@
+"""The README's code runs as it stands, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_code_blocks_run(block, embedded, capsys):
+    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+    assert "Total tokens: 32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_every_file_of_the_package_is_in_the_tree():
+    tree = (ROOT / "README.md").read_text()
+    for file in (ROOT / "src" / "TIDE").rglob("*.py"):
+        if file.name != "__init__.py":
+            assert file.name in tree
+
+
+def test_ci_runs_what_the_readme_says():
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
