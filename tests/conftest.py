@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -8,10 +10,13 @@ from families import FAMILIES, VOCAB, build
 torch.set_num_threads(1)  # the models are tiny and two workers share the machine
 
 
+family = functools.cache(build)
+
+
 @pytest.fixture(params=sorted(FAMILIES))
 def any_model(request):
-    """A tiny model of each family in turn."""
-    return build(request.param)
+    """A tiny model of each family in turn. It is used again: tests leave it as it was, as engines do."""
+    return family(request.param)
 
 
 @pytest.fixture

