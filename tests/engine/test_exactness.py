@@ -42,7 +42,7 @@ def test_logits_are_the_models(any_model, prompts):
         assert not found[row, : -len(expected)].any()
 
 
-@pytest.mark.parametrize("checkpoints", [(0,), (2,), (0, 1, 3)])
+@pytest.mark.parametrize("checkpoints", [(2,), (0, 1, 3)])
 def test_exits_always_taken_and_checked_write_what_generate_writes(any_model, prompts, checkpoints):
     ids, mask = prompts
     expected = greedy(any_model, ids, mask)
@@ -79,7 +79,12 @@ def _expected(family: str, rows: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "bloom", "lfm2", "qwen3_next", "gemma4-shared"])
-@settings(max_examples=50, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=43,  # seven families: 301 in all
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(
     checkpoints=st.sets(st.integers(0, 3), min_size=1).map(lambda found: tuple(sorted(found))),
     rows=st.integers(1, 3),
@@ -107,10 +112,10 @@ def test_nobody_leaving_is_exits_off(llama, prompts):
 
 def test_a_row_in_a_batch_is_the_row_alone_whatever_its_neighbours_do(any_model, prompts):
     ids, mask = prompts
-    alone = [greedy(any_model, row[keep.bool()][None]) for row, keep in zip(ids, mask, strict=True)]
+    alone = [greedy(any_model, row[keep.bool()][None], max_new_tokens=8) for row, keep in zip(ids, mask, strict=True)]
     known = [text[0].tolist() for text in alone]
     with TIDE(any_model, Knowing(known, (0, 2), seed=5, leaves=0.7, right=0.6), TIDEConfig(compaction_threshold=1.0)) as engine:
-        together = greedy(engine, ids, mask)
+        together = greedy(engine, ids, mask, max_new_tokens=8)
     for row, text in enumerate(alone):
         own = together[row, int((mask[row] == 0).sum()) :]
         assert own[: text.shape[1]].tolist() == text[0].tolist()
@@ -174,19 +179,19 @@ def test_a_rope_that_changes_with_length_is_followed(family):
 
 @pytest.mark.real
 def test_twenty_prompts_of_the_embedded_model_are_written_as_generate_writes_them(embedded):
-    """With drafts that are right about three times in four and exits at two depths."""
+    """With three drafts before every verification, each right nine times in ten."""
     model, tokenizer = embedded
-    for start in (0, 10):
-        chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[start : start + 10]]
-        inputs = tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-        )
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        expected = greedy(model, ids, mask, max_new_tokens=64)
-        policy = Knowing(texts_of(expected, mask), (8, 25), seed=start, leaves=0.5, right=0.75)
-        with TIDE(model, policy) as engine:
-            assert torch.equal(greedy(engine, ids, mask, max_new_tokens=64), expected)
-            assert engine.last_stats.accepted > 20
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    expected = greedy(model, ids, mask, max_new_tokens=64)
+    policy = Knowing(texts_of(expected, mask), (8,), seed=0, leaves=1.0, right=0.9)
+    with TIDE(model, policy, TIDEConfig(max_pending=3)) as engine:
+        assert torch.equal(greedy(engine, ids, mask, max_new_tokens=64), expected)
+        assert engine.last_stats.exit_rate > 0.5
+        assert engine.last_stats.accepted < engine.last_stats.drafted
 
 
 PROMPTS = [
