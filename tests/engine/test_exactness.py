@@ -175,6 +175,10 @@ def test_a_rope_that_changes_with_length_is_followed(family):
         assert engine.last_stats.accepted > 0
     with TIDE(model) as engine:
         assert torch.equal(greedy(engine, ids, **options), expected)
+        with pytest.raises(ValueError, match="changes after 24 tokens, for all rows of a batch at once, and up to 52"):
+            greedy(engine, ids.expand(2, -1), **options)
+        short = dict(options, max_new_tokens=12)
+        assert torch.equal(greedy(engine, ids.expand(2, -1), **short), greedy(model, ids.expand(2, -1), **short))
 
 
 @pytest.mark.real

@@ -10,6 +10,7 @@ from transformers import (
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
     TextIteratorStreamer,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -168,6 +169,9 @@ REFUSED = {
     "assistant_model": dict(assistant_model=object()),
     "output_attentions": dict(output_attentions=True, return_dict_in_generate=True),
     "classifier-free guidance": dict(guidance_scale=2.0),
+    "constrained beam search": dict(force_words_ids=[[5]]),
+    "token healing": dict(token_healing=True),
+    "SynthID": dict(watermarking_config=SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)),
 }
 
 
@@ -178,6 +182,16 @@ def test_what_is_not_supported_is_refused_with_the_alternative(llama, prompts, a
         with pytest.raises(ValueError, match="use model.generate for it"):
             engine.generate(ids, attention_mask=mask, max_new_tokens=4, **REFUSED[asked])
         engine.generate(ids, attention_mask=mask, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("option", [dict(encoder_no_repeat_ngram_size=2), dict(encoder_repetition_penalty=2.0)], ids=str)
+def test_what_looks_at_all_rows_together_takes_one_row(llama, prompts, option):
+    ids, mask = prompts
+    with TIDE(llama, Everyone(2)) as engine:
+        with pytest.raises(ValueError, match="Pass one row per call"):
+            engine.generate(ids, attention_mask=mask, max_new_tokens=4, **option)
+        expected = llama.generate(ids[2:], do_sample=False, max_new_tokens=8, **option)
+        assert torch.equal(engine.generate(ids[2:], do_sample=False, max_new_tokens=8, **option), expected)
 
 
 @pytest.mark.parametrize(("option", "value"), [("penalty_alpha", 0.6), ("dola_layers", "low")])
@@ -212,3 +226,9 @@ def test_stop_strings_and_text_streamers_work_on_the_embedded_model(embedded):
     assert "".join(streamer) == tokenizer.decode(expected[0, inputs["input_ids"].shape[1] :])
     with TIDE(model) as engine, pytest.raises(ValueError, match="pass tokenizer="):
         engine.generate(**inputs, stop_strings=["."])
+    del options["stop_strings"]
+    model.generation_config.stop_strings = [",", "."]
+    with TIDE(model) as engine:
+        assert torch.equal(engine.generate(**options), expected)
+    assert model.generation_config.stop_strings == [",", "."]
+    model.generation_config.stop_strings = None

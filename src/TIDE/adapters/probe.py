@@ -1,6 +1,6 @@
 """Finding out what the table does not say, by looking at the model and running a few tokens through it.
 
-`find_family` gives the table's line or works one out; `layer_stores` says what each layer keeps for later
+`known_family` gives the table's line, `probe_family` works one out; `layer_stores` says what each layer keeps for later
 tokens. Both refuse, with the reason, what TIDE cannot skip and catch up exactly.
 """
 
@@ -25,14 +25,19 @@ class Store(Enum):
     SHARED = "nothing: it reads another layer's K/V"
 
 
-def find_family(model: PreTrainedModel) -> Family:
-    """The table's line for this model, or what a probe of it finds."""
+def known_family(model: PreTrainedModel) -> Family | None:
+    """The table's line for this model, if it has one that fits."""
     config = model.config.get_text_config(decoder=True)
     family = FAMILIES.get(config.model_type)
-    if family is not None and _is_layer_list(_submodule(model, family.layers), config.num_hidden_layers):
-        return family
+    fits = family is not None and _is_layer_list(_submodule(model, family.layers), config.num_hidden_layers)
+    return family if fits else None
+
+
+def probe_family(model: PreTrainedModel) -> Family:
+    """What the table would say of this model, found by looking and by running one token."""
+    config = model.config.get_text_config(decoder=True)
     path = _find_layers(model, config.num_hidden_layers)
-    return Family(path, returns_tuple=_returns_tuple(model, model.get_submodule(path)))
+    return Family(path, _tuple_size(model, model.get_submodule(path)))
 
 
 def layer_stores(model: PreTrainedModel) -> tuple[Store, ...]:
@@ -84,22 +89,28 @@ def _find_layers(model: PreTrainedModel, count: int) -> str:
     """The path of the decoder's layer list: the outermost ModuleList with one entry per layer."""
     decoder = model.get_decoder()
     name_of = {id(module): name for name, module in model.named_modules()}
-    paths = [name for name, module in decoder.named_modules() if _is_layer_list(module, count)]
-    if id(decoder) not in name_of or not paths:
-        raise ValueError(
-            f"no list of {count} decoder layers found in {type(model).__name__}: expected a ModuleList with one module per "
-            f"layer inside model.get_decoder(). Add a line for {model.config.model_type!r} to TIDE/adapters/table.py."
-        )
-    path = min(paths, key=lambda name: name.count("."))
-    return f"{name_of[id(decoder)]}.{path}".strip(".")
+    inside = [name for name, module in decoder.named_modules() if _is_layer_list(module, count)]
+    anywhere = [name for name, module in model.named_modules() if _is_layer_list(module, count)]
+    if inside and id(decoder) in name_of:
+        return f"{name_of[id(decoder)]}.{_outermost(inside)}".strip(".")
+    if anywhere:
+        return _outermost(anywhere)
+    raise ValueError(
+        f"no list of {count} decoder layers found in {type(model).__name__}: TIDE needs a ModuleList with one module for each "
+        f"of the config's num_hidden_layers. Run this model with model.generate."
+    )
+
+
+def _outermost(paths: list[str]) -> str:
+    return min(paths, key=lambda name: name.count("."))
 
 
 @torch.no_grad()
-def _returns_tuple(model: PreTrainedModel, layers: nn.Module) -> bool:
-    """Whether the first layer answers with a tuple, seen on one token."""
-    seen: list[bool] = []
+def _tuple_size(model: PreTrainedModel, layers: nn.Module) -> int:
+    """How many things the first layer answers with, seen on one token; 0 if it is not a tuple."""
+    seen: list[int] = []
     first = layers.get_submodule("0")
-    hook = first.register_forward_hook(lambda module, args, output: seen.append(isinstance(output, tuple)))
+    hook = first.register_forward_hook(lambda _, args, out: seen.append(len(out) if isinstance(out, tuple) else 0))
     try:
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
     finally:

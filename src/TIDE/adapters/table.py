@@ -1,4 +1,4 @@
-"""What TIDE knows of each family: where its decoder layers are and whether a layer answers with a tuple.
+"""What TIDE knows of each family: where its decoder layers are and what a layer answers with.
 
 Everything else (embedding, positions, masks, norms, scaling, the LM head) stays with the model's own
 `forward`. A model that is not here is probed (`probe.py`); a new family is one line.
@@ -13,7 +13,7 @@ class Family(NamedTuple):
     """How to find and answer for the decoder layers of a model."""
 
     layers: str  # path of the layer list from the model
-    returns_tuple: bool = False  # a layer returns (hidden, ...) instead of hidden
+    answers: int = 0  # a layer returns a tuple of so many, hidden states first; 0: the hidden states themselves
 
 
 LLAMA_LIKE = Family("model.layers")
@@ -21,12 +21,12 @@ GPT_LIKE = Family("transformer.h")
 
 # config.model_type -> Family
 FAMILIES: dict[str, Family] = {
-    "bloom": Family("transformer.h", returns_tuple=True),
+    "bloom": Family("transformer.h", answers=2),
     "cohere": LLAMA_LIKE,
     "cohere2": LLAMA_LIKE,
     "deepseek_v3": LLAMA_LIKE,
     "exaone4": LLAMA_LIKE,
-    "falcon": Family("transformer.h", returns_tuple=True),
+    "falcon": Family("transformer.h", answers=2),
     "gemma": LLAMA_LIKE,
     "gemma2": LLAMA_LIKE,
     "gemma3_text": LLAMA_LIKE,
@@ -35,10 +35,10 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": LLAMA_LIKE,
     "gpt2": GPT_LIKE,
     "gpt_bigcode": GPT_LIKE,
-    "gpt_neo": Family("transformer.h", returns_tuple=True),
+    "gpt_neo": Family("transformer.h", answers=2),
     "gpt_neox": Family("gpt_neox.layers"),
     "gpt_oss": LLAMA_LIKE,
-    "gptj": Family("transformer.h", returns_tuple=True),
+    "gptj": Family("transformer.h", answers=2),
     "granite": LLAMA_LIKE,
     "lfm2": LLAMA_LIKE,
     "llama": LLAMA_LIKE,
@@ -47,7 +47,7 @@ FAMILIES: dict[str, Family] = {
     "ministral3": LLAMA_LIKE,
     "mistral": LLAMA_LIKE,
     "mixtral": LLAMA_LIKE,
-    "mpt": Family("transformer.blocks", returns_tuple=True),
+    "mpt": Family("transformer.blocks", answers=2),
     "nemotron": LLAMA_LIKE,
     "olmo2": LLAMA_LIKE,
     "olmo3": LLAMA_LIKE,

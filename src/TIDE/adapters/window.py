@@ -28,9 +28,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from TIDE.adapters.probe import Store, find_family, layer_stores, shared_sources
+from TIDE.adapters.probe import Store, known_family, layer_stores, probe_family, shared_sources
 from TIDE.adapters.rope import rope_of
-from TIDE.adapters.table import FAMILIES
 
 
 class KVWritten(Exception):
@@ -81,18 +80,20 @@ class Window:
         _refuse_what_cannot_work(model)
         self.model = model
         self.stores = layer_stores(model)
-        self.family = find_family(model)
+        known = known_family(model)
+        self.is_known = known is not None
+        self.family = known or probe_family(model)
         self.rope = rope_of(model)
         # Inference mode is quicker, but what a forward stores on the model (frequencies of a rope that changes with
         # length, caches of unknown families) would be useless for training afterwards.
-        harmless = self.rope.switches_at is None and model.config.get_text_config(decoder=True).model_type in FAMILIES
+        harmless = self.is_known and self.rope.switches_at is None
         self.grad_off = torch.inference_mode if harmless else torch.no_grad
         self._sources = shared_sources(model, self.stores)
-        self._layers = list(model.get_submodule(self.family.layers).children())
+        self.layers = list(model.get_submodule(self.family.layers).children())
         self._forward_takes = set(inspect.signature(model.forward).parameters)
         self._tasks = threading.local()  # another thread may use the model as ever while we run
         try:
-            for index, layer in enumerate(self._layers):
+            for index, layer in enumerate(self.layers):
                 self._fit(layer, index)
             if (head := model.get_output_embeddings()) is not None:
                 self._fit(head, None)
@@ -102,7 +103,7 @@ class Window:
 
     @property
     def num_layers(self) -> int:
-        return len(self._layers)
+        return len(self.layers)
 
     @property
     def is_open(self) -> bool:
@@ -176,7 +177,7 @@ class Window:
             states = self._run_layer(index, task, functools.partial(call, states, *args[1:], **kwargs), states)
         if index == task.stop - 1 or task.start == task.stop:
             task.states = states
-        return (states,) if self.family.returns_tuple else states
+        return (states, *[None] * (self.family.answers - 1)) if self.family.answers else states
 
     def _run_layer(self, index: int, task: _Task, call: Callable[[], Any], states: torch.Tensor) -> torch.Tensor:
         if not task.kv_only:
@@ -209,13 +210,11 @@ class Window:
         return call(states.gather(1, keep[..., None].expand(-1, -1, states.shape[-1])), *args[1:], **kwargs)
 
     def _fit(self, module: nn.Module, index: int | None) -> None:
-        if (door := module.__dict__.get("_tide_door")) is not None:
-            if door.belongs_to(module):
-                raise RuntimeError(
-                    f"this {type(self.model).__name__} already belongs to another TIDE engine. Close that one first "
-                    f"(engine.close(), or leave its `with` block)."
-                )
-            _take_out_door(module)  # came along when a model with an open engine was copied
+        if "_tide_door" in module.__dict__:
+            raise RuntimeError(
+                f"this {type(self.model).__name__} already belongs to another TIDE engine. Close that one first "
+                f"(engine.close(), or leave its `with` block)."
+            )
         try:
             module.__class__ = _with_door(type(module))  # type: ignore[arg-type]
         except TypeError as problem:
@@ -243,10 +242,6 @@ class _Door:
             return window._head(task, call, args, kwargs)
         return window._layer(self._index, task, call, args, kwargs)
 
-    def belongs_to(self, module: nn.Module) -> bool:
-        window = self._window()
-        return window is not None and any(own is module for own in window._fitted)
-
 
 @functools.cache
 def _with_door(cls: type[nn.Module]) -> type[nn.Module]:
@@ -255,8 +250,12 @@ def _with_door(cls: type[nn.Module]) -> type[nn.Module]:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_tide_door"](functools.partial(cls.__call__, self), args, kwargs)
 
-    names = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), names)
+    def __reduce__(self: nn.Module) -> tuple[Any, ...]:
+        """Copies and pickles are made without the door."""
+        return object.__new__, (cls,), {key: value for key, value in self.__dict__.items() if key != "_tide_door"}
+
+    look_alike = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (cls,), {"__call__": __call__, "__reduce__": __reduce__, **look_alike})
 
 
 def _take_out_door(module: nn.Module) -> None:
@@ -272,5 +271,10 @@ def _refuse_what_cannot_work(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} is an encoder-decoder model; TIDE skips the layers of decoder-only (causal) models.")
     if not hasattr(model, "generate") or not callable(getattr(model, "get_decoder", None)):
         raise TypeError(f"{name} is not a causal LM. Load it with AutoModelForCausalLM.")
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"{name} keeps no K/V cache: its forward takes no past_key_values, so none of its layers can be caught up by "
+            f"position. Run it with model.generate."
+        )
     if model.training:
         raise ValueError(f"{name} is in train mode, where dropout makes every run different. Call model.eval() first.")

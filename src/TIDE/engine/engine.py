@@ -20,10 +20,19 @@ from transformers.generation.streamers import BaseStreamer
 from TIDE.adapters.window import Window
 from TIDE.config import TIDEConfig
 from TIDE.engine.batch import Batch
+from TIDE.engine.check import check_unknown
 from TIDE.engine.decoder import Decoder
 from TIDE.engine.forward import forward
 from TIDE.engine.plan import make_plan
-from TIDE.engine.request import Request, check_context, check_ids, context_limit, left_padding, prepare
+from TIDE.engine.request import (
+    Request,
+    check_context,
+    check_ids,
+    context_limit,
+    left_padding,
+    prepare,
+    refuse_ropes_that_change,
+)
 from TIDE.engine.sampling import Chooser
 from TIDE.routing.policy import ExitPolicy
 from TIDE.stats import ExitStats
@@ -51,6 +60,8 @@ class TIDE:
         self.policy = router
         self.window = Window(model)
         try:
+            if not self.window.is_known:
+                check_unknown(self.window)
             self.plan = make_plan(self.config, router, self.window)
         except BaseException:
             self.window.close()
@@ -124,7 +135,9 @@ class TIDE:
         ids = check_ids(self.model, input_ids)
         padding = left_padding(options.get("attention_mask"), ids)
         check_context(self.model, [ids.shape[1] - pad for pad in padding], room_for=1)
-        return prepare(self.model, ids, generation_config, options)
+        request = prepare(self.model, ids, generation_config, options)
+        refuse_ropes_that_change(request, self.window.rope.switches_at, context_limit(self.model))
+        return request
 
     def _check_usable(self) -> None:
         if not self.window.is_open:

@@ -8,11 +8,21 @@ does not do is refused here with the alternative named; nothing is ignored.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    SynthIDTextWatermarkingConfig,
+)
+from transformers.generation import GenerationMode
 
 USE_GENERATE = "use model.generate for it"
 
@@ -39,21 +49,26 @@ def prepare(
 ) -> Request:
     """Let transformers make sense of `options`, as `model.generate` would."""
     _refuse_keywords(options)
-    options = dict(options, stopping_criteria=_with_stop_strings(generation_config, options))
-    if generation_config is not None and generation_config.stop_strings is not None:
-        generation_config = copy.deepcopy(generation_config)
-        generation_config.stop_strings = None
-    request = model.generate(ids, generation_config=generation_config, custom_generate=_capture, **options)
+    own = copy.deepcopy(generation_config or model.generation_config)
+    options = dict(options, stopping_criteria=_with_stop_strings(own, model.generation_config, options))
+    own.stop_strings = None
+    with _set_aside(model.generation_config, "stop_strings"):
+        request = model.generate(ids, generation_config=own if generation_config else None, custom_generate=_capture, **options)
     _refuse_modes(request.config)
-    if options.get("prefix_allowed_tokens_fn") is not None and len(request.ids) > 1:
-        raise ValueError(
-            "prefix_allowed_tokens_fn is told which row it works on, and TIDE's rows advance separately. Pass one row per call."
-        )
-    if len(request.ids) > 1 and _padding_token(request.config) is None:
-        raise ValueError(
-            "rows may end at different lengths and there is no padding token. Pass pad_token_id=..., or one row per call."
-        )
+    if len(request.ids) > 1:
+        _refuse_for_several_rows(request.config, options)
     return request
+
+
+@contextmanager
+def _set_aside(holder: Any, name: str) -> Iterator[None]:
+    """An attribute is None for a while."""
+    value = getattr(holder, name)
+    setattr(holder, name, None)
+    try:
+        yield
+    finally:
+        setattr(holder, name, value)
 
 
 def check_ids(model: PreTrainedModel, input_ids: Any) -> torch.Tensor:
@@ -128,16 +143,16 @@ def _capture(
     """Called by `model.generate` where it would start decoding."""
     attention_mask = rest.pop("attention_mask", None)
     made_by_generate = {"position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "synced_gpus"}
-    if extra := sorted(set(rest) - made_by_generate):
+    if extra := sorted(name for name, value in rest.items() if name not in made_by_generate and value not in (None, {})):
         raise ValueError(f"TIDE does not pass {extra} on to the model; {USE_GENERATE}.")
     return Request(input_ids, left_padding(attention_mask, input_ids), logits_processor, stopping_criteria, generation_config)
 
 
-def _with_stop_strings(config: GenerationConfig | None, options: dict[str, Any]) -> StoppingCriteriaList:
+def _with_stop_strings(config: GenerationConfig, fallback: GenerationConfig, options: dict[str, Any]) -> StoppingCriteriaList:
     """The user's criteria and one for stop strings, for which `generate` keeps no tokenizer in this path."""
     criteria = StoppingCriteriaList(options.get("stopping_criteria") or [])
     tokenizer = options.pop("tokenizer", None)
-    strings = options.pop("stop_strings", None) or (config.stop_strings if config is not None else None)
+    strings = options.pop("stop_strings", None) or config.stop_strings or fallback.stop_strings
     if strings is not None:
         if tokenizer is None:
             raise ValueError("stop_strings need the tokenizer to be compared: pass tokenizer=... as well.")
@@ -146,28 +161,49 @@ def _with_stop_strings(config: GenerationConfig | None, options: dict[str, Any])
 
 
 def _refuse_keywords(options: dict[str, Any]) -> None:
-    for name in (
-        "inputs_embeds",
-        "position_ids",
-        "past_key_values",
-        "assistant_model",
-        "negative_prompt_ids",
-        "custom_generate",
-    ):
+    refused = ("inputs_embeds", "position_ids", "past_key_values", "assistant_model", "negative_prompt_ids", "custom_generate")
+    for name in (*refused, "token_healing"):
         if options.get(name) is not None:
-            raise ValueError(f"TIDE generates from input_ids and does not take {name}; {USE_GENERATE}.")
+            raise ValueError(f"TIDE generates from input_ids as they are and does not take {name}; {USE_GENERATE}.")
 
 
 def _refuse_modes(config: GenerationConfig) -> None:
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            f"TIDE decodes greedily or by sampling and does not do {mode.value.replace('_', ' ')}; {USE_GENERATE}."
+        )
     refused = {
-        "beam search": (config.num_beams or 1) > 1,
-        "contrastive search": config.penalty_alpha is not None and config.penalty_alpha > 0,
-        "DoLa decoding": config.dola_layers is not None,
-        "prompt-lookup decoding": config.prompt_lookup_num_tokens is not None,
-        "assisted early exit": config.assistant_early_exit is not None,
-        "classifier-free guidance": config.guidance_scale is not None and config.guidance_scale != 1,
+        "classifier-free guidance": config.guidance_scale not in (None, 1),
         "returning a dict of outputs": bool(config.return_dict_in_generate),
+        "SynthID watermarks, which count the calls to them": isinstance(
+            config.watermarking_config, SynthIDTextWatermarkingConfig
+        ),
     }
-    asked = [name for name, is_asked in refused.items() if is_asked]
-    if asked:
-        raise ValueError(f"TIDE decodes greedily or by sampling and does not do {', '.join(asked)}; {USE_GENERATE}.")
+    if asked := [name for name, is_asked in refused.items() if is_asked]:
+        raise ValueError(f"TIDE does not do {', '.join(asked)}; {USE_GENERATE}.")
+
+
+def _refuse_for_several_rows(config: GenerationConfig, options: dict[str, Any]) -> None:
+    """What is told which row it works on, or keeps something of all rows: TIDE's rows advance separately."""
+    by_row = {
+        "prefix_allowed_tokens_fn": options.get("prefix_allowed_tokens_fn") is not None,
+        "encoder_no_repeat_ngram_size": bool(config.encoder_no_repeat_ngram_size),
+        "encoder_repetition_penalty": config.encoder_repetition_penalty not in (None, 1),
+    }
+    if asked := [name for name, is_asked in by_row.items() if is_asked]:
+        raise ValueError(f"{', '.join(asked)} look at the rows together, and TIDE's advance separately. Pass one row per call.")
+    if _padding_token(config) is None:
+        raise ValueError(
+            "rows may end at different lengths and there is no padding token. Pass pad_token_id=..., or one row per call."
+        )
+
+
+def refuse_ropes_that_change(request: Request, switches_at: int | None, limit: int | None) -> None:
+    """Rotary frequencies chosen by the longest row of a pass cannot serve rows that advance separately."""
+    longest = min(request.config.max_length, limit or request.config.max_length)
+    if switches_at is not None and longest > switches_at and (len(request.ids) > 1 or any(request.padding)):
+        raise ValueError(
+            f"this model's rotary embedding changes after {switches_at} tokens, for all rows of a batch at once, and up to "
+            f"{longest} are asked for. Pass one row per call, without padding, or ask for less."
+        )

@@ -1,0 +1,94 @@
+"""A start-up check for models that are not in the table: does catching up give what the model gives?
+
+Two rows of different lengths, so that the cache has to line them up; a prefix, then three tokens one by one through the
+first layer, then those three in one pass through each of the others. After every layer the states must be those of the
+model run on each row alone. What a model keeps between tokens outside its cache, or forgets when several tokens arrive at
+once, shows here, with the layer, before it can show in a text.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import StoppingCriteriaList
+
+from TIDE.adapters.window import Window
+from TIDE.engine.batch import Batch
+from TIDE.engine.plan import Plan
+from TIDE.engine.segments import Segments
+from TIDE.stats import ExitStats
+
+PREFIX, TOGETHER = {0: 4, 1: 2}, 3
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the largest state; other dtypes:
+TOLERANCE_HALF = 0.1
+
+
+def check_unknown(window: Window) -> None:
+    """Refuse a model whose layers cannot be caught up, naming the first of them."""
+    name = type(window.model).__name__
+    rows = [_some_tokens(window, row, count + TOGETHER) for row, count in PREFIX.items()]
+    try:
+        with window.grad_off():
+            expected = [_alone(window, ids) for ids in rows]
+            found = _caught_up(window, rows)
+    except Exception as problem:
+        raise ValueError(
+            f"TIDE does not know {name} and cannot run its layers one span at a time ({type(problem).__name__}: {problem}). "
+            f"Run it with model.generate."
+        ) from problem
+    for layer, states in enumerate(found):
+        for row, own in enumerate(states):
+            if not _close(own, expected[row][layer]):
+                raise ValueError(
+                    f"TIDE does not know {name}, and its layer {layer} ({type(window.layers[layer]).__name__}) gives other "
+                    f"states when tokens are caught up than when a text runs alone: it keeps something between tokens that "
+                    f"is not K/V by position, or takes positions from the cache. Run it with model.generate."
+                )
+
+
+def _some_tokens(window: Window, row: int, count: int) -> torch.Tensor:
+    vocabulary = window.model.config.get_text_config(decoder=True).vocab_size
+    return (torch.arange(count) * 37 + 11 + 5 * row) % min(vocabulary, 997)
+
+
+def _alone(window: Window, ids: torch.Tensor) -> list[torch.Tensor]:
+    """(TOGETHER, hidden) states after each layer for the last tokens of a row, by the model itself."""
+    seen: list[torch.Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda _, args, out: seen.append(out[0] if isinstance(out, tuple) else out))
+        for layer in window.layers
+    ]
+    try:
+        window.model(input_ids=ids[None].to(window.model.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(seen) != window.num_layers:
+        raise ValueError(f"{len(seen)} of its {window.num_layers} layers ran")
+    if seen[0].ndim != 3:
+        raise ValueError(f"its states have shape {tuple(seen[0].shape)}, expected (rows, tokens, hidden)")
+    return [states[0, -TOGETHER:] for states in seen]
+
+
+def _caught_up(window: Window, rows: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The same states with every layer a segment of its own: by layer, then by row."""
+    longest = max(len(ids) for ids in rows)
+    ids = torch.stack([torch.nn.functional.pad(own, (longest - len(own), 0)) for own in rows])
+    batch = Batch(ids, [longest - len(own) for own in rows], StoppingCriteriaList(), None)
+    spans = tuple(range(layer, layer + 1) for layer in range(window.num_layers))
+    plan = Plan(True, "exact", 1.0, TOGETHER, 0.0, (*spans, range(window.num_layers, window.num_layers)))
+    segments = Segments(window, plan, batch, longest, ExitStats(window.num_layers))
+    for segment in range(window.num_layers):
+        segments.run(segment, PREFIX)
+    for _ in range(TOGETHER):
+        segments.run(0, dict.fromkeys(PREFIX, 1))
+    for segment in range(1, window.num_layers):
+        segments.run(segment, dict.fromkeys(PREFIX, TOGETHER))
+    return [
+        [segments.pending.states(layer + 1, row, start, start + TOGETHER) for row, start in PREFIX.items()]
+        for layer in range(window.num_layers)
+    ]
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    allowed = TOLERANCE.get(expected.dtype, TOLERANCE_HALF) * float(expected.abs().max())
+    return found.shape == expected.shape and float((found - expected).abs().max()) <= allowed
