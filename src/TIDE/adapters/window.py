@@ -106,6 +106,10 @@ class Window:
         return len(self.layers)
 
     @property
+    def hidden_dim(self) -> int:
+        return int(self.model.config.get_text_config(decoder=True).hidden_size)
+
+    @property
     def is_open(self) -> bool:
         return bool(self._fitted)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from TIDE.engine.request import (
 )
 from TIDE.engine.sampling import Chooser
 from TIDE.routing.policy import ExitPolicy
+from TIDE.routing.router_file import RouterFile
 from TIDE.stats import ExitStats
 
 logger = logging.getLogger(__name__)
@@ -46,23 +48,26 @@ class TIDE:
 
     Args:
         model: a Hugging Face causal LM in eval mode. It is not changed beyond `close`.
-        router: an `ExitPolicy`, or None for no exits.
+        router: the path of a router file, an `ExitPolicy`, or None for no exits.
         config: see `TIDEConfig`.
     """
 
-    def __init__(self, model: PreTrainedModel, router: ExitPolicy | None = None, config: TIDEConfig | None = None) -> None:
-        if router is not None and not isinstance(router, ExitPolicy):
-            raise TypeError(f"router must be an ExitPolicy or None (no exits), found {type(router).__name__}.")
+    def __init__(
+        self, model: PreTrainedModel, router: str | Path | ExitPolicy | None = None, config: TIDEConfig | None = None
+    ) -> None:
+        if router is not None and not isinstance(router, str | Path | ExitPolicy):
+            raise TypeError(f"router must be a path, an ExitPolicy, or None (no exits), found {type(router).__name__}.")
         if config is not None and not isinstance(config, TIDEConfig):
             raise TypeError(f"config must be a TIDEConfig, found {type(config).__name__}.")
         self.model = model
         self.config = config or TIDEConfig()
-        self.policy = router
+        file, policy = (RouterFile.load(router), None) if isinstance(router, str | Path) else (None, router)
         self.window = Window(model)
         try:
             if not self.window.is_known:
                 check_unknown(self.window)
-            self.plan = make_plan(self.config, router, self.window)
+            self.policy = file.policy(self.window.hidden_dim, self.window.num_layers) if file else policy
+            self.plan = make_plan(self.config, self.policy, self.window)
         except BaseException:
             self.window.close()
             raise
