@@ -16,6 +16,7 @@ import transformers
 import TIDE
 from families import FAMILIES, build
 from policies import Everyone, Knowing
+from TIDE.engine.check import check_unknown
 
 
 def main() -> None:
@@ -43,6 +44,7 @@ def agrees(name: str, device: torch.device) -> bool:
     wrong = []
     for label, policy in policies.items():
         with TIDE.TIDE(model, policy) as engine:
+            check_unknown(engine.window)  # the start-up check, here for families that do not need it
             if not torch.equal(engine.generate(**inputs), expected):
                 wrong.append(label)
     if wrong:

@@ -69,6 +69,18 @@ def test_logits_are_computed_only_where_asked(any_model, text):
     window.close()
 
 
+def test_logits_are_picked_afterwards_where_the_head_cannot_have_a_door(llama, text, monkeypatch):
+    """No head is known, or it is the embedding itself."""
+    expected = llama(text).logits
+    keep = torch.tensor([[3, 9], [0, 5]])
+    for head in (None, llama.get_input_embeddings()):
+        monkeypatch.setattr(llama, "get_output_embeddings", lambda head=head: head)
+        window = Window(llama)
+        _, _, logits = run_spans(window, [0, 2, LAYERS], text, keep)
+        torch.testing.assert_close(logits, expected.gather(1, keep[..., None].expand(-1, -1, 128)), atol=1e-4, rtol=1e-4)
+        window.close()
+
+
 def test_the_head_is_final_norm_and_lm_head(any_model, text):
     """Shown on the deepest state, where the identity exit is the model itself."""
     expected = any_model(text).logits

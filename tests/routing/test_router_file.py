@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -18,9 +19,8 @@ GREEDY = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_i
 def original_file(path, layers=(0, 2), hidden: int = 64, bottleneck: int = 8):
     """A file as tide-inference 0.2.1 saves it, with routers that say yes to about every second state."""
     torch.manual_seed(0)
-    weights = {
-        layer: {"down.weight": torch.randn(bottleneck, hidden), "up.weight": torch.randn(1, bottleneck)} for layer in layers
-    }
+    shapes = {"down.weight": (bottleneck, hidden), "up.weight": (1, bottleneck)}
+    weights = {layer: OrderedDict((name, torch.randn(shape)) for name, shape in shapes.items()) for layer in layers}
     torch.save({"hidden_dim": hidden, "bottleneck_dim": bottleneck, "router_layers": weights}, path)
     return path
 

@@ -95,7 +95,9 @@ class Window:
         try:
             for index, layer in enumerate(self.layers):
                 self._fit(layer, index)
-            if (head := model.get_output_embeddings()) is not None:
+            head = model.get_output_embeddings()
+            self._head_has_door = head is not None and head is not model.get_input_embeddings()
+            if self._head_has_door:
                 self._fit(head, None)
         except BaseException:
             self.close()
@@ -150,8 +152,10 @@ class Window:
         if "position_ids" in self._forward_takes:
             inputs["position_ids"] = feed.positions
         output = self._forward(task, inputs)
-        assert task.states is not None
-        return Passed(task.states, output.logits if keep is not None else None)
+        assert task.states is not None, "the span was left before its last layer"
+        if keep is None:
+            return Passed(task.states, None)
+        return Passed(task.states, output.logits if self._head_has_door else _pick(output.logits, keep))
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """(n, hidden) states -> (n, vocabulary) logits by the model's final norm and LM head: the identity exit."""
@@ -207,11 +211,9 @@ class Window:
 
     def _head(self, task: _Task, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What happens at the door of the LM head."""
-        states = args[0]
         if task.keep is None:
-            return states[..., :0]
-        keep = task.keep.to(states.device)
-        return call(states.gather(1, keep[..., None].expand(-1, -1, states.shape[-1])), *args[1:], **kwargs)
+            return args[0][..., :0]
+        return call(_pick(args[0], task.keep), *args[1:], **kwargs)
 
     def _fit(self, module: nn.Module, index: int | None) -> None:
         if "_tide_door" in module.__dict__:
@@ -228,6 +230,11 @@ class Window:
             ) from problem
         module.__dict__["_tide_door"] = _Door(self, index)
         self._fitted.append(module)
+
+
+def _pick(values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """(n, q, d) values and (n, kept) indices into q -> (n, kept, d)"""
+    return values.gather(1, keep.to(values.device)[..., None].expand(-1, -1, values.shape[-1]))
 
 
 class _Door:
