@@ -227,8 +227,10 @@ def test_stop_strings_and_text_streamers_work_on_the_embedded_model(embedded):
     with TIDE(model) as engine, pytest.raises(ValueError, match="pass tokenizer="):
         engine.generate(**inputs, stop_strings=["."])
     del options["stop_strings"]
-    model.generation_config.stop_strings = [",", "."]
+    config = GenerationConfig(stop_strings=[",", "."], max_new_tokens=24, do_sample=False)
     with TIDE(model) as engine:
+        assert torch.equal(engine.generate(**options, generation_config=config), expected)
+        model.generation_config.stop_strings = [",", "."]
         assert torch.equal(engine.generate(**options), expected)
-    assert model.generation_config.stop_strings == [",", "."]
+    assert config.stop_strings == model.generation_config.stop_strings == [",", "."]
     model.generation_config.stop_strings = None

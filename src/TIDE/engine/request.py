@@ -7,7 +7,6 @@ does not do is refused here with the alternative named; nothing is ignored.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,26 +48,15 @@ def prepare(
 ) -> Request:
     """Let transformers make sense of `options`, as `model.generate` would."""
     _refuse_keywords(options)
-    own = copy.deepcopy(generation_config or model.generation_config)
-    options = dict(options, stopping_criteria=_with_stop_strings(own, model.generation_config, options))
-    own.stop_strings = None
-    with _set_aside(model.generation_config, "stop_strings"):
-        request = model.generate(ids, generation_config=own if generation_config else None, custom_generate=_capture, **options)
+    configs = [config for config in (generation_config, model.generation_config) if config is not None]
+    options = dict(options)
+    options["stopping_criteria"] = _with_stop_strings(configs, options)
+    with _no_stop_strings(configs):
+        request = model.generate(ids, generation_config=generation_config, custom_generate=_capture, **options)
     _refuse_modes(request.config)
     if len(request.ids) > 1:
         _refuse_for_several_rows(request.config, options)
     return request
-
-
-@contextmanager
-def _set_aside(holder: Any, name: str) -> Iterator[None]:
-    """An attribute is None for a while."""
-    value = getattr(holder, name)
-    setattr(holder, name, None)
-    try:
-        yield
-    finally:
-        setattr(holder, name, value)
 
 
 def check_ids(model: PreTrainedModel, input_ids: Any) -> torch.Tensor:
@@ -148,16 +136,30 @@ def _capture(
     return Request(input_ids, left_padding(attention_mask, input_ids), logits_processor, stopping_criteria, generation_config)
 
 
-def _with_stop_strings(config: GenerationConfig, fallback: GenerationConfig, options: dict[str, Any]) -> StoppingCriteriaList:
+def _with_stop_strings(configs: list[GenerationConfig], options: dict[str, Any]) -> StoppingCriteriaList:
     """The user's criteria and one for stop strings, for which `generate` keeps no tokenizer in this path."""
     criteria = StoppingCriteriaList(options.get("stopping_criteria") or [])
     tokenizer = options.pop("tokenizer", None)
-    strings = options.pop("stop_strings", None) or config.stop_strings or fallback.stop_strings
+    asked = [options.pop("stop_strings", None), *(config.stop_strings for config in configs)]
+    strings = next((found for found in asked if found), None)
     if strings is not None:
         if tokenizer is None:
             raise ValueError("stop_strings need the tokenizer to be compared: pass tokenizer=... as well.")
         criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
     return criteria
+
+
+@contextmanager
+def _no_stop_strings(configs: list[GenerationConfig]) -> Iterator[None]:
+    """The criterion is ours already: `generate` must not look for a tokenizer to make it again."""
+    held = [config.stop_strings for config in configs]
+    for config in configs:
+        config.stop_strings = None
+    try:
+        yield
+    finally:
+        for config, strings in zip(configs, held, strict=True):
+            config.stop_strings = strings
 
 
 def _refuse_keywords(options: dict[str, Any]) -> None:
