@@ -1,7 +1,7 @@
 """Tiny random models of every family, made from a config: no network, a few milliseconds each.
 
-Weights are drawn wide enough that layers matter and the best token changes from place to place; a fresh
-`from_config` model would agree with itself whatever one skips.
+Weights are drawn wide enough that layers matter and the best token changes from place to place, and heads are not tied
+to the embedding, because a random model with a tied head repeats its input: it would agree with itself whatever one skips.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "gpt2": ("GPT2Config", GPT),
     "gpt_neox": ("GPTNeoXConfig", {}),
     "gptj": ("GPTJConfig", dict(GPT, rotary_dim=8)),
-    "gpt_bigcode": ("GPTBigCodeConfig", GPT),
+    "gpt_bigcode": ("GPTBigCodeConfig", dict(GPT, n_inner=96)),
     "gpt_neo": (
         "GPTNeoConfig",
         dict(
@@ -156,7 +156,8 @@ def build(name: str, **changes: object) -> PreTrainedModel:
     """A tiny model of a family, in eval mode and fp32, the same each time."""
     cls, own = FAMILIES[name]
     own_sizes = {"n_layer", "n_layers", "num_layers"} & set(own)
-    config = getattr(transformers, cls)(**copy.deepcopy({**({} if own_sizes else WIDE), **own, **changes}))
+    base = {"tie_word_embeddings": False, **({} if own_sizes else WIDE)}
+    config = getattr(transformers, cls)(**copy.deepcopy({**base, **own, **changes}))
     torch.manual_seed(0)
     try:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")

@@ -33,4 +33,6 @@ def test_every_file_of_the_package_is_in_the_tree():
 
 
 def test_ci_runs_what_the_readme_says():
-    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make")]
+    assert commands == ["make check", "make test"]
+    assert "\nmake test " in (ROOT / "README.md").read_text()

@@ -13,7 +13,7 @@ import TIDE
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "TIDE"
-LEVEL = {"config": 0, "stats": 0, "adapters": 1, "routing": 2, "engine": 3, "models": 3, "cli": 4}
+LEVEL = {"config": 0, "stats": 0, "adapters": 1, "routing": 2, "engine": 3, "models": 3, "the public surface": 4, "cli": 5}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -21,8 +21,13 @@ def imported(file: Path) -> set[str]:
     """The parts of TIDE a file imports, at the top or inside functions."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("TIDE."):
-            found.add(node.module.split(".")[1])
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        found |= {
+            module.partition(".")[2].partition(".")[0] or "the public surface"
+            for module in modules
+            if module.split(".")[0] == "TIDE"
+        }
     return found
 
 

@@ -150,9 +150,17 @@ def test_a_family_that_is_not_in_the_table_works_by_probe(monkeypatch, prompts):
             assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False), expected)
 
 
+def anatomy(model: nn.Module) -> list[tuple]:
+    """Modules with their classes, attributes and hooks."""
+    return [
+        (module, type(module), set(module.__dict__), list(module._forward_hooks), list(module._forward_pre_hooks))
+        for module in model.modules()
+    ]
+
+
 def test_the_model_is_as_before_after_close(any_model, text):
     """Same classes, attributes, hooks, parameters, output; and it can still be trained (invariant 8)."""
-    before = [(module, type(module), set(module.__dict__)) for module in any_model.modules()]
+    before = anatomy(any_model)
     weights = {name: value.clone() for name, value in any_model.state_dict().items()}
     expected = any_model(text).logits
     with TIDE(any_model, Everyone(2)) as engine:
@@ -161,7 +169,7 @@ def test_the_model_is_as_before_after_close(any_model, text):
         assert list(any_model.state_dict()) == list(weights)
     assert torch.equal(during, expected)
     assert torch.equal(any_model(text).logits, expected)
-    assert [(module, type(module), set(module.__dict__)) for module in any_model.modules()] == before
+    assert anatomy(any_model) == before
     assert all(torch.equal(value, weights[name]) for name, value in any_model.state_dict().items())
     any_model(text, labels=text).loss.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in any_model.parameters())

@@ -141,13 +141,15 @@ def test_stream_yields_the_tokens_that_generate_returns(llama, prompts):
         assert engine.last_stats.total_tokens == 12
 
 
-def test_stream_yields_verified_tokens_as_they_come(llama, prompts):
-    """A token is out before later ones are computed."""
+def test_stream_yields_only_verified_tokens_and_each_as_it_is_verified(llama, prompts):
+    """Drafts that are always wrong never show; what is out is what the stats count, not more is computed."""
     ids = prompts[0][2:]
-    with TIDE(llama, Everyone(2)) as engine:
-        stream = engine.stream(ids, do_sample=False, max_new_tokens=12)
-        next(stream)
-        assert engine.last_stats.total_tokens == 1
+    expected = llama.generate(ids, do_sample=False, max_new_tokens=12)[0, 12:].tolist()
+    with TIDE(llama, Knowing([[]], (2,), seed=0, leaves=1.0, right=0.0), TIDEConfig(max_pending=3)) as engine:
+        for count, token in enumerate(engine.stream(ids, do_sample=False, max_new_tokens=12), start=1):
+            assert token == expected[count - 1]
+            assert engine.last_stats.total_tokens == count
+        assert engine.last_stats.drafted > engine.last_stats.accepted
 
 
 def test_two_streams_may_take_turns(llama, prompts):
@@ -184,7 +186,14 @@ def test_what_is_not_supported_is_refused_with_the_alternative(llama, prompts, a
         engine.generate(ids, attention_mask=mask, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("option", [dict(encoder_no_repeat_ngram_size=2), dict(encoder_repetition_penalty=2.0)], ids=str)
+def only_odd(row, text):
+    return list(range(1, 128, 2))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [dict(encoder_no_repeat_ngram_size=2), dict(encoder_repetition_penalty=2.0), dict(prefix_allowed_tokens_fn=only_odd)],
+)
 def test_what_looks_at_all_rows_together_takes_one_row(llama, prompts, option):
     ids, mask = prompts
     with TIDE(llama, Everyone(2)) as engine:

@@ -53,6 +53,7 @@ def test_unknown_models_that_pass_the_check_write_what_generate_writes(name, pro
             with TIDE(model, policy, TIDEConfig(compaction_threshold=1.0)) as engine:
                 assert not engine.window.is_known
                 assert torch.equal(engine.generate(ids[rows], attention_mask=mask[rows], **options), expected)
+    model(ids[2:], labels=ids[2:]).loss.backward()
 
 
 REFUSED = {
