@@ -26,14 +26,18 @@ check: $(VENV)/ready
 bench: $(VENV)/ready
 	$(VENV)/bin/python benchmarks/bench_decode.py
 
-# torch goes in first and exactly as pinned: a range would let pip pick another, much larger build
-$(VENV)/ready: pyproject.toml constraints.txt
+# torch goes in first and exactly as pinned, so that nothing that follows brings another build of it
+.PHONY: python-is-new-enough
+python-is-new-enough:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'TIDE needs Python 3.11 or later; set PYTHON=/path/to/it' or 0)"
+
+$(VENV)/ready: pyproject.toml constraints.txt | python-is-new-enough
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
 	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[default-model,dev]"
 	touch $@
 
-$(OLDEST)/ready: pyproject.toml constraints-oldest.txt
+$(OLDEST)/ready: pyproject.toml constraints-oldest.txt | python-is-new-enough
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt "torch==$$(sed -n 's/^torch==//p' constraints-oldest.txt)"
 	$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt -e ".[default-model,test]"

@@ -44,6 +44,7 @@ def main() -> None:
 
     transformers.utils.logging.disable_progress_bar()
     model = random_llama(SHAPES[args.model]) if args.model in SHAPES else TIDE.load_model(args.model).model
+    torch.manual_seed(0)
     ids = torch.randint(10, model.config.vocab_size, (1, args.prompt_tokens), device=model.device)
     options = dict(max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens, do_sample=False)
     with TIDE.TIDE(model) as engine:
@@ -51,13 +52,14 @@ def main() -> None:
             "model.generate": lambda: model.generate(ids, **options),
             "TIDE, exits off": lambda: engine.generate(ids, **options),
         }
-        texts = {name: run() for name, run in runs.items()}  # warm-up
-        seconds = measure(runs, args.rounds)
-    report(args, model, seconds, same_text=len({tuple(text[0].tolist()) for text in texts.values()}) == 1)
+        measure(runs, rounds=1)  # warm-up
+        seconds, texts = measure(runs, args.rounds)
+    report(args, model, seconds, same_text=len(texts) == 1)
 
 
 def random_llama(shape: dict) -> transformers.PreTrainedModel:
     """A Llama with random weights, made where it will run."""
+    torch.manual_seed(0)
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_default_dtype(torch.bfloat16 if place.type == "cuda" else torch.float32)
     with place:
@@ -66,17 +68,19 @@ def random_llama(shape: dict) -> transformers.PreTrainedModel:
     return model.eval()
 
 
-def measure(runs: dict, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every run, the order turned round each time."""
+def measure(runs: dict, rounds: int) -> tuple[dict[str, list[float]], set[tuple[int, ...]]]:
+    """Seconds of every run, the order turned round each time, and the texts that came out."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    texts = set()
     for number in range(rounds):
         for name in sorted(runs, reverse=bool(number % 2)):
             start = time.perf_counter()
-            runs[name]()
+            ids = runs[name]()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - start)
-    return seconds
+            texts.add(tuple(ids[0].tolist()))
+    return seconds, texts
 
 
 def report(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from families import CONTEXT, build
-from policies import Everyone
+from policies import Everyone, Knowing
 from TIDE import TIDE, TIDEConfig
 
 OPTIONS = dict(do_sample=False, max_new_tokens=6)
@@ -67,6 +67,20 @@ def test_generation_stops_cleanly_at_the_end_of_the_context(family, caplog):
         found = engine.generate(ids, do_sample=False, max_new_tokens=50, eos_token_id=None, pad_token_id=0)
     assert torch.equal(found, expected)
     assert f"stopped at the model's context of {CONTEXT} tokens in rows [0, 1]" in caplog.text
+
+
+def test_a_wrong_draft_at_the_end_of_the_context_is_no_end(caplog):
+    """A draft fills the context and is rejected; the token in its place ends the text by itself."""
+    model = build("llama")
+    ids = torch.randint(3, 128, (1, CONTEXT - 3), generator=torch.Generator().manual_seed(0))
+    text = model.generate(ids, do_sample=False, max_new_tokens=3, eos_token_id=None, pad_token_id=0)
+    end = int(text[0, -2])
+    options = dict(do_sample=False, max_new_tokens=50, eos_token_id=end, pad_token_id=0)
+    wrong = Knowing([[]], (1,), seed=0, leaves=1.0, right=0.0)
+    with TIDE(model, wrong) as engine, caplog.at_level(logging.WARNING, logger="TIDE"):
+        assert engine.generate(ids, **options)[0].tolist() == text[0, :-1].tolist()
+        assert engine.last_stats.drafted > 0
+    assert "stopped at the model's context" not in caplog.text
 
 
 def test_right_padding_is_refused(engine):

@@ -116,7 +116,5 @@ def _tuple_size(model: PreTrainedModel, layers: nn.Module) -> int:
     finally:
         hook.remove()
     if not seen:
-        raise ValueError(
-            f"{type(model).__name__} did not run its first decoder layer when called: TIDE cannot skip its layers."
-        )
+        raise ValueError(f"{type(model).__name__} did not run its first decoder layer when called. Run it with model.generate.")
     return seen[0]

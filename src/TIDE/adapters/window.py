@@ -22,7 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,22 +36,13 @@ class KVWritten(Exception):
     """Raised by the cache to leave a layer as soon as its K/V are stored."""
 
 
-class SpanCache(Protocol):
-    """What the window asks of a cache beyond being a transformers `Cache`."""
-
-    leave_after_write: bool
-
-    def shared_view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K/V of a layer outside the span, laid out as the span's own."""
-
-
 class Feed(NamedTuple):
     """The tokens of one pass: n rows of q tokens each."""
 
     ids: torch.Tensor  # (n, q)
     positions: torch.Tensor  # (n, q), position of each token in its row
     mask: torch.Tensor | None  # (n, columns) 1 where the cache holds a token of the row; None: everywhere
-    cache: Any  # a transformers Cache that is also a SpanCache
+    cache: Any  # a transformers Cache with `leave_after_write` and `shared_view`: see engine/cache.py
 
 
 class Passed(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -54,7 +54,7 @@ def demo(
     raise typer.Exit(0 if same else 1)
 
 
-def chat_inputs(tokenizer, prompt: str):  # type: ignore[no-untyped-def]
+def chat_inputs(tokenizer: Any, prompt: str) -> Any:
     """The prompt in the model's chat template, where it has one."""
     if tokenizer.chat_template is None:
         return tokenizer(prompt, return_tensors="pt")

@@ -39,9 +39,8 @@ class View:
 
     segment: int
     rows: list[int]
-    counts: list[int]  # new tokens of each row
     start: int  # first new column
-    width: int  # new columns: max(counts)
+    width: int  # new columns, padding included
 
     @property
     def stop(self) -> int:
@@ -104,7 +103,7 @@ class SegmentCache(Cache):
         own = self.segments[segment]
         width = max(counts)
         start = self._align(own, rows, width)
-        self._view = View(segment, rows, counts, start, width)
+        self._view = View(segment, rows, start, width)
         self._offset.fill_(start)
         for layer in self._state_layers(own):
             layer.check_out(rows, own.length)

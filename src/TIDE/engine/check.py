@@ -66,6 +66,8 @@ def _alone(window: Window, ids: torch.Tensor) -> list[torch.Tensor]:
         raise ValueError(f"{len(seen)} of its {window.num_layers} layers ran")
     if seen[0].ndim != 3:
         raise ValueError(f"its states have shape {tuple(seen[0].shape)}, expected (rows, tokens, hidden)")
+    if not all(bool(states.isfinite().all()) for states in seen):
+        raise ValueError("its states are NaN or infinite; check weights and dtype")
     return [states[0, -TOGETHER:] for states in seen]
 
 
@@ -75,7 +77,14 @@ def _caught_up(window: Window, rows: list[torch.Tensor]) -> list[list[torch.Tens
     ids = torch.stack([torch.nn.functional.pad(own, (longest - len(own), 0)) for own in rows])
     batch = Batch(ids, [longest - len(own) for own in rows], StoppingCriteriaList(), None)
     spans = tuple(range(layer, layer + 1) for layer in range(window.num_layers))
-    plan = Plan(True, "exact", 1.0, TOGETHER, 0.0, (*spans, range(window.num_layers, window.num_layers)))
+    plan = Plan(
+        exact=True,
+        kv_cache_strategy="exact",
+        exit_threshold=1.0,
+        max_pending=TOGETHER,
+        compaction_threshold=0.0,
+        spans=(*spans, range(window.num_layers, window.num_layers)),
+    )
     segments = Segments(window, plan, batch, longest, ExitStats(window.num_layers))
     for segment in range(window.num_layers):
         segments.run(segment, PREFIX)

@@ -1,6 +1,6 @@
 """The engine: what `import TIDE` is for.
 
-    engine = TIDE.TIDE(model, exits)          exits None: every token runs all layers
+    engine = TIDE.TIDE(model, router)         router None: every token runs all layers
     engine.generate(input_ids, max_new_tokens=64)
 
 An engine opens a window onto the model and closes it again; between the two the model can be used as ever. Each

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from TIDE.adapters.probe import Store
 from TIDE.adapters.window import Window
@@ -67,5 +68,5 @@ def _check_strategy(config: TIDEConfig, window: Window) -> None:
         )
 
 
-def _first(*values):  # type: ignore[no-untyped-def]
+def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)

@@ -17,10 +17,10 @@ from TIDE.engine.batch import Batch, by_value
 
 
 class Draft(NamedTuple):
-    """A token taken from an exit and not verified yet."""
+    """A chosen token."""
 
     token: int
-    depth: int
+    depth: int  # where it was decided
     probs: torch.Tensor | None  # (vocabulary,) what it was drawn from; None: greedy
 
 

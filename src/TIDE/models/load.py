@@ -22,7 +22,7 @@ def load_model(
 
     Args:
         name: "default" (SmolLM2-135M-Instruct, fetched once), a hub id, a folder, or a .gguf file.
-        dtype: None: fp32 on a CPU, the checkpoint's own elsewhere.
+        dtype: None: fp32 on a CPU and for GGUF files, the checkpoint's own elsewhere.
         device: None: the GPU if there is one.
     """
     place = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
