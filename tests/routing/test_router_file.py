@@ -131,6 +131,15 @@ def test_bad_files_are_refused_and_nothing_of_them_runs(tmp_path, file, name, ca
     TIDE(model, file).close()
 
 
+def complaint_about(path) -> str | None:
+    """None if the file can be read: the damage may be in a weight."""
+    try:
+        RouterFile.load(path)
+    except ValueError as problem:
+        return str(problem)
+    return None
+
+
 def test_whatever_byte_is_damaged_the_error_names_the_file(tmp_path, file):
     whole = file.read_bytes()
     damaged = tmp_path / "damaged.pt"
@@ -140,9 +149,8 @@ def test_whatever_byte_is_damaged_the_error_names_the_file(tmp_path, file):
         for _ in range(4):
             content[choose.randrange(len(content))] = choose.randrange(256)
         damaged.write_bytes(content)
-        with pytest.raises(ValueError, match=r"damaged\.pt"):
-            RouterFile.load(damaged)
-            raise ValueError("damaged.pt was read: the damage is in a weight")
+        complaint = complaint_about(damaged)
+        assert complaint is None or "damaged.pt" in complaint
 
 
 def test_a_file_that_is_not_there_or_ends_otherwise_is_named(llama, tmp_path):
