@@ -15,7 +15,7 @@ import transformers
 
 import TIDE
 from families import FAMILIES, build
-from policies import Everyone, Knowing
+from policies import Everyone, Knowing, texts_of
 from TIDE.engine.check import check_unknown
 
 
@@ -39,7 +39,7 @@ def agrees(name: str, device: torch.device) -> bool:
     mask[0, :7], mask[1, :3] = 0, 0
     inputs = dict(input_ids=(ids * mask).to(device), attention_mask=mask.to(device), max_new_tokens=16, do_sample=False)
     expected = model.generate(**inputs)
-    texts = [row[int((keep == 0).sum()) :].tolist() for row, keep in zip(expected.cpu(), mask, strict=True)]
+    texts = texts_of(expected.cpu(), mask)
     policies = {"off": None, "everyone": Everyone(0, 2), "random": Knowing(texts, (1, 2, 3), seed=0, leaves=0.6, right=0.7)}
     wrong = []
     for label, policy in policies.items():

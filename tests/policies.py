@@ -59,3 +59,8 @@ class Knowing(Everyone):
             token = text[position + 1] if known else self.random.randrange(logits.shape[1])
             logits[index, token] = 5.0
         return logits
+
+
+def texts_of(output: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    """Each row's own tokens, without its left padding."""
+    return [row[int((keep == 0).sum()) :].tolist() for row, keep in zip(output, mask, strict=True)]

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from families import VOCAB, build
-from policies import Everyone, Knowing, Nobody
+from policies import Everyone, Knowing, Nobody, texts_of
 from TIDE import TIDE, TIDEConfig
 
 NEW = 12
@@ -18,11 +18,6 @@ NEW = 12
 
 def greedy(model, ids, mask=None, **options):
     return model.generate(ids, attention_mask=mask, **{"max_new_tokens": NEW, "do_sample": False, **options})
-
-
-def texts_of(output: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
-    """Each row's own tokens, without its left padding."""
-    return [row[int((keep == 0).sum()) :].tolist() for row, keep in zip(output, mask, strict=True)]
 
 
 def test_the_tiny_models_write_varied_texts(any_model, prompts):

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from families import build
-from policies import Everyone, Knowing
+from policies import Everyone, Knowing, texts_of
 from TIDE import TIDE, TIDEConfig
 
 
@@ -66,7 +66,7 @@ ASKED = {
 def test_greedy_options_do_what_they_do_in_generate(llama, prompts, asked):
     ids, mask = prompts
     expected = llama.generate(ids, attention_mask=mask, **ASKED[asked])
-    texts = [row[int((keep == 0).sum()) :].tolist() for row, keep in zip(expected, mask, strict=True)]
+    texts = texts_of(expected, mask)
     for policy in (None, Everyone(1, 3), Knowing(texts, (0, 2), seed=0, leaves=0.8, right=0.8)):
         with TIDE(llama, policy, TIDEConfig(compaction_threshold=1.0)) as engine:
             assert torch.equal(engine.generate(ids, attention_mask=mask, **ASKED[asked]), expected)
@@ -125,7 +125,7 @@ def test_a_streamer_gets_what_generate_gives_it(llama, prompts, rows):
     options = dict(attention_mask=mask, do_sample=False, max_new_tokens=12, eos_token_id=list(range(40, 60)), pad_token_id=0)
     expected = Recorder()
     texts = llama.generate(ids, streamer=expected, **options)
-    known = [row[int((keep == 0).sum()) :].tolist() for row, keep in zip(texts, mask, strict=True)]
+    known = texts_of(texts, mask)
     for policy in (None, Knowing(known, (1, 2), seed=0, leaves=0.8, right=0.7)):
         found = Recorder()
         with TIDE(llama, policy) as engine:

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from families import SPECIAL, VOCAB, WIDE, enliven
-from policies import Everyone, Knowing
+from policies import Everyone, Knowing, texts_of
 from TIDE import TIDE, TIDEConfig
 from TIDE.engine.check import check_unknown
 
@@ -48,7 +48,7 @@ def test_unknown_models_that_pass_the_check_write_what_generate_writes(name, pro
     options = dict(do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0)
     for rows in (slice(0, 3), slice(2, 3)):
         expected = model.generate(ids[rows], attention_mask=mask[rows], **options)
-        texts = [row[int((keep == 0).sum()) :].tolist() for row, keep in zip(expected, mask[rows], strict=True)]
+        texts = texts_of(expected, mask[rows])
         for policy in (None, Everyone(0, 2), Knowing(texts, (1, 2, 3), seed=1, leaves=0.7, right=0.7)):
             with TIDE(model, policy, TIDEConfig(compaction_threshold=1.0)) as engine:
                 assert not engine.window.is_known

@@ -65,7 +65,7 @@ class Batch:
         """Those of `rows` that stop with their newest token."""
         stopped: set[int] = set()
         for columns, group in by_value(rows, [self.columns(row) for row in rows]).items():
-            flags = self._criteria(self.ids[_index(group, len(self)), :columns], None)
+            flags = self._criteria(self.ids[group, :columns], None)
             stopped.update(row for row, flag in zip(group, flags.tolist(), strict=True) if flag)
         for row in rows:
             if self._limit is not None and self.size[row] >= self._limit and row not in stopped:
@@ -102,7 +102,3 @@ def by_value(rows: list[int], values: list[int]) -> dict[int, list[int]]:
     for row, value in zip(rows, values, strict=True):
         groups[value].append(row)
     return groups
-
-
-def _index(rows: list[int], total: int) -> list[int] | slice:
-    return slice(None) if len(rows) == total else rows

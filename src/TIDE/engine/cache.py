@@ -152,7 +152,7 @@ class SegmentCache(Cache):
 
     def kv(self, layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(heads, length, dim) keys and values of a row, for inspection."""
-        own = next(segment for segment in self.segments if layer in segment.layers)
+        own = self._owner(layer)
         columns = slice(own.origin[row], own.end(row))
         return self.layers[layer].keys[row, :, columns], self.layers[layer].values[row, :, columns]
 
@@ -160,12 +160,16 @@ class SegmentCache(Cache):
         """K/V of a layer in an earlier segment, with its columns moved to where this pass has them."""
         view, source = self.view, self.layers[layer]
         own = self.segments[view.segment]
-        theirs = next(segment for segment in self.segments if layer in segment.layers)
+        theirs = self._owner(layer)
         columns = torch.arange(source.keys.shape[2] if self.static else view.stop, device=source.keys.device)
         moved = [columns - own.origin[row] + theirs.origin[row] for row in view.rows]
         index = torch.stack(moved).clamp(0, source.keys.shape[2] - 1)[:, None, :, None]
         keys, values = source.keys[view.rows], source.values[view.rows]
         return tuple(x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (keys, values))
+
+    def _owner(self, layer: int) -> SegmentLengths:
+        """The segment a layer belongs to."""
+        return next(segment for segment in self.segments if layer in segment.layers)
 
     def _align(self, own: SegmentLengths, rows: list[int], width: int) -> int:
         """Move the histories of `rows` so that they end at one column; return it."""
