@@ -21,7 +21,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ class Feed(NamedTuple):
     ids: torch.Tensor  # (n, q)
     positions: torch.Tensor  # (n, q), position of each token in its row
     mask: torch.Tensor | None  # (n, columns) 1 where the cache holds a token of the row; None: everywhere
-    cache: Any  # a transformers Cache with `leave_after_write` and `shared_view`: see engine/cache.py
+    cache: Any  # a transformers Cache with `leave_after_write` and `shared_view`: see engine/cache.py; None: keep nothing
 
 
 class Passed(NamedTuple):
@@ -50,6 +50,7 @@ class Passed(NamedTuple):
 
     states: torch.Tensor  # (n, q, hidden) after the last layer of the span
     logits: torch.Tensor | None  # (n, kept, vocabulary)
+    taps: dict[int, torch.Tensor]  # (n, q, hidden) at each depth asked for
 
 
 @dataclass
@@ -60,7 +61,11 @@ class _Task:
     keep: torch.Tensor | None
     kv_only: bool
     cache: Any
+    taps: tuple[int, ...] = ()
+    vocabulary: torch.Tensor | None = None
+    with_grad: bool = False
     states: torch.Tensor | None = None
+    tapped: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Window:
@@ -81,6 +86,7 @@ class Window:
         self.grad_off = torch.inference_mode if harmless else torch.no_grad
         self._sources = shared_sources(model, self.stores)
         self.layers = list(model.get_submodule(self.family.layers).children())
+        self._kept_rows: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]] | None = None
         self._forward_takes = set(inspect.signature(model.forward).parameters)
         self._tasks = threading.local()  # another thread may use the model as ever while we run
         try:
@@ -127,6 +133,7 @@ class Window:
         hidden: torch.Tensor | None = None,
         keep: torch.Tensor | None = None,
         kv_only: bool = False,
+        taps: tuple[int, ...] = (),
     ) -> Passed:
         """Take tokens through the layers [start, stop).
 
@@ -135,33 +142,44 @@ class Window:
             hidden: (n, q, hidden) their states at depth `start`; None: from the embedding (start must be 0).
             keep: (n, kept) indices into q whose logits are wanted; None: no logits.
             kv_only: store K/V computed from `hidden` in each layer of the span and nothing else.
+            taps: depths in [start, stop) whose states are wanted too.
         """
         assert 0 <= start <= stop <= self.num_layers, (start, stop)
         assert hidden is not None or start == 0, "states are needed to start above the embedding"
-        task = _Task(start, stop, hidden, keep, kv_only, feed.cache)
-        inputs: dict[str, Any] = dict(input_ids=feed.ids, attention_mask=feed.mask, past_key_values=feed.cache, use_cache=True)
+        task = _Task(start, stop, hidden, keep, kv_only, feed.cache, taps)
+        inputs: dict[str, Any] = dict(input_ids=feed.ids, attention_mask=feed.mask, past_key_values=feed.cache)
+        inputs["use_cache"] = feed.cache is not None
         if "position_ids" in self._forward_takes:
             inputs["position_ids"] = feed.positions
         output = self._forward(task, inputs)
         assert task.states is not None, "the span was left before its last layer"
         if keep is None:
-            return Passed(task.states, None)
-        return Passed(task.states, output.logits if self._head_has_door else _pick(output.logits, keep))
+            return Passed(task.states, None, task.tapped)
+        return Passed(task.states, output.logits if self._head_has_door else _pick(output.logits, keep), task.tapped)
 
-    def head(self, states: torch.Tensor) -> torch.Tensor:
-        """(n, hidden) states -> (n, vocabulary) logits by the model's final norm and LM head: the identity exit."""
+    def head(self, states: torch.Tensor, vocabulary: torch.Tensor | None = None, *, with_grad: bool = False) -> torch.Tensor:
+        """(n, hidden) states -> (n, vocabulary) logits by the model's final norm and LM head: the identity exit.
+
+        Args:
+            vocabulary: the token ids whose logits are wanted; None: all.
+            with_grad: let gradients through to `states`.
+        """
         n = states.shape[0]
         keep = torch.zeros(n, 1, dtype=torch.long, device=states.device)
         task = _Task(self.num_layers, self.num_layers, states[:, None], keep, False, None)
+        task.vocabulary, task.with_grad = vocabulary, with_grad
         ids = torch.zeros(n, 1, dtype=torch.long, device=self.model.device)
-        return self._forward(task, dict(input_ids=ids, use_cache=False)).logits[:, 0]
+        logits = self._forward(task, dict(input_ids=ids, use_cache=False)).logits[:, 0]
+        if vocabulary is None or logits.shape[-1] == len(vocabulary):
+            return logits
+        return logits[:, vocabulary]
 
     def _forward(self, task: _Task, inputs: dict[str, Any]) -> Any:
         if not self.is_open:
             raise RuntimeError("this engine is closed. Make a new one with TIDE.TIDE(model, ...).")
         self._tasks.current = task
         try:
-            with self.grad_off():
+            with torch.enable_grad() if task.with_grad else self.grad_off():
                 return self.model(**inputs, return_dict=True)
         finally:
             self._tasks.current = None
@@ -170,6 +188,8 @@ class Window:
         """What happens at the door of a decoder layer."""
         given = args[0] if args else kwargs.pop("hidden_states")
         states = task.hidden if index == 0 and task.hidden is not None else given
+        if index in task.taps:
+            task.tapped[index] = states
         if task.start <= index < task.stop:
             if index == task.start:
                 self._lend_shared_kv(task, kwargs)
@@ -204,7 +224,20 @@ class Window:
         """What happens at the door of the LM head."""
         if task.keep is None:
             return args[0][..., :0]
-        return call(_pick(args[0], task.keep), *args[1:], **kwargs)
+        picked = _pick(args[0], task.keep)
+        rows = None if task.vocabulary is None else self._head_rows(task.vocabulary)
+        return call(picked, *args[1:], **kwargs) if rows is None else nn.functional.linear(picked, *rows)
+
+    def _head_rows(self, vocabulary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Weight and bias of the LM head for some tokens, kept for the next call; None where it is no plain linear layer."""
+        head = self.model.get_output_embeddings()
+        if not self.is_known or type(head).__mro__[1] is not nn.Linear or head.weight.is_meta:
+            return None
+        if self._kept_rows is None or self._kept_rows[0] is not vocabulary:
+            with torch.inference_mode(False), torch.no_grad():
+                bias = None if head.bias is None else head.bias[vocabulary].clone()
+                self._kept_rows = vocabulary, (head.weight[vocabulary].clone(), bias)
+        return self._kept_rows[1]
 
     def _fit(self, module: nn.Module, index: int | None) -> None:
         if "_tide_door" in module.__dict__:

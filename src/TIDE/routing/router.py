@@ -1,8 +1,11 @@
 """A router: a small MLP that scores, in [0, 1], how likely an exit's prediction is the full model's.
 
-    score = sigmoid(up · silu(down · state))
+    score = sigmoid(up · silu(down · x) / temperature + offset)
 
-on the state as the layer put it out, in fp32.
+x is the normed guess of the exit head together with *signals* of the logits it leads to: the head has to run to
+emit anyway, so its confidence is free. Temperature and offset are set on prompts the router was not trained on, so
+that of the exits with a score of 0.9 nine in ten agree. Routers of the original system (`signals=0`) see the state
+as the layer put it out, and nothing else.
 """
 
 from __future__ import annotations
@@ -10,15 +13,45 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from TIDE.routing.heads import normed
+
+SIGNALS = 4
+
 
 class Router(nn.Module):
-    """Scores states of one checkpoint."""
+    """Scores exits at one checkpoint, in fp32."""
 
-    def __init__(self, hidden_dim: int, bottleneck_dim: int) -> None:
+    temperature: torch.Tensor
+    offset: torch.Tensor
+
+    def __init__(self, hidden_dim: int, bottleneck_dim: int, signals: int = 0) -> None:
         super().__init__()
-        self.down = nn.Linear(hidden_dim, bottleneck_dim, bias=False)
-        self.up = nn.Linear(bottleneck_dim, 1, bias=False)
+        self.signals = signals
+        self.down = nn.Linear(hidden_dim + signals, bottleneck_dim, bias=signals > 0)
+        self.up = nn.Linear(bottleneck_dim, 1, bias=signals > 0)
+        self.register_buffer("temperature", torch.ones(()))
+        self.register_buffer("offset", torch.zeros(()))
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """(n, hidden) -> (n,)"""
-        return torch.sigmoid(self.up(nn.functional.silu(self.down(states.float()))))[:, 0]
+    def forward(self, states: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """(n, hidden) states and, where the router takes signals, (n, vocabulary) logits -> (n,) scores."""
+        return torch.sigmoid(self.raw(self.features(states, logits)) / self.temperature + self.offset)
+
+    def features(self, states: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """What the MLP sees, (n, hidden + signals)."""
+        if not self.signals:
+            return states.float()
+        assert logits is not None, "this router takes the exit's logits too"
+        return torch.cat([normed(states), signals_of(logits)], -1)
+
+    def raw(self, features: torch.Tensor) -> torch.Tensor:
+        """(n, hidden + signals) -> (n,) before temperature and offset."""
+        return self.up(nn.functional.silu(self.down(features)))[:, 0]
+
+
+def signals_of(logits: torch.Tensor) -> torch.Tensor:
+    """(n, vocabulary) -> (n, 4): best probability, its logarithm, its lead over the second, entropy."""
+    logs = logits.float().log_softmax(-1)
+    best = logs.topk(2, -1).values
+    probs = best.exp()
+    entropy = -(logs.exp() * logs).sum(-1)
+    return torch.stack([probs[:, 0], best[:, 0], probs[:, 0] - probs[:, 1], entropy], -1)

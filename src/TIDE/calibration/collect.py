@@ -1,0 +1,139 @@
+"""Collection: the states of every text at the candidate checkpoints and at full depth, through the engine's window.
+
+    texts  →  shards of similar length  →  window.run(0, L, taps=checkpoints)  →  device memory, then disk
+
+A shard is what one pass computes. Shards stay on the model's device until the budget is used up; the rest goes to
+files, one per shard and depth, and is read back when asked for. The host never holds more than one shard.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from TIDE.adapters.window import Feed, Window
+from TIDE.calibration.text import Text
+
+SHARD_TOKENS = 16384  # tokens of one pass, padding included
+HOST_BUDGET = 1 << 30  # bytes of states kept in memory where there is no GPU
+DEVICE_SHARE = 0.3  # of a GPU's memory
+
+
+@dataclass
+class Shard:
+    """Texts of similar length, padded on the right."""
+
+    ids: torch.Tensor  # (n, T)
+    lengths: list[int]
+    asked: torch.Tensor  # (n, T) positions whose prediction counts: those that predict what the model wrote
+    best: torch.Tensor  # (n, T) the full model's top-1 after each position
+    _states: dict[int, torch.Tensor | Path] = field(default_factory=dict)
+
+    def states(self, depth: int) -> torch.Tensor:
+        """(n, T, hidden) at a depth, on the model's device."""
+        found = self._states[depth]
+        if isinstance(found, Path):
+            return load_file(found, device=str(self.best.device))["states"]
+        return found
+
+
+class Collection:
+    """Shards of training or validation texts."""
+
+    def __init__(self, shards: list[Shard], depths: list[int]) -> None:
+        self.shards = shards
+        self.depths = depths
+
+    @property
+    def tokens(self) -> int:
+        """Positions whose prediction counts."""
+        return sum(int(shard.asked.sum()) for shard in self.shards)
+
+    def batches(self, tokens: int, generator: torch.Generator) -> Iterator[tuple[Shard, torch.Tensor]]:
+        """Every text once, in random order: shards with rows of them, about `tokens` tokens at a time."""
+        for index in torch.randperm(len(self.shards), generator=generator).tolist():
+            shard = self.shards[index]
+            rows = torch.randperm(len(shard.lengths), generator=generator)
+            for part in rows.split(max(1, tokens // shard.ids.shape[1])):
+                yield shard, part
+
+
+class Budget:
+    """How many bytes of states may stay in memory."""
+
+    def __init__(self, device: torch.device, folder: Path) -> None:
+        self.folder = folder
+        self.left = HOST_BUDGET
+        if device.type == "cuda":
+            self.left = int(torch.cuda.mem_get_info(device)[1] * DEVICE_SHARE)
+
+    def keep(self, states: torch.Tensor, name: str) -> torch.Tensor | Path:
+        size = states.numel() * states.element_size()
+        if size <= self.left:
+            self.left -= size
+            return states
+        path = self.folder / f"{name}.safetensors"
+        save_file({"states": states.contiguous().cpu()}, path)
+        return path
+
+
+def collect(window: Window, texts: list[Text], depths: list[int], folder: Path, title: str) -> Collection:
+    """Run texts through the model and keep their states at `depths` (full depth included)."""
+    taps = tuple(depth for depth in depths if depth < window.num_layers)
+    device = window.model.device
+    budget = Budget(device, folder)
+    shards = []
+    with tqdm(total=len(texts), desc=title, unit="text") as bar:
+        for group in _shards(texts):
+            shard = _laid_out(group, device)
+            passed = window.run(0, window.num_layers, Feed(shard.ids, _positions(shard.ids), None, None), taps=taps)
+            found = {**passed.taps, window.num_layers: passed.states}
+            shard.best = _best(window, passed.states)
+            number = f"shard{len(shards):05}"
+            shard._states = {depth: budget.keep(found[depth].clone(), f"{number}-{depth}") for depth in depths}
+            shards.append(shard)
+            bar.update(len(group))
+    return Collection(shards, depths)
+
+
+def _shards(texts: list[Text]) -> Iterator[list[Text]]:
+    group: list[Text] = []
+    for text in sorted(texts, key=lambda text: len(text.ids)):
+        if group and (len(group) + 1) * len(text.ids) > SHARD_TOKENS:
+            yield group
+            group = []
+        group.append(text)
+    if group:
+        yield group
+
+
+def _laid_out(texts: list[Text], device: torch.device) -> Shard:
+    width = max(len(text.ids) for text in texts)
+    ids = torch.zeros(len(texts), width, dtype=torch.long)
+    asked = torch.zeros(len(texts), width, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        ids[row, : len(text.ids)] = torch.tensor(text.ids)
+        asked[row, max(text.start - 1, 0) : len(text.ids) - 1] = True
+    ids = ids.to(device)
+    return Shard(ids, [len(text.ids) for text in texts], asked.to(device), torch.zeros_like(ids))
+
+
+def _positions(ids: torch.Tensor) -> torch.Tensor:
+    return torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+
+
+def _best(window: Window, states: torch.Tensor, at_once: int = 4096) -> torch.Tensor:
+    flat = states.flatten(0, 1)
+    found = [window.head(part).argmax(-1) for part in flat.split(at_once)]
+    return torch.cat(found).view(states.shape[:2]).clone()
+
+
+def scratch_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for shards that is gone when the run ends."""
+    return tempfile.TemporaryDirectory(prefix="tide-states-")

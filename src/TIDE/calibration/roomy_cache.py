@@ -1,0 +1,45 @@
+"""A K/V cache with room to grow, for writing many texts at once.
+
+Transformers' own dynamic cache copies everything it holds for every new token, into memory it asks for anew. Here
+a layer has room for more tokens than it holds and copies only when that is used up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+ROOM = 128  # tokens
+
+
+class RoomyLayer(DynamicLayer):
+    """Keys and values are views of the filled part of larger tensors."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        held = self.get_seq_length()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self._extended("_key_room", self.keys, key_states, held)
+        self.values = self._extended("_value_room", self.values, value_states, held)
+        return self.keys, self.values
+
+    def _extended(self, name: str, old: torch.Tensor, new: torch.Tensor, held: int) -> torch.Tensor:
+        wanted = held + new.shape[-2]
+        room = self.__dict__.get(name)
+        if room is None or room.shape[-2] < wanted or room.shape[0] != new.shape[0]:
+            room = new.new_empty(*new.shape[:2], wanted + ROOM, new.shape[3])
+            if held:
+                room[:, :, :held] = old
+            self.__dict__[name] = room
+        room[:, :, held:wanted] = new
+        return room[:, :, :wanted]
+
+
+def roomy_cache(model: PreTrainedModel) -> DynamicCache:
+    """The cache the model would make, with roomy layers in place of plain growing ones."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache

@@ -1,0 +1,213 @@
+"""Texts the model writes itself: the distribution an exit has to know is the one the model produces.
+
+    wave 1   answers to the built-in prompts, and continuations of built-in openings
+    wave 2   openings of its own: what a user might say, sampled from the model in the user's place
+    wave 3   answers to those, and to tasks about the passages of wave 1 (summarise, translate, question …)
+
+Most answers are greedy, the rest sampled. With one seed the texts are the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from TIDE.calibration.text import Text
+
+ANSWER = 256  # longest answer, in tokens
+OPENING = 64  # longest opening of its own
+SAMPLED = 0.3  # share of answers that are sampled rather than greedy
+TEMPERATURES = (0.6, 0.8, 1.0)
+CPU_TOKENS = 8192  # tokens of a batch where there is no GPU
+MATERIAL = 1600  # longest passage put into a task, in tokens
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Something to be written."""
+
+    prompt: list[int]
+    group: int
+    temperature: float  # 0: greedy
+    kind: str
+
+
+def builtin_prompts() -> dict[str, list[str]]:
+    """The prompts that come with the package, by section."""
+    sections: dict[str, list[str]] = {}
+    for line in (files("TIDE.calibration") / "prompts.txt").read_text("utf-8").splitlines():
+        if line.startswith("## "):
+            section = sections.setdefault(line[3:], [])
+        elif line:
+            section.append(line.replace("\\n", "\n"))
+    return sections
+
+
+def write_texts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: int, seed: int, answer: int = ANSWER
+) -> list[Text]:
+    """Let the model write `samples` texts."""
+    author = _Author(model, tokenizer, seed, answer)
+    third = max(1, samples // 3)
+    first = author.answers(author.builtin_orders(third), "texts 1/3: answers to built-in prompts")
+    openings = author.openings(third, "texts 2/3: openings of its own")
+    orders = author.task_orders(first, samples - third - len(openings)) + openings
+    texts = first + author.answers(orders, "texts 3/3: answers to those")
+    return texts[:samples]
+
+
+class _Author:
+    """A model with pen and paper."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int, answer: int) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.random = random.Random(seed)
+        self.seed = seed
+        self.answer = answer
+        self.prompts = builtin_prompts()
+        self.groups = itertools.count()
+        self.material: list[list[int]] = []
+        self.frame = chat_frame(tokenizer)
+
+    def builtin_orders(self, count: int) -> list[_Order]:
+        """Built-in prompts, each section in turn; every prompt greedily first, then sampled."""
+        sections = [[(name, text) for text in own] for name, own in self.prompts.items() if name != "tasks"]
+        for section in sections:
+            self.random.shuffle(section)
+        everything = [entry for turn in itertools.zip_longest(*sections) for entry in turn if entry is not None]
+        groups = [next(self.groups) for _ in everything]
+        return [
+            _Order(self._asked(*everything[i % len(everything)]), groups[i % len(everything)], self._heat(i >= len(everything)), everything[i % len(everything)][0])
+            for i in range(count)
+        ]
+
+    def openings(self, count: int, title: str) -> list[_Order]:
+        """Orders whose prompts the model wrote: user turns in its chat template, or the first words of a text."""
+        before, _ = self.frame
+        orders = [_Order(self._ids(before) if before else self._begin(), next(self.groups), 1.0, "opening") for _ in range(count)]
+        texts = self._write(orders, OPENING, title)
+        found = []
+        for text in texts:
+            words = self.tokenizer.decode(text.ids[text.start :], skip_special_tokens=True).strip()
+            if words:
+                kind = "chat" if before else "openings"
+                found.append(_Order(self._asked(kind, words), text.group, self._heat(self.random.random() < SAMPLED), kind))
+        return found
+
+    def task_orders(self, texts: list[Text], count: int) -> list[_Order]:
+        """Tasks about passages the model wrote. A task belongs to the group of its passage."""
+        passages = [text for text in texts if len(text.ids) - text.start >= 32] or texts
+        orders = []
+        for _ in range(count):
+            first = self.random.choice(passages)
+            alike = [text for text in passages if text.is_held_out == first.is_held_out]
+            chosen = [first, *self.random.choices(alike, k=self.random.choice((0, 0, 1, 3)))]
+            words = [self.tokenizer.decode(text.ids[text.start :], skip_special_tokens=True).strip() for text in chosen]
+            task = self.random.choice(self.prompts["tasks"]).replace("{text}", "\n\n".join(words))
+            heat = self._heat(self.random.random() < SAMPLED)
+            orders.append(_Order(self._asked("tasks", task), chosen[0].group, heat, "tasks"))
+        return orders
+
+    def answers(self, orders: list[_Order], title: str) -> list[Text]:
+        return self._write(orders, self.answer, title)
+
+    def _heat(self, sampled: bool) -> float:
+        return self.random.choice(TEMPERATURES) if sampled else 0.0
+
+    def _begin(self) -> list[int]:
+        words = self.random.choice(self.prompts["openings"]).split()
+        return self._ids(" ".join(words[: self.random.randint(1, 4)]))
+
+    def _asked(self, section: str, text: str) -> list[int]:
+        """Token ids of a prompt, in the chat template unless it is an opening to be continued."""
+        before, after = self.frame
+        ids = self._ids(text if section == "openings" else before + text + after)
+        limit = int(getattr(self.model.config, "max_position_embeddings", None) or 1 << 30)
+        return ids[-max(1, min(MATERIAL, limit - self.answer)) :]
+
+    def _ids(self, text: str) -> list[int]:
+        templated = bool(self.frame[0]) and text.startswith(self.frame[0])
+        ids = self.tokenizer(text, add_special_tokens=not templated)["input_ids"]
+        return list(ids) or [self.tokenizer.bos_token_id or self.tokenizer.eos_token_id or 0]
+
+    def _write(self, orders: list[_Order], longest: int, title: str) -> list[Text]:
+        """Continue every prompt, in batches of one temperature and of similar length."""
+        texts: list[Text | None] = [None] * len(orders)
+        with tqdm(total=len(orders), desc=title, unit="text") as bar, torch.random.fork_rng(self._devices()):
+            torch.manual_seed(self.seed)
+            for batch in self._batches(orders, longest):
+                for index, ids in zip(batch, self._continue([orders[i] for i in batch], longest), strict=True):
+                    texts[index] = Text(ids, len(orders[index].prompt), orders[index].group)
+                bar.update(len(batch))
+        return [text for text in texts if text is not None and len(text.ids) > text.start]
+
+    def _continue(self, orders: list[_Order], longest: int) -> list[list[int]]:
+        width = max(len(order.prompt) for order in orders)
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+        ids = torch.tensor([[pad] * (width - len(o.prompt)) + o.prompt for o in orders], device=self.model.device)
+        mask = torch.tensor([[0] * (width - len(o.prompt)) + [1] * len(o.prompt) for o in orders], device=self.model.device)
+        heat = orders[0].temperature
+        choose: dict[str, Any] = dict(do_sample=True, temperature=heat, top_k=0, top_p=1.0) if heat else dict(do_sample=False)
+        out = self.model.generate(ids, attention_mask=mask, max_new_tokens=longest, pad_token_id=pad, **choose)
+        ends = self.model.generation_config.eos_token_id
+        ends = {ends} if isinstance(ends, int) else set(ends or ())
+        return [o.prompt + _until_end(row[width:], ends) for o, row in zip(orders, out.tolist(), strict=True)]
+
+    def _batches(self, orders: list[_Order], longest: int) -> Iterator[list[int]]:
+        """Orders of one temperature and similar length, as many as fit."""
+        most = _tokens_that_fit(self.model)
+        batch: list[int] = []
+        for index in sorted(range(len(orders)), key=lambda i: (orders[i].temperature, len(orders[i].prompt))):
+            room = (len(batch) + 1) * (len(orders[index].prompt) + longest)
+            if batch and (room > most or orders[index].temperature != orders[batch[0]].temperature):
+                yield batch
+                batch = []
+            batch.append(index)
+        if batch:
+            yield batch
+
+    def _devices(self) -> list[torch.device]:
+        return [self.model.device] if self.model.device.type == "cuda" else []
+
+
+def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """What the chat template puts before and after a user's words; empty where there is no template."""
+    if tokenizer.chat_template is None:
+        return "", ""
+    marker = "\u241fuser\u241f"
+    text = tokenizer.apply_chat_template([{"role": "user", "content": marker}], add_generation_prompt=True, tokenize=False)
+    before, found, after = str(text).partition(marker)
+    if not found:
+        raise ValueError(
+            "the tokenizer's chat template does not show what the user says, so no chat can be written with it. Set "
+            "tokenizer.chat_template = None to calibrate on plain text, or give a data set."
+        )
+    return before, after
+
+
+def _tokens_that_fit(model: PreTrainedModel) -> int:
+    """Tokens whose K/V fit into a quarter of the device's memory."""
+    if model.device.type != "cuda":
+        return CPU_TOKENS
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
+    return int(torch.cuda.mem_get_info(model.device)[1]) // 4 // per_token
+
+
+def _until_end(ids: list[int], ends: set[int]) -> list[int]:
+    """Up to and including the first end token."""
+    for place, token in enumerate(ids):
+        if token in ends:
+            return ids[: place + 1]
+    return ids

@@ -1,0 +1,211 @@
+"""Exit heads: each turns the state of a token at a checkpoint into a guess of its state at full depth.
+
+    identity    the state as it is
+    lens        state + MLP(state)
+    memory      one decoder block over this token's state and the finished deep state of the token before
+
+The model's own final norm and LM head make logits of what comes out, so a head knows nothing of vocabularies,
+scalings or families. A memory head keeps K/V of its own:
+
+    position            0    1    2    3    4    5
+    this token        h0   h1   h2   h3   h4   h5       states at the checkpoint
+    the one before     0   f0   f1   f2   y3   y4       f: finished deep states; y: the head's own guesses while drafting
+    guess             y0   y1   y2   y3   y4   y5
+
+Once the deep pass has run, positions 4 and 5 are fed again with f3 and f4. `unroll` does for a whole text at once
+what `step` does token by token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+STRATEGIES = ("identity", "lens", "memory")
+
+
+def normed(x: torch.Tensor) -> torch.Tensor:
+    """Scaled to a root mean square of 1, in fp32."""
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """What a head has to know to be built."""
+
+    hidden_dim: int
+    inner_dim: int = 0  # MLP width
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    rope_theta: float = 10000.0
+    memories: int = 1  # depths at which a finished token is remembered
+
+
+class IdentityHead(nn.Module):
+    """The state as it is."""
+
+    def __init__(self, sizes: HeadSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+
+class LensHead(nn.Module):
+    """The state and a correction to it."""
+
+    def __init__(self, sizes: HeadSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.skip = nn.Linear(sizes.hidden_dim, sizes.hidden_dim, bias=False)
+        self.down = nn.Linear(sizes.hidden_dim, sizes.inner_dim, bias=False)
+        self.up = nn.Linear(sizes.inner_dim, sizes.hidden_dim, bias=False)
+        nn.init.eye_(self.skip.weight)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """(n, hidden) -> (n, hidden)"""
+        x = normed(states).to(self.down.weight.dtype)
+        return self.skip(x) + self.up(F.silu(self.down(x)))
+
+
+class MemoryHead(nn.Module):
+    """One decoder block that remembers what finished tokens came to."""
+
+    def __init__(self, sizes: HeadSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        dim, inner = sizes.hidden_dim, sizes.inner_dim
+        self.recall = nn.Linear(sizes.memories * dim, dim, bias=False) if sizes.memories > 1 else None
+        self.fuse = nn.Linear(2 * dim, dim, bias=False)
+        self.attention_gain = nn.Parameter(torch.ones(dim))
+        self.qkv = nn.Linear(dim, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim, bias=False)
+        self.o = nn.Linear(sizes.heads * sizes.head_dim, dim, bias=False)
+        self.mlp_gain = nn.Parameter(torch.ones(dim))
+        self.gate_up = nn.Linear(dim, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, dim, bias=False)
+
+    def remember(self, deep: torch.Tensor) -> torch.Tensor:
+        """(n, q, memories * hidden) states of finished tokens -> (n, q, hidden)."""
+        if self.recall is None:
+            return deep
+        parts = [normed(part) for part in deep.split(self.sizes.hidden_dim, -1)]
+        return self.recall(torch.cat(parts, -1).to(self.fuse.weight.dtype))
+
+    def enter(self, shallow: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """States of tokens and of the tokens before them, joined."""
+        return self.fuse(torch.cat([normed(shallow), normed(before)], -1).to(self.fuse.weight.dtype))
+
+    def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(n, q, hidden) -> queries (n, heads, q, d), keys and values (n, kv_heads, q, d), turned to their positions."""
+        sizes = self.sizes
+        qkv = self.qkv(self._gained(x, self.attention_gain))
+        qkv = qkv.view(*x.shape[:2], sizes.heads + 2 * sizes.kv_heads, sizes.head_dim).transpose(1, 2)
+        q, k, v = qkv.split([sizes.heads, sizes.kv_heads, sizes.kv_heads], 1)
+        cos, sin = self._angles(positions, q.dtype)
+        return _turn(q, cos, sin), _turn(k, cos, sin), v
+
+    def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The rest of the block: (n, heads, q, d) attention results -> (n, q, hidden)."""
+        x = x + self.o(attended.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self._gained(x, self.mlp_gain)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+    def unroll(self, shallow: torch.Tensor, deep: torch.Tensor, steps: int) -> list[torch.Tensor]:
+        """Guesses for whole texts at draft steps 1 … `steps`, given the text.
+
+        Args:
+            shallow: (n, T, hidden) states at the checkpoint; `deep` those at full depth.
+
+        Returns:
+            One (n, T, hidden) per step. At step s a position knows true deep states up to s tokens before it.
+        """
+        positions = torch.arange(shallow.shape[1], device=shallow.device)[None]
+        before, guesses = self.remember(deep), []
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for _ in range(steps):
+            x = self.enter(shallow, _later(before, 1, dim=1))
+            q, k, v = self.project(x, positions)
+            keys.append(self._spread(k))
+            values.append(self._spread(v))
+            before = self.leave(x, _attend_unrolled(q, keys, values))
+            guesses.append(before)
+        return guesses
+
+    def _spread(self, x: torch.Tensor) -> torch.Tensor:
+        """K/V for each query head."""
+        return x.repeat_interleave(self.sizes.heads // self.sizes.kv_heads, 1)
+
+    def _gained(self, x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+        return (normed(x) * gain.float()).to(self.fuse.weight.dtype)
+
+    def _angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, q) positions -> cosines and sines, (n, 1, q, d)."""
+        half = torch.arange(0, self.sizes.head_dim, 2, device=positions.device).float() / self.sizes.head_dim
+        angles = positions.float()[:, None, :, None] * self.sizes.rope_theta**-half
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+HEADS = {"identity": IdentityHead, "lens": LensHead, "memory": MemoryHead}
+
+
+def build_head(strategy: str, sizes: HeadSizes) -> nn.Module:
+    return HEADS[strategy](sizes)
+
+
+def head_sizes(strategy: str, config: object, hidden_dim: int) -> HeadSizes:
+    """Sizes of a head for a model, given its text configuration: like one of its own layers."""
+    if strategy == "identity":
+        return HeadSizes(hidden_dim)
+    inner = min(getattr(config, "intermediate_size", None) or 4 * hidden_dim, 4096)
+    if strategy == "lens":
+        return HeadSizes(hidden_dim, min(hidden_dim, inner))
+    heads = getattr(config, "num_attention_heads", None) or 1
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or hidden_dim // heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta") or 10000.0 if isinstance(rope, dict) else 10000.0
+    return HeadSizes(hidden_dim, inner, heads, kv_heads, head_dim + head_dim % 2, float(theta))
+
+
+def sizes_to_dict(sizes: HeadSizes) -> dict[str, int | float]:
+    return asdict(sizes)
+
+
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def _later(x: torch.Tensor, by: int, dim: int) -> torch.Tensor:
+    """Moved `by` places towards the end of `dim`, zeros in front."""
+    if by == 0:
+        return x
+    dim = dim % x.ndim
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (by, 0)).narrow(dim, 0, x.shape[dim])
+
+
+def _attend_unrolled(q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
+    """Draft step s = len(keys): position i sees true K/V up to i - (s - 1), then those drafted on the way to it."""
+    steps, length, scale = len(keys), q.shape[2], q.shape[3] ** -0.5
+    ahead = steps - 1  # how many tokens back the newest true position lies
+    places = torch.arange(length, device=q.device)
+    hidden = places[None, :] > places[:, None] - ahead
+    scores = [(q @ keys[0].transpose(-1, -2) * scale).masked_fill(hidden, float("-inf"))]
+    drafted = [(_later(keys[ahead - back], back, 2), _later(values[ahead - back], back, 2)) for back in range(ahead)]
+    for back, (key, _) in enumerate(drafted):
+        score = (q * key).sum(-1, keepdim=True) * scale
+        scores.append(score.masked_fill((places < back)[:, None], float("-inf")))
+    weights = torch.cat(scores, -1).float().softmax(-1).to(q.dtype)
+    mixed = weights[..., :length] @ values[0]
+    for back, (_, value) in enumerate(drafted):
+        mixed = mixed + weights[..., length + back, None] * value
+    return mixed
