@@ -13,12 +13,18 @@ def test_defaults_are_exact_and_leave_the_rest_to_calibration():
     config = TIDEConfig()
     assert (config.mode, config.kv_cache_strategy, config.compaction_threshold) == ("exact", "exact", 0.25)
     assert config.exit_threshold is config.min_layers is config.max_pending is None
+    assert (config.checkpoint_interval, config.calibration_samples, config.calibration_dataset) == (4, 2000, "self")
+    assert (config.label, config.convergence_threshold) == ("agreement", 0.98)
+    assert (config.router_bottleneck_dim, config.exit_strategy) == (128, "memory")
 
 
 def test_reference_has_the_values_of_the_original():
     config = TIDEConfig.reference()
     assert (config.mode, config.exit_threshold, config.min_layers) == ("fast", 0.85, 8)
     assert (config.kv_cache_strategy, config.compaction_threshold) == ("zero_pad", 0.25)
+    assert (config.checkpoint_interval, config.calibration_samples, config.calibration_dataset) == (4, 2000, "wikitext")
+    assert (config.label, config.convergence_threshold) == ("cosine", 0.98)
+    assert (config.router_bottleneck_dim, config.exit_strategy) == (128, "identity")
 
 
 def test_it_cannot_be_changed():
@@ -38,6 +44,16 @@ def test_it_cannot_be_changed():
         ("compaction_threshold", -0.1, "compaction_threshold must be a number"),
         ("min_layers", -1, "min_layers must be a whole number of at least 0"),
         ("min_layers", 2.0, "min_layers must be a whole number"),
+        ("checkpoint_interval", 0, "checkpoint_interval must be a whole number of at least 1, found 0"),
+        ("checkpoint_interval", None, "checkpoint_interval must be a whole number"),
+        ("calibration_samples", 19, "calibration_samples must be a whole number of at least 20, found 19"),
+        ("calibration_dataset", " ", 'calibration_dataset must be "self", a data set of the hub or the path'),
+        ("calibration_dataset", None, "calibration_dataset must be .* found None"),
+        ("label", "loss", r"label must be one of \['agreement', 'cosine'\], found 'loss'"),
+        ("convergence_threshold", 1.01, "convergence_threshold must be a number from 0 to 1"),
+        ("convergence_threshold", None, "convergence_threshold must be a number"),
+        ("router_bottleneck_dim", 0, "router_bottleneck_dim must be a whole number of at least 1"),
+        ("exit_strategy", "head", r"exit_strategy must be one of \['identity', 'lens', 'memory'\], found 'head'"),
         ("max_pending", 0, "max_pending must be a whole number of at least 1"),
         ("max_pending", True, "max_pending must be a whole number"),
     ],
@@ -55,7 +71,22 @@ def test_a_lossy_strategy_does_not_go_with_exact(strategy):
 
 @pytest.mark.parametrize("name", ["config.yaml", "config.yml", "config.json"])
 def test_what_is_saved_is_loaded(tmp_path, name):
-    config = TIDEConfig(mode="fast", exit_threshold=0.9, min_layers=4, max_pending=6, kv_cache_strategy="propagate")
+    config = TIDEConfig(
+        mode="fast",
+        exit_threshold=0.9,
+        min_layers=4,
+        checkpoint_interval=2,
+        calibration_samples=300,
+        calibration_dataset="notes.jsonl",
+        label="cosine",
+        convergence_threshold=0.9,
+        router_bottleneck_dim=64,
+        exit_strategy="lens",
+        kv_cache_strategy="propagate",
+        compaction_threshold=0.5,
+        max_pending=6,
+    )
+    assert not [field.name for field in dataclasses.fields(config) if getattr(config, field.name) == field.default]
     config.save(tmp_path / name)
     assert TIDEConfig.load(tmp_path / name) == config
 

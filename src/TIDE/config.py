@@ -1,6 +1,7 @@
 """What the user may choose: one frozen dataclass, validated once, read everywhere, changed nowhere.
 
-`None` means "as calibrated": the exit policy's own figure is used.
+`None` means "as calibrated": the exit policy's own figure is used. Fields marked "calibration" are read when an exit policy is
+made; the engine does not look at them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 MODES = ("exact", "fast")
+EXIT_STRATEGIES = ("identity", "lens", "memory")
+LABELS = ("agreement", "cosine")
 KV_CACHE_STRATEGIES = ("exact", "propagate", "zero_pad")
 
 
@@ -22,6 +25,17 @@ class TIDEConfig:
         mode: "exact" writes the text of the full model; "fast" emits at the exit without looking back.
         exit_threshold: router score, in [0, 1], needed to exit.
         min_layers: smallest depth at which a token may exit.
+        checkpoint_interval: calibration: candidate checkpoints every so many layers.
+        calibration_samples: calibration: how many texts.
+        calibration_dataset: calibration: "self" (the model writes them), "wikitext" or another data set of the hub,
+            or the path of a .txt or .jsonl file.
+        label: calibration: what a router learns to predict. "agreement": the exit's token is the full model's;
+            "cosine": the state is as near to the final one as `convergence_threshold` asks.
+        convergence_threshold: cosine similarity, in [0, 1], from which a state counts as converged. For label "cosine".
+        router_bottleneck_dim: calibration: width of the routers.
+        exit_strategy: calibration: the head that turns a state into a token. "identity": the model's own norm and LM
+            head; "lens": a small residual network before them; "memory": a decoder block that also sees the token
+            before at full depth.
         kv_cache_strategy: what happens to the layers a token skipped. "exact" catches them up later,
             "propagate" writes their K/V from the exit state, "zero_pad" writes zeros.
         compaction_threshold: in a batch, if at most this share of the rows needs the deeper layers, only
@@ -32,17 +46,35 @@ class TIDEConfig:
     mode: str = "exact"
     exit_threshold: float | None = None
     min_layers: int | None = None
+    checkpoint_interval: int = 4
+    calibration_samples: int = 2000
+    calibration_dataset: str = "self"
+    label: str = "agreement"
+    convergence_threshold: float = 0.98
+    router_bottleneck_dim: int = 128
+    exit_strategy: str = "memory"
     kv_cache_strategy: str = "exact"
     compaction_threshold: float = 0.25
     max_pending: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODES)
+        _one_of("label", self.label, LABELS)
+        _one_of("exit_strategy", self.exit_strategy, EXIT_STRATEGIES)
         _one_of("kv_cache_strategy", self.kv_cache_strategy, KV_CACHE_STRATEGIES)
         _share("exit_threshold", self.exit_threshold, optional=True)
+        _share("convergence_threshold", self.convergence_threshold, optional=False)
         _share("compaction_threshold", self.compaction_threshold, optional=False)
-        _at_least("min_layers", self.min_layers, 0)
-        _at_least("max_pending", self.max_pending, 1)
+        _at_least("min_layers", self.min_layers, 0, optional=True)
+        _at_least("checkpoint_interval", self.checkpoint_interval, 1, optional=False)
+        _at_least("calibration_samples", self.calibration_samples, 20, optional=False)
+        _at_least("router_bottleneck_dim", self.router_bottleneck_dim, 1, optional=False)
+        _at_least("max_pending", self.max_pending, 1, optional=True)
+        if not isinstance(self.calibration_dataset, str) or not self.calibration_dataset.strip():
+            raise ValueError(
+                f'calibration_dataset must be "self", a data set of the hub or the path of a .txt or .jsonl file, found '
+                f"{self.calibration_dataset!r}."
+            )
         if self.mode == "exact" and self.kv_cache_strategy != "exact":
             raise ValueError(
                 f"kv_cache_strategy={self.kv_cache_strategy!r} loses what skipped layers would have stored, so it cannot "
@@ -52,7 +84,20 @@ class TIDEConfig:
     @classmethod
     def reference(cls) -> TIDEConfig:
         """The settings of the original system."""
-        return cls(mode="fast", exit_threshold=0.85, min_layers=8, kv_cache_strategy="zero_pad", compaction_threshold=0.25)
+        return cls(
+            mode="fast",
+            exit_threshold=0.85,
+            min_layers=8,
+            checkpoint_interval=4,
+            calibration_samples=2000,
+            calibration_dataset="wikitext",
+            label="cosine",
+            convergence_threshold=0.98,
+            router_bottleneck_dim=128,
+            exit_strategy="identity",
+            kv_cache_strategy="zero_pad",
+            compaction_threshold=0.25,
+        )
 
     def save(self, path: str | Path) -> None:
         """Write as YAML (.yaml, .yml) or JSON (.json)."""
@@ -113,8 +158,8 @@ def _share(name: str, value: object, optional: bool) -> None:
         raise ValueError(f"{name} must be a number from 0 to 1, found {value!r}.")
 
 
-def _at_least(name: str, value: object, least: int) -> None:
-    if value is None:
+def _at_least(name: str, value: object, least: int, optional: bool) -> None:
+    if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, found {value!r}.")

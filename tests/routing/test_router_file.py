@@ -1,85 +1,153 @@
-"""Router files: those of the original system run; a wrong, damaged or hostile one is an error that says so."""
+"""Router files: what is saved comes back, whole or with an error that says what is wrong."""
 
 from __future__ import annotations
 
-import logging
+import json
+import os
 import pickle
 import random
-from collections import OrderedDict
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from families import build
-from TIDE import TIDE, TIDEConfig
-from TIDE.routing.router import Router
+from router_files import SIZES, made, tensors_of
+from TIDE import TIDE
+from TIDE.adapters.window import Window
+from TIDE.routing import storage
+from TIDE.routing.heads import STRATEGIES
 from TIDE.routing.router_file import RouterFile
 
-GREEDY = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=0)
+SUFFIXES = ["safetensors", "pt"]
 
 
-def original_file(path, layers=(0, 2), hidden: int = 64, bottleneck: int = 8):
-    """A file as tide-inference 0.2.1 saves it, with routers that say yes to about every second state."""
-    torch.manual_seed(0)
-    shapes = {"down.weight": (bottleneck, hidden), "up.weight": (1, bottleneck)}
-    weights = {layer: OrderedDict((name, torch.randn(shape)) for name, shape in shapes.items()) for layer in layers}
-    torch.save({"hidden_dim": hidden, "bottleneck_dim": bottleneck, "router_layers": weights}, path)
-    return path
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_saved_comes_back(tmp_path, strategy, suffix, dtype):
+    file, path = made(strategy, dtype=dtype), tmp_path / "new folder" / f"router.{suffix}"
+    file.save(path)
+    again = RouterFile.load(path)
+    assert again.as_dict() == file.as_dict()
+    assert again.checkpoints == (0, 2)
+    assert again.fingerprint == file.fingerprint
+    expected, found = tensors_of(file), tensors_of(again)
+    assert list(found) == list(expected)
+    assert all(found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name]) for name in expected)
+    for depth, at in again.exits.items():
+        assert type(at.head) is type(file.exits[depth].head)
+        assert at.sizes == SIZES[strategy]
+        assert not any(parameter.requires_grad for parameter in (*at.head.parameters(), *at.router.parameters()))
+        states, logits = torch.randn(3, 64), torch.randn(3, 100)
+        assert torch.equal(at.router(states, logits), file.exits[depth].router(states, logits))
 
 
-@pytest.fixture
-def file(tmp_path):
-    return original_file(tmp_path / "router.pt")
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_the_same_content_gives_the_same_bytes(tmp_path, suffix):
+    first, second, third = (tmp_path / f"{name}.{suffix}" for name in ("one", "another", "third"))
+    made().save(first)
+    made().save(second)
+    RouterFile.load(first).save(third)
+    assert first.read_bytes() == second.read_bytes() == third.read_bytes()
 
 
-@pytest.fixture
-def ids():
-    return torch.randint(3, 128, (2, 8), generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("strategy", ["lens", "memory"])
+def test_a_compressed_file_is_smaller_and_nearly_the_same(tmp_path, strategy, suffix):
+    file = made(strategy)
+    file.exits[0].head.down.weight.data[0] = 0
+    plain, small = tmp_path / f"plain.{suffix}", tmp_path / f"small.{suffix}"
+    file.save(plain)
+    file.save(small, compress=True)
+    assert small.stat().st_size < 0.5 * plain.stat().st_size
+    expected, found = tensors_of(file), tensors_of(RouterFile.load(small))
+    assert list(found) == list(expected)
+    for name, weight in expected.items():
+        if ".head." in name and weight.ndim == 2:
+            assert found[name].dtype == torch.bfloat16
+            largest = weight.abs().amax(1, keepdim=True)
+            assert ((found[name] - weight).abs() <= largest * (0.5 / 127 + 2**-8)).all()
+        else:
+            assert torch.equal(found[name], weight)
 
 
-def test_files_of_the_original_system_run(llama, ids, file):
-    expected = llama.generate(ids, **GREEDY)
-    with TIDE(llama, file, TIDEConfig(min_layers=0)) as engine:
-        assert torch.equal(engine.generate(ids, **GREEDY), expected)
-        assert engine.last_stats.drafted > 0
-    with TIDE(llama, str(file), TIDEConfig(mode="fast", min_layers=0)) as engine:
-        engine.generate(ids, **GREEDY)
-        assert set(engine.last_stats.exits_per_layer) <= {0, 2}
-        assert 0 < engine.last_stats.exit_rate < 1
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+@pytest.mark.parametrize("interruption", [OSError("disk full"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, moment, interruption):
+    path = tmp_path / "router.safetensors"
+    made("lens").save(path)
+    before = path.read_bytes()
+
+    def fail(*_):
+        raise interruption
+
+    monkeypatch.setattr(os, moment, fail)
+    with pytest.raises(type(interruption)):
+        made("memory").save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_router_is_the_formula_of_the_original(file):
-    weights = torch.load(file, weights_only=True)["router_layers"][2]
-    router = Router(64, 8)
-    router.load_state_dict(weights)
-    states = torch.randn(5, 64)
-    expected = torch.sigmoid(torch.nn.functional.silu(states @ weights["down.weight"].T) @ weights["up.weight"].T)[:, 0]
-    torch.testing.assert_close(router(states), expected)
-    torch.testing.assert_close(router(states.bfloat16()), expected, atol=0.05, rtol=0.05)
+def test_a_saved_file_can_be_read_by_whoever_may_read_the_folders_files(tmp_path):
+    made("identity").save(tmp_path / "router.pt")
+    (tmp_path / "other").touch()
+    assert (tmp_path / "router.pt").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_its_own_defaults_are_those_of_the_original(llama, file):
-    """min_layers 8 leaves a model of four layers no exit; the threshold is 0.85."""
-    with TIDE(llama, file) as engine:
-        assert engine.plan.exit_threshold == 0.85
-        assert len(engine.plan.spans) == 1
+def test_figures_that_were_not_measured_are_null_and_those_of_torch_are_numbers(tmp_path):
+    file = made("identity")
+    file.figures = {"auroc": float("nan"), "rate": torch.tensor(0.5), "depths": (1, 2)}
+    file.save(tmp_path / "router.pt")
+    assert RouterFile.load(tmp_path / "router.pt").figures == {"auroc": None, "rate": 0.5, "depths": [1, 2]}
+    file.figures = {"model": torch.nn.Linear(1, 1)}
+    with pytest.raises(ValueError, match="holds plain values .*, found Linear"):
+        file.save(tmp_path / "router.pt")
 
 
-def test_a_router_after_the_last_layer_is_left_out_and_said_so(llama, tmp_path, caplog):
-    path = original_file(tmp_path / "router.pt", layers=(1, 3))
-    with caplog.at_level(logging.WARNING, logger="TIDE"), TIDE(llama, path, TIDEConfig(min_layers=0)) as engine:
-        assert [span.start for span in engine.plan.spans] == [0, 2]
-    assert "a router after the last layer" in caplog.text
+def spoil_weight(file: RouterFile) -> None:
+    file.exits[1].head.qkv.weight.data[0, 0] = float("inf")
 
 
-@pytest.mark.parametrize(("layers", "hidden"), [((0, 2), 32), ((2, 9), 64)])
-def test_a_file_for_another_model_is_refused_with_both_named(llama, tmp_path, layers, hidden):
-    path = original_file(tmp_path / "router.pt", layers, hidden)
-    with pytest.raises(
-        ValueError, match=rf"states of {hidden} and routers at layers .*; this model has states of 64 and 4 layers"
-    ):
-        TIDE(llama, path)
-    TIDE(llama).close()
+SPOILT = {
+    "weights": (spoil_weight, "at depth 1, head.qkv.weight holds weights that are not finite numbers"),
+    "checkpoints": (lambda file: setattr(file, "checkpoints", (0, 7)), r"checkpoints among the exits \[0, 1, 2, 3\].*\[0, 7\]"),
+    "order": (lambda file: setattr(file, "checkpoints", (2, 0)), r"rising, found \[2, 0\]"),
+    "depths": (lambda file: setattr(file, "exits", {2: file.exits[2], 0: file.exits[0]}), "exits at rising depths"),
+    "empty": (lambda file: setattr(file, "exits", {}), "it holds no routers"),
+    "strategy": (lambda file: setattr(file, "strategy", "magic"), "expected a strategy of .*, found 'magic'"),
+    "head": (lambda file: setattr(file, "strategy", "lens"), "expected a head of strategy 'lens', found MemoryHead"),
+    "pending": (lambda file: setattr(file, "max_pending", 0), "max_pending of at least 1, found 0"),
+    "threshold": (lambda file: setattr(file.exits[0], "threshold", float("nan")), "expected a number as threshold, found nan"),
+    "figures": (lambda file: setattr(file.exits[0], "figures", [1]), "names and values as figures, found list"),
+    "facts": (lambda file: setattr(file, "facts", None), "names and values as config, facts and figures"),
+    "tokens": (lambda file: setattr(file, "vocabulary", torch.tensor([5, 200])), "token ids that do not exist or come twice"),
+    "twice": (lambda file: setattr(file, "vocabulary", torch.tensor([5, 5])), "token ids that do not exist or come twice"),
+    "words": (lambda file: setattr(file, "vocabulary", torch.ones(3)), "a list of token ids as vocabulary"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_useless_file_is_not_saved(tmp_path, name):
+    spoil, complaint = SPOILT[name]
+    file = made()
+    spoil(file)
+    with pytest.raises(ValueError, match=f"was not saved: .*{complaint}"):
+        file.save(tmp_path / "router.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", sorted(set(SPOILT) - {"threshold", "depths"}))  # these two cannot be written
+def test_a_useless_file_is_not_loaded(tmp_path, monkeypatch, name):
+    file, path = made(), tmp_path / "router.safetensors"
+    SPOILT[name][0](file)
+    with monkeypatch.context() as careless:
+        careless.setattr("TIDE.routing.router_file._wrong_with", lambda file: None)
+        file.save(path)
+    with pytest.raises(ValueError, match="router.safetensors is damaged: "):
+        RouterFile.load(path)
 
 
 class Hostile:
@@ -87,75 +155,147 @@ class Hostile:
         return print, ("code was run",)
 
 
-def bad_files(folder, whole: bytes):
-    (folder / "truncated.pt").write_bytes(whole[: len(whole) // 2])
-    (folder / "empty.pt").write_bytes(b"")
-    (folder / "text.pt").write_text("not a file of tensors")
-    (folder / "hostile.pt").write_bytes(pickle.dumps({"hidden_dim": 64, "router_layers": Hostile()}))
-    torch.save({"hidden_dim": 64, "router_layers": Hostile(), "bottleneck_dim": 8}, folder / "hostile-zip.pt")
-    torch.save({"weights": torch.ones(2)}, folder / "other.pt")
-    torch.save([1, 2], folder / "list.pt")
-    torch.save(
-        {"hidden_dim": 64, "bottleneck_dim": 8, "router_layers": {0: {"down.weight": torch.ones(3, 3)}}}, folder / "sizes.pt"
-    )
-    torch.save({"hidden_dim": 64, "bottleneck_dim": 8, "router_layers": 7}, folder / "kind.pt")
-    torch.save({"hidden_dim": "x", "bottleneck_dim": 8, "router_layers": {}}, folder / "word.pt")
-    torch.save({"hidden_dim": 64, "bottleneck_dim": 8, "router_layers": {}}, folder / "none.pt")
-    small = {"down.weight": torch.ones(8, 64), "up.weight": torch.ones(1, 8)}
-    torch.save({"hidden_dim": 10**15, "bottleneck_dim": 10**15, "router_layers": {0: small}}, folder / "huge.pt")
+def edited(change=None, tensors=None) -> storage.Stored:
+    """What a good file holds, with changes to its document and its tensors."""
+    file = made("lens")
+    document = json.loads(json.dumps(file.as_dict()))
+    if change:
+        change(document)
+    found = dict(tensors_of(file), vocabulary=file.vocabulary.int()) | (tensors or {})
+    return storage.Stored(json.dumps(document), {name: tensor for name, tensor in found.items() if tensor is not None})
 
 
-BAD = {
-    "truncated.pt": "was not loaded: it is truncated",
-    "empty.pt": "was not loaded",
-    "text.pt": "was not loaded",
-    "hostile.pt": "holds more than tensors and plain values",
-    "hostile-zip.pt": "holds more than tensors and plain values",
-    "other.pt": r"is not a router file: expected the entries .*, found \['weights'\]",
-    "list.pt": "is not a router file: .* found list",
-    "sizes.pt": "is damaged: its routers do not fit its sizes",
-    "kind.pt": "is damaged",
-    "word.pt": "is damaged",
-    "huge.pt": "is damaged: its routers do not fit its sizes",
-    "none.pt": "holds no routers",
+DAMAGED = {
+    "unknown format": (lambda d: d.update(format=2), {}, "has format 2, this version of TIDE reads format 1. Update with"),
+    "no format": (lambda d: d.pop("format"), {}, "is damaged: it lacks 'format'"),
+    "no strategy": (lambda d: d.pop("strategy"), {}, "is damaged: it lacks 'strategy'"),
+    "other strategy": (lambda d: d.update(strategy="magic"), {}, "expected a strategy of"),
+    "exits of another kind": (lambda d: d.update(exits=7), {}, "is damaged"),
+    "a depth that is a word": (lambda d: d["exits"].update(x=d["exits"].pop("0")), {}, "is damaged"),
+    "a size too many": (lambda d: d["exits"]["0"]["sizes"].update(width=3), {}, "is damaged"),
+    "another size": (
+        lambda d: d["exits"]["0"]["sizes"].update(inner_dim=47),
+        {},
+        "expected exits.0.head.down.weight with",
+    ),
+    "a huge size": (lambda d: d["exits"]["0"]["sizes"].update(inner_dim=10**12), {}, "is damaged"),
+    "a size beyond all": (lambda d: d["exits"]["0"]["sizes"].update(hidden_dim=10**40), {}, "is damaged"),
+    "a size that is a word": (lambda d: d["exits"]["0"]["router"].update(bottleneck_dim="8"), {}, "is damaged"),
+    "not a number": (lambda d: d["exits"]["0"].update(threshold=float("nan")), {}, "it holds the number NaN"),
+    "another fingerprint": (lambda d: d["fingerprint"].update(colour="blue"), {}, "is damaged"),
+    "another vocabulary": (lambda d: d.update(vocabulary=99), {}, "expected a vocabulary of 99 tokens"),
+    "no vocabulary": (None, {"vocabulary": None}, "expected a vocabulary of 100 tokens"),
+    "a tensor too few": (None, {"exits.2.router.offset": None}, r"expected exits.2.router.offset with .*, found nothing"),
+    "a tensor too many": (None, {"exits.9.head.down.weight": torch.ones(2)}, "belong to no exit: .'exits.9.head.down.weight'"),
+    "a tensor of another kind": (None, {"exits.0.head.up.weight": torch.ones(64, 48, dtype=torch.int64)}, "found torch.int64"),
+    "a scale without its matrix": (None, {"exits.0.head.x.scale": torch.ones(2)}, "is damaged"),
+    "a scale of another length": (None, {"exits.0.head.up.weight.scale": torch.ones(2)}, "does not fit exits.0.head.up.weight"),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_files_are_refused_and_nothing_of_them_runs(tmp_path, file, name, capsys):
-    model = build("llama")
-    bad_files(tmp_path, file.read_bytes())
-    with pytest.raises(ValueError, match=BAD[name]):
-        TIDE(model, tmp_path / name)
-    assert "code was run" not in capsys.readouterr().out
-    TIDE(model, file).close()
-
-
-def complaint_about(path) -> str | None:
-    """None if the file can be read: the damage may be in a weight."""
-    try:
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_document_is_an_error_that_says_what_is_wrong(tmp_path, name, suffix):
+    change, tensors, complaint = DAMAGED[name]
+    path = tmp_path / f"router.{suffix}"
+    storage.write(path, edited())
+    RouterFile.load(path)
+    storage.write(path, edited(change, tensors))
+    with pytest.raises(ValueError, match=complaint) as caught:
         RouterFile.load(path)
-    except ValueError as problem:
-        return str(problem)
-    return None
+    assert str(path) in str(caught.value)
 
 
-def test_whatever_byte_is_damaged_the_error_names_the_file(tmp_path, file):
-    whole = file.read_bytes()
-    damaged = tmp_path / "damaged.pt"
-    choose = random.Random(0)
-    for _ in range(150):
+def test_files_of_other_kinds_are_refused_and_nothing_of_them_runs(tmp_path, capsys):
+    made("lens").save(tmp_path / "whole.safetensors")
+    whole = (tmp_path / "whole.safetensors").read_bytes()
+    (tmp_path / "truncated.safetensors").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.safetensors").write_bytes(b"")
+    (tmp_path / "renamed.pt").write_bytes(whole)
+    save_file({"weights": torch.ones(2)}, tmp_path / "other.safetensors", {"format": "pt"})
+    torch.save({"tide": "{}", "tensors": Hostile()}, tmp_path / "hostile.pt")
+    (tmp_path / "pickle.pt").write_bytes(pickle.dumps({"tide": "{}", "tensors": Hostile()}))
+    torch.save({"tide": Ellipsis, "tensors": {}}, tmp_path / "dots.pt")
+    torch.save({"tide": 7, "tensors": {}}, tmp_path / "number.pt")
+    torch.save({"tide": edited().document, "tensors": 7}, tmp_path / "kind.pt")
+    wide = {"exits.0.head.down.weight": torch.ones(1, 1).expand(48, 64)}
+    torch.save({"tide": edited().document, "tensors": edited(tensors=wide).tensors}, tmp_path / "wide.pt")
+    for name, complaint in {
+        "truncated.safetensors": "was not loaded: it is truncated",
+        "empty.safetensors": "was not loaded",
+        "renamed.pt": "was not loaded",
+        "other.safetensors": r"is not a router file: .* found \['format'\]",
+        "hostile.pt": "holds more than tensors and plain values",
+        "pickle.pt": "holds more than tensors and plain values",
+        "dots.pt": "was not loaded|is damaged",
+        "number.pt": "is damaged",
+        "kind.pt": "is damaged",
+        "wide.pt": "exits.0.head.down.weight is not a plain tensor",
+    }.items():
+        with pytest.raises(ValueError, match=complaint):
+            RouterFile.load(tmp_path / name)
+    assert "code was run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_whatever_byte_is_damaged_the_error_names_the_file(tmp_path, suffix):
+    path = tmp_path / f"damaged.{suffix}"
+    made("identity").save(path)
+    whole, choose = path.read_bytes(), random.Random(0)
+    complaints = []
+    for _ in range(100):
         content = bytearray(whole)
         for _ in range(4):
             content[choose.randrange(len(content))] = choose.randrange(256)
-        damaged.write_bytes(content)
-        complaint = complaint_about(damaged)
-        assert complaint is None or "damaged.pt" in complaint
+        path.write_bytes(content)
+        try:
+            RouterFile.load(path)
+        except ValueError as problem:
+            complaints.append(str(problem))
+    assert len(complaints) > 20
+    assert all(path.name in complaint for complaint in complaints)
 
 
 def test_a_file_that_is_not_there_or_ends_otherwise_is_named(llama, tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no router file"):
-        TIDE(llama, tmp_path / "none.pt")
+    for path in (tmp_path / "none.pt", tmp_path):
+        with pytest.raises(FileNotFoundError, match="there is no router file"):
+            TIDE(llama, path)
     (tmp_path / "router.bin").touch()
-    with pytest.raises(ValueError, match="a router file ends in .pt, found 'router.bin'"):
+    with pytest.raises(ValueError, match="a router file ends in .safetensors or .pt, found 'router.bin'"):
         TIDE(llama, tmp_path / "router.bin")
+    with pytest.raises(ValueError, match="a router file ends in .safetensors or .pt, found 'router.bin'"):
+        made("identity").save(tmp_path / "router.bin")
+
+
+@pytest.fixture
+def window(llama):
+    window = Window(llama)
+    yield window
+    window.close()
+
+
+def test_its_own_model_gets_the_calibrated_policy(monkeypatch, window):
+    monkeypatch.setitem(sys.modules, "TIDE.routing.calibrated", SimpleNamespace(CalibratedPolicy=lambda file: ("policy", file)))
+    file = made("identity", window.model)
+    assert file.policy(window) == ("policy", file)
+    window.model.bfloat16()
+    assert file.policy(window) == ("policy", file)
+
+
+def test_another_model_is_refused_with_both_named(tmp_path, llama):
+    other = build("qwen2", num_hidden_layers=6)
+    other.config._name_or_path, llama.config._name_or_path = "someone/Other-1B", "Ours-2B"
+    path = tmp_path / "router.safetensors"
+    made("identity", other).save(path)
+    complaint = r"router.safetensors was made for Other-1B \(Qwen2ForCausalLM, 6 layers .*; this model is Ours-2B "
+    complaint += r"\(LlamaForCausalLM, 4 layers .* differ in architecture, num_layers, weights\. .*tide calibrate"
+    with pytest.raises(ValueError, match=complaint):
+        TIDE(llama, path)
+    TIDE(llama).close()
+
+
+def test_without_a_fingerprint_sizes_have_to_do(window):
+    file = made("identity")
+    file.fingerprint, file.exits[4] = None, file.exits[3]
+    with pytest.raises(ValueError, match=r"exits at depths \[0, 1, 2, 3, 4\]; this model has states of 64 and 4 layers"):
+        file.policy(window)

@@ -72,7 +72,8 @@ class _Author:
         self.tokenizer = tokenizer
         self.random = random.Random(seed)
         self.seed = seed
-        self.answer = answer
+        self.context = context_length(model)
+        self.answer = min(answer, self.context // 2)
         self.prompts = builtin_prompts()
         self.groups = itertools.count()
         self.material: list[list[int]] = []
@@ -86,14 +87,21 @@ class _Author:
         everything = [entry for turn in itertools.zip_longest(*sections) for entry in turn if entry is not None]
         groups = [next(self.groups) for _ in everything]
         return [
-            _Order(self._asked(*everything[i % len(everything)]), groups[i % len(everything)], self._heat(i >= len(everything)), everything[i % len(everything)][0])
+            _Order(
+                self._asked(*everything[i % len(everything)]),
+                groups[i % len(everything)],
+                self._heat(i >= len(everything)),
+                everything[i % len(everything)][0],
+            )
             for i in range(count)
         ]
 
     def openings(self, count: int, title: str) -> list[_Order]:
         """Orders whose prompts the model wrote: user turns in its chat template, or the first words of a text."""
         before, _ = self.frame
-        orders = [_Order(self._ids(before) if before else self._begin(), next(self.groups), 1.0, "opening") for _ in range(count)]
+        orders = [
+            _Order(self._ids(before) if before else self._begin(), next(self.groups), 1.0, "opening") for _ in range(count)
+        ]
         texts = self._write(orders, OPENING, title)
         found = []
         for text in texts:
@@ -131,8 +139,7 @@ class _Author:
         """Token ids of a prompt, in the chat template unless it is an opening to be continued."""
         before, after = self.frame
         ids = self._ids(text if section == "openings" else before + text + after)
-        limit = int(getattr(self.model.config, "max_position_embeddings", None) or 1 << 30)
-        return ids[-max(1, min(MATERIAL, limit - self.answer)) :]
+        return ids[-max(1, min(MATERIAL, self.context - self.answer)) :]
 
     def _ids(self, text: str) -> list[int]:
         templated = bool(self.frame[0]) and text.startswith(self.frame[0])
@@ -157,7 +164,8 @@ class _Author:
         mask = torch.tensor([[0] * (width - len(o.prompt)) + [1] * len(o.prompt) for o in orders], device=self.model.device)
         heat = orders[0].temperature
         choose: dict[str, Any] = dict(do_sample=True, temperature=heat, top_k=0, top_p=1.0) if heat else dict(do_sample=False)
-        out = self.model.generate(ids, attention_mask=mask, max_new_tokens=longest, pad_token_id=pad, **choose)
+        room = max(1, min(longest, self.context - width))
+        out = self.model.generate(ids, attention_mask=mask, max_new_tokens=room, pad_token_id=pad, **choose)
         ends = self.model.generation_config.eos_token_id
         ends = {ends} if isinstance(ends, int) else set(ends or ())
         return [o.prompt + _until_end(row[width:], ends) for o, row in zip(orders, out.tolist(), strict=True)]
@@ -177,6 +185,12 @@ class _Author:
 
     def _devices(self) -> list[torch.device]:
         return [self.model.device] if self.model.device.type == "cuda" else []
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """Tokens the model was made for; very many where its config does not say."""
+    config = model.config.get_text_config(decoder=True)
+    return int(getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 1 << 30)
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
@@ -211,3 +225,12 @@ def _until_end(ids: list[int], ends: set[int]) -> list[int]:
         if token in ends:
             return ids[: place + 1]
     return ids
+
+
+def answer_prompts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], seed: int, answer: int = ANSWER
+) -> list[Text]:
+    """Let the model answer given prompts, greedily. The group of a text is the place of its prompt."""
+    author = _Author(model, tokenizer, seed, answer)
+    orders = [_Order(author._asked("chat", prompt), place, 0.0, "chat") for place, prompt in enumerate(prompts)]
+    return author.answers(orders, "answers to given prompts")

@@ -6,9 +6,11 @@ import typer
 
 import TIDE
 from TIDE.cli.demo import demo
+from TIDE.cli.inspect import inspect
 
 app = typer.Typer(help="TIDE: a frozen causal LM that does not run every layer for every token.", no_args_is_help=True)
 app.command()(demo)
+app.command()(inspect)
 
 
 def _version(asked: bool) -> None:

@@ -66,7 +66,7 @@ class TIDE:
         try:
             if not self.window.is_known:
                 check_unknown(self.window)
-            self.policy = file.policy(self.window.hidden_dim, self.window.num_layers) if file else policy
+            self.policy = file.policy(self.window) if file else policy
             self.plan = make_plan(self.config, self.policy, self.window)
         except BaseException:
             self.window.close()

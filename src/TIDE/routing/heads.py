@@ -76,12 +76,24 @@ class LensHead(nn.Module):
 
 
 class MemoryHead(nn.Module):
-    """One decoder block that remembers what finished tokens came to."""
+    """One decoder block that remembers what finished tokens came to.
+
+    It works in coordinates of centre 0 and spread 1: a few coordinates of a model's states are often a hundred times
+    larger than the rest.
+    """
+
+    shallow_center: torch.Tensor
+    shallow_spread: torch.Tensor
+    deep_center: torch.Tensor
+    deep_spread: torch.Tensor
 
     def __init__(self, sizes: HeadSizes) -> None:
         super().__init__()
         self.sizes = sizes
         dim, inner = sizes.hidden_dim, sizes.inner_dim
+        for name in ("shallow", "deep"):
+            self.register_buffer(f"{name}_center", torch.zeros(dim))
+            self.register_buffer(f"{name}_spread", torch.ones(dim))
         self.recall = nn.Linear(sizes.memories * dim, dim, bias=False) if sizes.memories > 1 else None
         self.fuse = nn.Linear(2 * dim, dim, bias=False)
         self.attention_gain = nn.Parameter(torch.ones(dim))
@@ -100,7 +112,17 @@ class MemoryHead(nn.Module):
 
     def enter(self, shallow: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """States of tokens and of the tokens before them, joined."""
-        return self.fuse(torch.cat([normed(shallow), normed(before)], -1).to(self.fuse.weight.dtype))
+        shallow = (normed(shallow) - self.shallow_center.float()) / self.shallow_spread.float()
+        before = (normed(before) - self.deep_center.float()) / self.deep_spread.float()
+        return self.fuse(torch.cat([shallow, before], -1).to(self.fuse.weight.dtype))
+
+    @torch.no_grad()
+    def measure(self, shallow: torch.Tensor, deep: torch.Tensor) -> None:
+        """Take centre and spread of each coordinate from (n, hidden) states."""
+        for name, states in (("shallow", shallow), ("deep", deep)):
+            x = normed(states)
+            getattr(self, f"{name}_center").copy_(x.mean(0))
+            getattr(self, f"{name}_spread").copy_(x.std(0).clamp(min=1e-3))
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(n, q, hidden) -> queries (n, heads, q, d), keys and values (n, kv_heads, q, d), turned to their positions."""
@@ -115,7 +137,8 @@ class MemoryHead(nn.Module):
         """The rest of the block: (n, heads, q, d) attention results -> (n, q, hidden)."""
         x = x + self.o(attended.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self._gained(x, self.mlp_gain)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+        x = x + self.down(F.silu(gate) * up)
+        return x * self.deep_spread + self.deep_center
 
     def unroll(self, shallow: torch.Tensor, deep: torch.Tensor, steps: int) -> list[torch.Tensor]:
         """Guesses for whole texts at draft steps 1 … `steps`, given the text.

@@ -1,101 +1,289 @@
-"""Router files: routers by layer, read from disk and put to work as an exit policy.
+"""Router files: what calibration found out about a model, on disk and put to work as an exit policy.
 
-Read so far: the files of the original system (tide-inference 0.2.1, `.pt` with hidden_dim, bottleneck_dim and
-router_layers). They hold tensors and plain values only and are loaded as such: a file that holds code is refused.
+A file holds an exit head, a router and a threshold for every checkpoint that was tried, which of them are in use,
+and everything one has to know to trust it: the model's fingerprint, the configuration, training facts, measured
+figures and the version that made it.
+
+    exits.{depth}.head.{parameter}      exits.{depth}.router.{parameter}      vocabulary        tensors
+    everything else                                                                             one JSON document
+
+`storage.py` has the bytes, `exits.py` an exit. Files of tide-inference 0.2.1 are read into the same class (`original.py`).
 """
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from huggingface_hub import ModelCard, ModelHubMixin, hf_hub_download
 
-from TIDE.routing.policy import Candidates, ExitPolicy
+from TIDE.routing import storage
+from TIDE.routing.card import LIBRARY, card_text, summary_text
+from TIDE.routing.exits import Exit, build_exit
+from TIDE.routing.fingerprint import Fingerprint, fingerprint
+from TIDE.routing.heads import HEADS, HeadSizes, IdentityHead
+from TIDE.routing.original import ORIGIN, ORIGINAL_KEYS, THRESHOLD, is_original, original_policy, read_original
+from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router import Router
 
-logger = logging.getLogger(__name__)
-ORIGINAL_KEYS = ("hidden_dim", "bottleneck_dim", "router_layers")
+if TYPE_CHECKING:
+    from TIDE.adapters.window import Window
+
+FORMAT = 1
+HUB_FILE = "router.safetensors"
 
 
-@dataclass(frozen=True)
-class RouterFile:
-    """What a file holds."""
+def _version() -> str:
+    try:
+        return version_of(LIBRARY)
+    except PackageNotFoundError:  # run from a source tree
+        return "0+source"
 
-    path: Path
-    hidden_dim: int
-    routers: dict[int, Router]  # by the last layer run before the exit
+
+@dataclass(eq=False)
+class RouterFile(ModelHubMixin):
+    """What calibration saves.
+
+    Attributes:
+        strategy: the kind of exit head.
+        exits: by depth (layers run), rising.
+        checkpoints: the depths in use.
+        max_pending: exits in a row before a token goes through all layers.
+        vocabulary: token ids an exit may predict; None: all.
+        config, facts, figures: the configuration, how it was trained, what was measured: plain values.
+        version: of TIDE, when the file was made.
+        path: where it was read from.
+    """
+
+    strategy: str
+    exits: dict[int, Exit]
+    checkpoints: tuple[int, ...]
+    max_pending: int
+    vocabulary: torch.Tensor | None = None
+    fingerprint: Fingerprint | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    version: str = field(default_factory=_version)
+    path: Path | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        return object.__new__(cls)  # the mixin's would gather the arguments for a config.json; ours are in the file
+
+    def save(self, path: str | Path, compress: bool = False) -> None:
+        """Write to `.safetensors` or `.pt`, whole or not at all.
+
+        Args:
+            compress: store the heads' matrices in 8 bits; they come back in bf16, slightly changed.
+        """
+        path = Path(path)
+        storage.check_suffix(path)
+        if wrong := _wrong_with(self):
+            raise ValueError(f"this router file was not saved: {wrong}. Calibrate again.")
+        heads: dict[str, torch.Tensor] = {}
+        others: dict[str, torch.Tensor] = {}
+        for depth, at in self.exits.items():
+            heads |= at.head_tensors(depth)
+            others |= at.router_tensors(depth)
+        if self.vocabulary is not None:
+            others["vocabulary"] = self.vocabulary.to(torch.int32)
+        document = json.dumps(self.as_dict(), sort_keys=True, allow_nan=False)
+        storage.write(path, storage.Stored(document, (storage.compress(heads) if compress else heads) | others))
 
     @classmethod
-    def load(cls, path: str | Path) -> RouterFile:
+    def load(cls, path: str | Path) -> Self:
         """Read a file, or say what is wrong with it."""
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"there is no router file {path}. Give the path of a .pt file, or None for no exits.")
-        if path.suffix != ".pt":
-            raise ValueError(f"a router file ends in .pt, found {path.name!r}. Give the file that calibration saved.")
-        content = _read(path)
-        if not isinstance(content, dict) or any(key not in content for key in ORIGINAL_KEYS):
-            found = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
-            raise ValueError(
-                f"{path} is not a router file: expected the entries {list(ORIGINAL_KEYS)}, found {found}. Give the file that "
-                f"calibration saved."
+            raise FileNotFoundError(
+                f"there is no router file {path}. Give the path of a .safetensors or .pt file, or None for no exits."
             )
-        try:
-            sizes = int(content["hidden_dim"]), int(content["bottleneck_dim"])
-            routers = {int(layer): _router(*sizes, weights) for layer, weights in content["router_layers"].items()}
-        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as problem:
-            raise ValueError(f"{path} is damaged: its routers do not fit its sizes ({problem}). Make it again.") from problem
-        if not routers:
-            raise ValueError(f"{path} holds no routers. Make it again.")
-        return cls(path, sizes[0], dict(sorted(routers.items())))
-
-    def policy(self, hidden_dim: int, num_layers: int) -> RouterPolicy:
-        """The routers as an exit policy for a model of these sizes."""
-        too_deep = [layer for layer in self.routers if layer >= num_layers]
-        if self.hidden_dim != hidden_dim or too_deep:
-            raise ValueError(
-                f"{self.path} was made for another model: it has states of {self.hidden_dim} and routers at layers "
-                f"{list(self.routers)}; this model has states of {hidden_dim} and {num_layers} layers. Use its own file."
-            )
-        usable = {layer + 1: router for layer, router in self.routers.items() if layer + 1 < num_layers}
-        if len(usable) < len(self.routers):
-            logger.warning("%s has a router after the last layer, where nothing is left to skip; it is not used.", self.path)
-        return RouterPolicy(usable)
-
-
-class RouterPolicy(ExitPolicy):
-    """Exits where a router's score says so, with the identity prediction."""
-
-    exit_threshold = 0.85  # as the original system had it
-    min_layers = 8
-
-    def __init__(self, routers: dict[int, Router]) -> None:
-        self.routers = routers
-        self.checkpoints = tuple(routers)
-
-    def score(self, candidates: Candidates) -> torch.Tensor:
-        router = self.routers[candidates.depth].to(candidates.states.device)
-        return router(candidates.states)
-
-
-def _read(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as problem:  # a damaged pickle can fail in any way
+        storage.check_suffix(path)
+        content = storage.read(path)
+        if isinstance(content, storage.Stored):
+            return cls._from_stored(content, path)
+        if is_original(content):
+            return cls._from_original(read_original(content, path), path)
+        found = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
         raise ValueError(
-            f"{path} was not loaded: it is truncated, damaged, or holds more than tensors and plain values "
-            f"({type(problem).__name__}). Make it again, or get it again from where it came."
-        ) from problem
+            f"{path} is not a router file: expected the entries ['tide', 'tensors'] (in a .safetensors file, 'tide' in its "
+            f"metadata) or, of {ORIGIN}, {list(ORIGINAL_KEYS)}, found {found}. Give the file that calibration saved."
+        )
+
+    @classmethod
+    def _from_stored(cls, stored: storage.Stored, path: Path) -> Self:
+        try:
+            document = json.loads(stored.document, parse_constant=_refuse_constant)
+            made_as = document["format"]
+            if made_as == FORMAT:
+                file = cls(**_fields(document, dict(stored.tensors)), path=path)
+                if wrong := _wrong_with(file):
+                    raise ValueError(wrong)
+                return file
+        except Exception as problem:  # a damaged document can fail in any way
+            what = f"it lacks {problem}" if isinstance(problem, KeyError) else str(problem)
+            raise ValueError(f"{path} is damaged: {what}. Make it again, or get it again from where it came.") from problem
+        raise ValueError(
+            f"{path} has format {made_as!r}, this version of TIDE reads format {FORMAT}. Update with "
+            f"`pip install -U {LIBRARY}`, or calibrate again."
+        )
+
+    @classmethod
+    def _from_original(cls, routers: dict[int, Router], path: Path) -> Self:
+        sizes = HeadSizes(next(iter(routers.values())).down.in_features)
+        exits = {depth: Exit(IdentityHead(sizes), router, THRESHOLD) for depth, router in routers.items()}
+        facts = {"origin": ORIGIN}
+        pending = ExitPolicy.max_pending
+        return cls("identity", exits, tuple(exits), pending, facts=facts, version=ORIGIN.split()[-1], path=path)
+
+    def policy(self, window: Window) -> ExitPolicy:
+        """The exit policy for the model of a window, if it is the one this file was made for."""
+        where = self.path or "this router file"
+        if self.fingerprint is not None:
+            found = fingerprint(window.model)
+            if different := self.fingerprint.mismatch(found):
+                raise ValueError(
+                    f"{where} was made for {self.fingerprint.describe()}; this model is {found.describe()}. They differ in "
+                    f"{', '.join(different)}. Use the file of this model, or calibrate this model: tide calibrate ..."
+                )
+        if self.facts.get("origin") == ORIGIN:
+            routers = {depth: at.router for depth, at in self.exits.items()}
+            return original_policy(routers, window.hidden_dim, window.num_layers, where)
+        hidden_dim = self.exits[max(self.exits)].sizes.hidden_dim
+        if hidden_dim != window.hidden_dim or max(self.exits) >= window.num_layers:
+            raise ValueError(
+                f"{where} was made for another model: it has states of {hidden_dim} and exits at depths "
+                f"{list(self.exits)}; this model has states of {window.hidden_dim} and {window.num_layers} layers. "
+                f"Use the file of this model, or calibrate this model: tide calibrate ..."
+            )
+        from TIDE.routing.calibrated import CalibratedPolicy
+
+        return CalibratedPolicy(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the tensors, as JSON can hold it."""
+        values = {
+            "format": FORMAT,
+            "version": self.version,
+            "strategy": self.strategy,
+            "checkpoints": self.checkpoints,
+            "max_pending": self.max_pending,
+            "vocabulary": None if self.vocabulary is None else len(self.vocabulary),
+            "exits": {depth: at.describe() for depth, at in self.exits.items()},
+            "fingerprint": None if self.fingerprint is None else asdict(self.fingerprint),
+            "config": self.config,
+            "facts": self.facts,
+            "figures": self.figures,
+        }
+        return storage.plain(values)
+
+    def summary(self) -> str:
+        """All of it, for people."""
+        return summary_text(self)
+
+    def generate_model_card(self, repo_id: str | None = None, base_model: str | None = None) -> ModelCard:
+        """The card of the file on the Hub.
+
+        Args:
+            repo_id: where the file will be.
+            base_model: hub id of the model it is for.
+        """
+        return ModelCard(card_text(self, repo_id, base_model))
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        self.save(save_directory / HUB_FILE)
+        card = save_directory / "README.md"
+        if card.exists() and f"library_name: {LIBRARY}" in card.read_text(encoding="utf-8"):
+            card.unlink()  # the card of an earlier file: the mixin writes a new one where there is none
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload file and card. `options` are those of huggingface_hub's mixin."""
+        card = {"repo_id": repo_id} | (options.pop("model_card_kwargs", None) or {})
+        return super().push_to_hub(repo_id, model_card_kwargs=card, **options)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> Self:
+        """Read what `save_pretrained` or `push_to_hub` wrote.
+
+        Args:
+            pretrained_model_name_or_path: a folder, or an id on the Hub.
+            options: revision, token, cache_dir, force_download, local_files_only.
+        """
+        # the mixin's looks for a config.json first, and fails or warns where there is none
+        return cls._from_pretrained(model_id=str(pretrained_model_name_or_path), **options)
+
+    @classmethod
+    def _from_pretrained(cls, *, model_id: str, **options: Any) -> Self:
+        folder = Path(model_id)
+        return cls.load(folder / HUB_FILE if folder.is_dir() else hf_hub_download(model_id, HUB_FILE, **options))
 
 
-def _router(hidden_dim: int, bottleneck_dim: int, weights: dict[str, torch.Tensor]) -> Router:
-    expected = {"down.weight": (bottleneck_dim, hidden_dim), "up.weight": (1, bottleneck_dim)}
-    found = {name: tuple(weight.shape) for name, weight in weights.items()}
-    if found != expected:
-        raise ValueError(f"expected {expected}, found {found}")
-    router = Router(hidden_dim, bottleneck_dim)
-    router.load_state_dict(weights)
-    return router.requires_grad_(False)
+def _fields(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The fields of a RouterFile. Every tensor is used, or it is an error."""
+    for name, tensor in tensors.items():
+        if not (isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.is_contiguous()):
+            raise ValueError(f"{name} is not a plain tensor")
+    if document["strategy"] not in HEADS:
+        raise ValueError(f"expected a strategy of {list(HEADS)}, found {document['strategy']!r}")
+    vocabulary = tensors.pop("vocabulary", None)
+    if document["vocabulary"] != (None if vocabulary is None else len(vocabulary)):
+        raise ValueError(f"expected a vocabulary of {document['vocabulary']} tokens")
+    tensors = storage.restore(tensors)
+    exits = {}
+    for depth in sorted(document["exits"], key=int):
+        exits[int(depth)] = build_exit(document["strategy"], depth, document["exits"][depth], tensors)
+    if tensors:
+        raise ValueError(f"it holds tensors that belong to no exit: {sorted(tensors)[:3]}")
+    made_for = document["fingerprint"]
+    same = {name: document[name] for name in ("version", "strategy", "max_pending", "config", "facts", "figures")}
+    return same | {
+        "exits": exits,
+        "checkpoints": tuple(document["checkpoints"]),
+        "vocabulary": None if vocabulary is None else vocabulary.long(),
+        "fingerprint": None if made_for is None else Fingerprint(**made_for),
+    }
+
+
+def _wrong_with(file: RouterFile) -> str | None:
+    """What makes a router file useless, whether it was read or is about to be written."""
+    depths = list(file.exits)
+    if file.strategy not in HEADS:
+        return f"expected a strategy of {list(HEADS)}, found {file.strategy!r}"
+    if not depths:
+        return "it holds no routers"
+    if depths != sorted(depths) or not all(_is_whole(depth, 0) for depth in depths):
+        return f"expected exits at rising depths, found {depths}"
+    if list(file.checkpoints) != [depth for depth in depths if depth in file.checkpoints]:
+        return f"expected checkpoints among the exits {depths}, rising, found {list(file.checkpoints)}"
+    if not _is_whole(file.max_pending, 1):
+        return f"expected a max_pending of at least 1, found {file.max_pending!r}"
+    if not all(isinstance(values, dict) for values in (file.config, file.facts, file.figures)):
+        return "expected names and values as config, facts and figures"
+    for depth, at in file.exits.items():
+        if wrong := at.wrong(file.strategy):
+            return f"at depth {depth}, {wrong}"
+    if len({at.sizes.hidden_dim for at in file.exits.values()}) > 1:
+        return "its exits are for states of different sizes"
+    return None if file.vocabulary is None else _wrong_with_vocabulary(file.vocabulary, file.fingerprint)
+
+
+def _wrong_with_vocabulary(vocabulary: torch.Tensor, made_for: Fingerprint | None) -> str | None:
+    if vocabulary.ndim != 1 or not len(vocabulary) or vocabulary.is_floating_point():
+        return f"expected a list of token ids as vocabulary, found {vocabulary.dtype} of {tuple(vocabulary.shape)}"
+    least, most = int(vocabulary.min()), int(vocabulary.max())
+    if least < 0 or (made_for and most >= made_for.vocab_size) or len(vocabulary.unique()) < len(vocabulary):
+        return f"its vocabulary holds token ids that do not exist or come twice, from {least} to {most}"
+    return None
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it holds the number {name}")

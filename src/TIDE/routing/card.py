@@ -1,0 +1,193 @@
+"""A router file in words: a summary for the terminal, a model card for the Hub.
+
+Figures come as they were measured: values by name, and lists of rows, which become tables.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import ModelCardData
+
+from TIDE.routing.heads import sizes_to_dict
+
+if TYPE_CHECKING:
+    from TIDE.routing.router_file import RouterFile
+
+LIBRARY = "tide-inference"
+Row = dict[str, Any]
+
+CARD = """---
+{data}
+---
+
+# {title}
+
+A router file for [TIDE](https://pypi.org/project/tide-inference/): exit heads and routers that let easy tokens of a frozen
+causal LM leave before its last layer. The model itself is not in it.
+
+Made for **{model}**. It runs with that model only: the file knows its weights.
+
+```python
+import TIDE
+from huggingface_hub import hf_hub_download
+
+model, tokenizer = TIDE.load_model("{source}")
+router = hf_hub_download("{repo_id}", "router.safetensors")
+inputs = tokenizer("The sea is", return_tensors="pt").to(model.device)
+with TIDE.TIDE(model, router) as engine:  # mode "exact": the text stays the model's
+    print(tokenizer.decode(engine.generate(**inputs, max_new_tokens=64)[0]))
+    print(engine.last_stats.summary())
+```
+"""
+
+
+def summary_text(file: RouterFile) -> str:
+    """Everything a file holds but its tensors."""
+    values = file.as_dict()
+    lines = _pairs(_head(file))
+    lines += ["", "exits", *_indented(_aligned(_exit_rows(values)))]
+    for name in ("config", "facts", "figures"):
+        plain, tables = _sorted_out(values[name])
+        if plain:
+            lines += ["", name, *_indented(_pairs(plain))]
+        if name == "figures":
+            tables |= _exit_tables(values)
+        for title, rows in tables.items():
+            lines += ["", title, *_indented(_aligned(rows))]
+    return "\n".join(lines)
+
+
+def card_text(file: RouterFile, repo_id: str | None = None, base_model: str | None = None) -> str:
+    """The model card of a file.
+
+    Args:
+        repo_id: where the file will be.
+        base_model: hub id of the model it is for.
+    """
+    values = file.as_dict()
+    name = file.fingerprint.name if file.fingerprint else ""
+    tags = ["early-exit", "speculative-decoding", "text-generation", "tide"]
+    data = ModelCardData(license="apache-2.0", library_name=LIBRARY, tags=tags, base_model=base_model)
+    text = CARD.format(
+        data=data.to_yaml(),
+        title=f"TIDE routers for {name or 'a causal LM'}",
+        model=file.fingerprint.describe() if file.fingerprint else "a model the file does not name",
+        source=base_model or name or "MODEL",
+        repo_id=repo_id or "USER/NAME",
+    )
+    sections = {"Contents": _named(_head(file)), "Exits": _exit_rows(values)}
+    for title in ("figures", "facts", "config"):
+        plain, tables = _sorted_out(values[title])
+        sections |= {title: _named(plain)} | tables
+    sections |= _exit_tables(values)
+    for title, rows in sections.items():
+        if rows:
+            text += f"\n## {title[0].upper()}{title[1:]}\n\n" + "\n".join(_markdown(rows)) + "\n"
+    return text
+
+
+def _head(file: RouterFile) -> Row:
+    every = "" if len(file.checkpoints) == len(file.exits) else f" (of {_listed(file.exits)})"
+    vocabulary = "all tokens"
+    if file.vocabulary is not None:
+        vocabulary = f"{len(file.vocabulary)}" + (f" of {file.fingerprint.vocab_size}" if file.fingerprint else "") + " tokens"
+    return {
+        "model": file.fingerprint.describe() if file.fingerprint else "not named in the file",
+        "made by": f"{LIBRARY} {file.version}",
+        "strategy": file.strategy,
+        "heads": _each(sizes_to_dict(at.sizes) for at in file.exits.values()),
+        "routers": _each(at.describe()["router"] for at in file.exits.values()),
+        "checkpoints": (_listed(file.checkpoints) or "none in use") + every,
+        "draft length": file.max_pending,
+        "vocabulary": vocabulary,
+    }
+
+
+def _named(values: Row) -> list[Row]:
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def _exit_rows(values: Row) -> list[Row]:
+    rows = []
+    for depth, at in values["exits"].items():
+        figures, _ = _sorted_out(at["figures"])
+        in_use = "yes" if int(depth) in values["checkpoints"] else "no"
+        rows.append({"depth": int(depth), "in use": in_use, "threshold": at["threshold"]} | figures)
+    return rows
+
+
+def _exit_tables(values: Row) -> dict[str, list[Row]]:
+    found = {depth: _sorted_out(at["figures"])[1] for depth, at in values["exits"].items()}
+    return {f"{name} at depth {depth}": rows for depth, tables in found.items() for name, rows in tables.items()}
+
+
+def _each(sizes: Iterable[Row]) -> str:
+    """Sizes of several things, said once where they are the same; what they do not have is left out."""
+    said = [", ".join(f"{name} {_shown(size)}" for name, size in of.items() if size) for of in sizes]
+    return " / ".join(dict.fromkeys(said))
+
+
+def _sorted_out(values: Row) -> tuple[Row, dict[str, list[Row]]]:
+    """Values by name, with those inside values as "outer.inner"; and lists of rows."""
+    plain: Row = {}
+    tables: dict[str, list[Row]] = {}
+    for name, value in values.items():
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            tables[name] = value
+        elif isinstance(value, dict) and value:
+            inner, inner_tables = _sorted_out(value)
+            plain |= {f"{name}.{key}": of for key, of in inner.items()}
+            tables |= {f"{name}.{key}": rows for key, rows in inner_tables.items()}
+        else:
+            plain[name] = value
+    return plain, tables
+
+
+def _pairs(values: Row) -> list[str]:
+    width = max(map(len, values), default=0)
+    return [f"{name:<{width}}  {_shown(value)}" for name, value in values.items()]
+
+
+def _aligned(rows: list[Row]) -> list[str]:
+    """A table with a column per name: numbers to the right, words to the left."""
+    names = _columns(rows)
+    cells = [names, *([_shown(row.get(name)) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    words = [any(isinstance(row.get(name), str) for row in rows) for name in names]
+    return ["  ".join(_padded(line, widths, words)).rstrip() for line in cells]
+
+
+def _padded(line: list[str], widths: list[int], words: list[bool]) -> Iterator[str]:
+    for cell, width, is_word in zip(line, widths, words, strict=True):
+        yield cell.ljust(width) if is_word else cell.rjust(width)
+
+
+def _markdown(rows: list[Row]) -> list[str]:
+    names = _columns(rows)
+    lines = [names, ["---"] * len(names), *([_shown(row.get(name)) for name in names] for row in rows)]
+    return ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines]
+
+
+def _columns(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return str(value) if isinstance(value, str | int) else json.dumps(value)
+
+
+def _listed(depths: Any) -> str:
+    return ", ".join(map(str, depths))
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return ["  " + line for line in lines]

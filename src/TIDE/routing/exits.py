@@ -1,0 +1,88 @@
+"""An exit of a router file: head, router and threshold of one checkpoint, taken apart for storing and put together again.
+
+    described   sizes, threshold, figures: plain values             -> the file's document
+    tensors     "exits.{depth}.head.{parameter}", "….router.{…}"    -> the file's tensors
+
+Putting together allocates nothing until the tensors are seen to fit the sizes: a file may claim any size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from TIDE.routing.heads import HEADS, HeadSizes, build_head, sizes_to_dict
+from TIDE.routing.router import Router
+
+
+@dataclass
+class Exit:
+    """One checkpoint: how it guesses, how sure it is, and how sure it has to be."""
+
+    head: nn.Module  # one of TIDE.routing.heads
+    router: Router
+    threshold: float  # score needed to exit here
+    figures: dict[str, Any] = field(default_factory=dict)  # measured, plain values
+
+    @property
+    def sizes(self) -> HeadSizes:
+        sizes: Any = self.head.sizes
+        return sizes
+
+    def describe(self) -> dict[str, Any]:
+        """Everything but the tensors."""
+        router = {"bottleneck_dim": self.router.down.out_features, "signals": self.router.signals}
+        return {"threshold": self.threshold, "sizes": sizes_to_dict(self.sizes), "router": router, "figures": self.figures}
+
+    def head_tensors(self, depth: int) -> dict[str, torch.Tensor]:
+        return {f"exits.{depth}.head.{name}": tensor for name, tensor in self.head.state_dict().items()}
+
+    def router_tensors(self, depth: int) -> dict[str, torch.Tensor]:
+        return {f"exits.{depth}.router.{name}": tensor for name, tensor in self.router.state_dict().items()}
+
+    def wrong(self, strategy: str) -> str | None:
+        """What makes it useless, if anything."""
+        sizes = self.sizes
+        if type(self.head) is not HEADS[strategy]:
+            return f"expected a head of strategy {strategy!r}, found {type(self.head).__name__}"
+        if strategy == "memory" and not _block_fits(sizes):
+            return f"the sizes of the head do not fit each other: {sizes}"
+        if not isinstance(self.threshold, int | float) or not math.isfinite(self.threshold):
+            return f"expected a number as threshold, found {self.threshold!r}"
+        if not isinstance(self.figures, dict):
+            return f"expected names and values as figures, found {type(self.figures).__name__}"
+        for name, tensor in (self.head_tensors(0) | self.router_tensors(0)).items():
+            if not tensor.isfinite().all():
+                return f"{name.split('.', 2)[-1]} holds weights that are not finite numbers"
+        return None
+
+
+def build_exit(strategy: str, depth: str, described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Exit:
+    """Put an exit together. The tensors it takes leave the dictionary."""
+    sizes = HeadSizes(**described["sizes"])
+    with torch.device("meta"):
+        head = build_head(strategy, sizes)
+        router = Router(sizes.hidden_dim, **described["router"])
+    _fill(head, f"exits.{depth}.head.", tensors)
+    _fill(router, f"exits.{depth}.router.", tensors)
+    return Exit(head, router, described["threshold"], described["figures"])
+
+
+def _fill(module: nn.Module, prefix: str, tensors: dict[str, torch.Tensor]) -> None:
+    state = {}
+    for name, wanted in module.state_dict().items():
+        found = tensors.pop(prefix + name, None)
+        if found is None or found.shape != wanted.shape or not found.is_floating_point():
+            what = "nothing" if found is None else f"{found.dtype} of {tuple(found.shape)}"
+            raise ValueError(f"expected {prefix}{name} with numbers of {tuple(wanted.shape)}, found {what}")
+        state[name] = found
+    module.load_state_dict(state, assign=True)
+    module.requires_grad_(False)
+
+
+def _block_fits(sizes: HeadSizes) -> bool:
+    return min(sizes.heads, sizes.kv_heads, sizes.head_dim) > 0 and sizes.heads % sizes.kv_heads == sizes.head_dim % 2 == 0

@@ -1,0 +1,106 @@
+"""Fingerprints: which model a router file was made for.
+
+Sizes and class tell families apart; two models of one family differ in their weights. So the *signs* of a few
+thousand weights are hashed, taken from every parameter at fixed places:
+
+    weights  -0.02  0.31 -0.00  ...   ->   1 0 1 ...   ->   sha256, shortened
+
+A sign is the same in fp32, bf16 and fp16, also for a value that became zero on the way, so a model has one
+fingerprint however it was loaded. Parameters that hold no plain numbers (quantized, or not loaded yet) are left
+out: a quantized copy is another model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+SAMPLES = 4096
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples fall evenly, and on no row or column
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What tells a model from others.
+
+    Attributes:
+        name: the last part of where it came from, for people only.
+        weights: hash over signs of sampled weights.
+        tokenizer: hash over vocabulary and chat template; None: not known.
+    """
+
+    architecture: str
+    name: str
+    hidden_dim: int
+    num_layers: int
+    vocab_size: int
+    weights: str
+    tokenizer: str | None
+
+    def describe(self) -> str:
+        """One line for people."""
+        sizes = f"{self.num_layers} layers of {self.hidden_dim}, vocabulary {self.vocab_size}"
+        tokenizer = f", tokenizer {self.tokenizer}" if self.tokenizer else ""
+        return f"{self.name or 'a model without a name'} ({self.architecture}, {sizes}, weights {self.weights}{tokenizer})"
+
+    def mismatch(self, other: Fingerprint) -> list[str]:
+        """The fields in which two models differ. Names do not count, nor a tokenizer that one side does not know."""
+        unknown = self.tokenizer is None or other.tokenizer is None
+        ignored = {"name", "tokenizer"} if unknown else {"name"}
+        names = [field.name for field in fields(self) if field.name not in ignored]
+        return [name for name in names if getattr(self, name) != getattr(other, name)]
+
+
+def fingerprint(model: nn.Module, tokenizer: Any = None) -> Fingerprint:
+    """The fingerprint of a Hugging Face causal LM, and of its tokenizer where one is given."""
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    return Fingerprint(
+        architecture=type(model).__name__,
+        name=_last_part(getattr(config, "_name_or_path", None) or ""),
+        hidden_dim=int(text.hidden_size),
+        num_layers=int(text.num_hidden_layers),
+        vocab_size=int(text.vocab_size),
+        weights=_hash_of_weights(model),
+        tokenizer=None if tokenizer is None else _hash_of_tokenizer(tokenizer),
+    )
+
+
+@torch.no_grad()
+def _hash_of_weights(model: nn.Module) -> str:
+    parameters = [parameter for _, parameter in sorted(model.named_parameters()) if _holds_numbers(parameter)]
+    if not parameters:
+        return _short(b"")
+    each = -(-SAMPLES // len(parameters))
+    home = parameters[0].device  # all samples gather there, for one transfer
+    signs = [torch.signbit(torch.take(parameter, _places(parameter, each))).to(home) for parameter in parameters]
+    return _short(bytes(torch.cat(signs).cpu().tolist()))
+
+
+def _places(parameter: torch.Tensor, count: int) -> torch.Tensor:
+    """Where to look in a flattened parameter: the same places whatever its dtype and device."""
+    places = [((index * GOLDEN) % 2**64) * parameter.numel() >> 64 for index in range(count)]
+    return torch.tensor(places, device=parameter.device)
+
+
+def _holds_numbers(parameter: nn.Parameter) -> bool:
+    plain = type(parameter.data) is torch.Tensor and not parameter.is_meta and parameter.numel() > 0
+    return plain and parameter.is_floating_point() and parameter.element_size() > 1
+
+
+def _hash_of_tokenizer(tokenizer: Any) -> str:
+    known = [sorted(tokenizer.get_vocab().items()), getattr(tokenizer, "chat_template", None)]
+    return _short(json.dumps(known, sort_keys=True).encode())
+
+
+def _last_part(path: object) -> str:
+    return str(path).replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
+
+
+def _short(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,79 @@
+"""Router files of the original system (tide-inference 0.2.1): what they hold and how they decide.
+
+    {"hidden_dim": 576, "bottleneck_dim": 128, "router_layers": {3: {"down.weight": ..., "up.weight": ...}, ...}}
+
+A key is the last layer run before the exit, so the router of layer 3 stands at depth 4. The prediction is the
+identity exit's.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from TIDE.routing.policy import Candidates, ExitPolicy
+from TIDE.routing.router import Router
+
+logger = logging.getLogger(__name__)
+ORIGIN = "tide-inference 0.2.1"
+ORIGINAL_KEYS = ("hidden_dim", "bottleneck_dim", "router_layers")
+THRESHOLD = 0.85  # as the original system had it
+
+
+class RouterPolicy(ExitPolicy):
+    """Exits where a router's score says so, with the identity prediction."""
+
+    exit_threshold = THRESHOLD
+    min_layers = 8
+
+    def __init__(self, routers: dict[int, Router]) -> None:
+        self.routers = routers
+        self.checkpoints = tuple(routers)
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        router = self.routers[candidates.depth].to(candidates.states.device)
+        return router(candidates.states)
+
+
+def is_original(content: Any) -> bool:
+    return isinstance(content, dict) and all(key in content for key in ORIGINAL_KEYS)
+
+
+def read_original(content: dict[str, Any], path: object) -> dict[int, Router]:
+    """The routers of a file by depth, rising."""
+    try:
+        sizes = int(content["hidden_dim"]), int(content["bottleneck_dim"])
+        routers = {int(layer) + 1: _router(*sizes, weights) for layer, weights in content["router_layers"].items()}
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as problem:
+        raise ValueError(f"{path} is damaged: its routers do not fit its sizes ({problem}). Make it again.") from problem
+    if not routers:
+        raise ValueError(f"{path} holds no routers. Make it again.")
+    return dict(sorted(routers.items()))
+
+
+def original_policy(routers: dict[int, Router], hidden_dim: int, num_layers: int, path: object) -> RouterPolicy:
+    """The routers, by depth, as an exit policy for a model of these sizes."""
+    made_for = next(iter(routers.values())).down.in_features
+    if made_for != hidden_dim or max(routers) > num_layers:
+        raise ValueError(
+            f"{path} was made for another model: it has states of {made_for} and routers at layers "
+            f"{[depth - 1 for depth in routers]}; this model has states of {hidden_dim} and {num_layers} layers. "
+            f"Use its own file."
+        )
+    if num_layers in routers:
+        logger.warning("%s has a router after the last layer, where nothing is left to skip; it is not used.", path)
+    return RouterPolicy({depth: router for depth, router in routers.items() if depth < num_layers})
+
+
+def _router(hidden_dim: int, bottleneck_dim: int, weights: dict[str, torch.Tensor]) -> Router:
+    expected = {"down.weight": (bottleneck_dim, hidden_dim), "up.weight": (1, bottleneck_dim)}
+    found = {name: tuple(weight.shape) for name, weight in weights.items()}
+    if found != expected:
+        raise ValueError(f"expected {expected}, found {found}")
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise ValueError("a weight is not a finite number")
+    router = Router(hidden_dim, bottleneck_dim)
+    router.load_state_dict(weights, strict=False)  # temperature and offset stay at 1 and 0
+    return router.requires_grad_(False)

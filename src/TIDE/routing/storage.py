@@ -1,0 +1,137 @@
+"""A document and tensors, to disk and back.
+
+    router.safetensors    tensors, and the document in the metadata under "tide"
+    router.pt             {"tide": document, "tensors": {name: tensor}}, read as plain values only: no code runs
+
+The same content gives the same bytes. A file is written beside its place and moved there when it is whole, so its
+place holds the old file or the new one and never a half. Compressed matrices are int8 with a scale per row:
+
+    "exits.8.head.down.weight"  (rows, columns) int8        "exits.8.head.down.weight.scale"  (rows,) fp32
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import secrets
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save as safetensors_bytes
+
+SUFFIXES = (".safetensors", ".pt")
+KEY = "tide"
+SCALE = ".scale"
+
+
+class Stored(NamedTuple):
+    """What a file holds."""
+
+    document: str  # JSON
+    tensors: dict[str, torch.Tensor]
+
+
+def check_suffix(path: Path) -> None:
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"a router file ends in .safetensors or .pt, found {path.name!r}. Name it router.safetensors.")
+
+
+def write(path: Path, stored: Stored) -> None:
+    """Write a file; its suffix says how."""
+    check_suffix(path)
+    tensors = {name: stored.tensors[name].detach().cpu().contiguous().clone() for name in sorted(stored.tensors)}
+    if path.suffix == ".safetensors":
+        content = safetensors_bytes(tensors, {KEY: stored.document})
+    else:
+        buffer = io.BytesIO()  # written to a path, the archive would hold the file's name
+        torch.save({KEY: stored.document, "tensors": tensors}, buffer)
+        content = buffer.getvalue()
+    write_atomically(path, content)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Put a whole file in its place, or leave the place as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with unfinished.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path) -> Any:
+    """`Stored`, or whatever else a .pt file holds."""
+    try:
+        return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pt(path)
+    except Exception as problem:  # a damaged file can fail in any way
+        raise ValueError(
+            f"{path} was not loaded: it is truncated, damaged, or holds more than tensors and plain values "
+            f"({type(problem).__name__}). Make it again, or get it again from where it came."
+        ) from problem
+
+
+def _read_safetensors(path: Path) -> Any:
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        if KEY not in metadata:
+            return metadata
+        # cloned: what comes out is mapped to the file, which may change
+        return Stored(metadata[KEY], {name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118
+
+
+def _read_pt(path: Path) -> Any:
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(content, dict) or set(content) != {KEY, "tensors"}:
+        return content
+    return Stored(content[KEY], content["tensors"])
+
+
+def compress(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Matrices as int8 and scales; everything else as it is."""
+    packed = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim != 2:
+            packed[name] = tensor
+            continue
+        scale = tensor.float().abs().amax(1) / 127
+        packed[name] = (tensor.float() / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round().to(torch.int8)
+        packed[name + SCALE] = scale
+    return packed
+
+
+def restore(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `compress` packed, in bf16."""
+    scales = {name for name in tensors if name.endswith(SCALE)}
+    whole = {name: tensor for name, tensor in tensors.items() if name not in scales}
+    for name in scales:
+        of = name.removesuffix(SCALE)
+        packed, scale = whole[of], tensors[name]
+        if packed.dtype != torch.int8 or packed.ndim != 2 or scale.shape != packed.shape[:1]:
+            raise ValueError(f"{name} does not fit {of}")
+        whole[of] = (packed.float() * scale[:, None]).bfloat16()
+    return whole
+
+
+def plain(value: Any) -> Any:
+    """As JSON can hold it. A figure that is no finite number was not measured: null."""
+    if isinstance(value, dict):
+        return {str(name): plain(of) for name, of in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(of) for of in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if callable(getattr(value, "item", None)) and getattr(value, "ndim", 1) == 0:  # a number of torch or numpy
+        return plain(value.item())
+    raise ValueError(
+        f"a router file holds plain values (numbers, words, lists, names with values), found {type(value).__name__}."
+    )

@@ -1,0 +1,54 @@
+"""Router files with random weights and something of everything."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from families import build
+from TIDE.routing.fingerprint import Fingerprint, fingerprint
+from TIDE.routing.heads import HeadSizes, build_head
+from TIDE.routing.router import SIGNALS, Router
+from TIDE.routing.router_file import Exit, RouterFile
+
+SIZES = {
+    "identity": HeadSizes(64),
+    "lens": HeadSizes(64, 48),
+    "memory": HeadSizes(64, 96, heads=4, kv_heads=2, head_dim=16, rope_theta=5e5),
+}
+
+
+@functools.cache
+def of_llama() -> Fingerprint:
+    return fingerprint(build("llama"))
+
+
+def made(strategy: str = "memory", model=None, dtype: torch.dtype = torch.float32) -> RouterFile:
+    """For the tiny llama, or another model."""
+    generator = torch.Generator().manual_seed(0)
+    exits = {}
+    for depth in (0, 1, 2, 3):
+        head, router = build_head(strategy, SIZES[strategy]).to(dtype), Router(64, 8, SIGNALS)
+        for parameter in (*head.parameters(), *router.parameters()):
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        router.temperature.fill_(1.5)
+        exits[depth] = Exit(head, router, 0.5 + depth / 10, {"auroc": 0.9, "agreement": 0.8 + depth / 100})
+    return RouterFile(
+        strategy=strategy,
+        exits=exits,
+        checkpoints=(0, 2),
+        max_pending=5,
+        vocabulary=torch.arange(3, 103),
+        fingerprint=fingerprint(model) if model else of_llama(),
+        config={"exit_strategy": strategy, "exit_threshold": None},
+        facts={"tokens": 4000, "texts": "self", "seconds": {"collect": 1.5}},
+        figures={"tokens_per_second": 30.5, "placement": [{"checkpoints": [0, 2], "tok/s": 30.5, "kept": True}]},
+    )
+
+
+def tensors_of(file: RouterFile) -> dict[str, torch.Tensor]:
+    found = {"vocabulary": file.vocabulary}
+    for depth, at in file.exits.items():
+        found |= at.head_tensors(depth) | at.router_tensors(depth)
+    return found

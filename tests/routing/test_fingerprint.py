@@ -1,0 +1,118 @@
+"""Fingerprints: the same for a model however it was loaded, another for every other model."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from families import VOCAB, build
+from TIDE import TIDE
+from TIDE.routing.fingerprint import SAMPLES, _hash_of_weights, fingerprint
+
+
+class Words:
+    """As much of a tokenizer as a fingerprint reads."""
+
+    def __init__(self, words: str, chat_template: str | None = None) -> None:
+        self.words, self.chat_template = words.split(), chat_template
+
+    def get_vocab(self):
+        return {word: index for index, word in enumerate(self.words)}
+
+
+def test_a_fingerprint_says_what_the_model_is(any_model):
+    found = fingerprint(any_model)
+    assert found.architecture == type(any_model).__name__
+    assert found.hidden_dim == 64
+    assert found.num_layers == any_model.config.num_hidden_layers
+    assert found.vocab_size == VOCAB
+    assert found.tokenizer is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_copy_in_another_dtype_has_the_same_fingerprint(llama, dtype):
+    with torch.no_grad():
+        llama.lm_head.weight.mul_(1e-30)  # nothing of it is left in fp16 but the signs
+    expected = fingerprint(llama)
+    assert fingerprint(copy.deepcopy(llama).to(dtype)) == expected
+
+
+def test_an_open_engine_changes_nothing(llama):
+    expected = fingerprint(llama)
+    with TIDE(llama):
+        assert fingerprint(llama) == expected
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_changing_a_tenth_of_the_weights_changes_it(llama, seed):
+    expected = fingerprint(llama)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in llama.parameters():
+            other = torch.randn(parameter.shape, generator=generator) * parameter.std()
+            parameter.copy_(torch.where(torch.rand(parameter.shape, generator=generator) < 0.1, other, parameter))
+    assert fingerprint(llama).mismatch(expected) == ["weights"]
+
+
+def test_every_parameter_is_looked_at(llama):
+    expected = _hash_of_weights(llama)
+    for name, parameter in llama.named_parameters():
+        parameter.data.neg_()
+        assert _hash_of_weights(llama) != expected, name
+        parameter.data.neg_()
+    assert _hash_of_weights(llama) == expected
+
+
+def test_few_values_are_read_and_they_lie_all_over(llama, monkeypatch):
+    read = []
+    take = torch.take
+    monkeypatch.setattr(torch, "take", lambda parameter, places: read.append((parameter, places)) or take(parameter, places))
+    fingerprint(llama)
+    assert SAMPLES <= sum(len(places) for _, places in read) < 1.1 * SAMPLES
+    embedding, places = next(pair for pair in read if pair[0] is llama.get_input_embeddings().weight)
+    rows, columns = places // embedding.shape[1], places % embedding.shape[1]
+    assert len(rows.unique()) > 0.4 * VOCAB
+    assert len(columns.unique()) > 0.7 * embedding.shape[1]
+
+
+def test_weights_that_are_not_there_or_quantized_are_left_out(llama):
+    expected = fingerprint(llama)
+    llama.model.norm.weight = torch.nn.Parameter(torch.empty(64, device="meta"))
+    quantized = torch.zeros(128, 64, dtype=torch.int8)
+    llama.lm_head.weight = torch.nn.Parameter(quantized, requires_grad=False)
+    assert fingerprint(llama).mismatch(expected) == ["weights"]
+    for name, parameter in llama.named_parameters():
+        if name not in ("model.norm.weight", "lm_head.weight"):
+            parameter.data = parameter.data.to(torch.float8_e4m3fn)
+    assert len(fingerprint(llama).weights) == 16
+
+
+def test_other_models_differ_in_the_fields_that_say_so(llama):
+    ours = fingerprint(llama)
+    assert ours.mismatch(fingerprint(build("llama"))) == []
+    assert ours.mismatch(fingerprint(build("qwen2"))) == ["architecture", "weights"]
+    assert ours.mismatch(fingerprint(build("llama", num_hidden_layers=6))) == ["num_layers", "weights"]
+    assert ours.mismatch(fingerprint(build("llama", hidden_size=32, vocab_size=96))) == ["hidden_dim", "vocab_size", "weights"]
+
+
+def test_a_tokenizer_is_its_words_and_its_chat_template(llama):
+    known = fingerprint(llama, Words("a b c", "{{ x }}"))
+    assert known == fingerprint(llama, Words("a b c", "{{ x }}"))
+    assert known.mismatch(fingerprint(llama, Words("a c b", "{{ x }}"))) == ["tokenizer"]
+    assert known.mismatch(fingerprint(llama, Words("a b c"))) == ["tokenizer"]
+    assert known.mismatch(fingerprint(llama)) == []
+    assert fingerprint(llama).mismatch(known) == []
+
+
+@pytest.mark.parametrize("path", ["org/Small-1B", "/home/someone/models/Small-1B/", "C:\\models\\Small-1B", "Small-1B"])
+def test_a_name_is_never_a_path(llama, path):
+    llama.config._name_or_path = path
+    found = fingerprint(llama, Words("a b"))
+    assert found.name == "Small-1B"
+    assert found.describe() == (
+        f"Small-1B (LlamaForCausalLM, 4 layers of 64, vocabulary 128, weights {found.weights}, tokenizer {found.tokenizer})"
+    )
+    assert found.mismatch(replace(found, name="other")) == []
