@@ -13,7 +13,7 @@ import TIDE
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "TIDE"
-LEVEL = {"config": 0, "stats": 0, "adapters": 1, "routing": 2, "engine": 3, "models": 3, "the public surface": 4, "cli": 5}
+LEVEL = {"config": 0, "stats": 0, "adapters": 1, "routing": 2, "calibration": 3, "engine": 3, "models": 3, "plots": 4, "the public surface": 5, "cli": 6}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 

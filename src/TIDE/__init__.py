@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from TIDE.calibration.analyze import analyze
     from TIDE.config import TIDEConfig
     from TIDE.engine.engine import TIDE
     from TIDE.models.load import load_model
@@ -25,9 +26,10 @@ _HOME = {
     "ExitPolicy": "TIDE.routing.policy",
     "Candidates": "TIDE.routing.policy",
     "load_model": "TIDE.models.load",
+    "analyze": "TIDE.calibration.analyze",
 }
 
-__all__ = ["TIDE", "Candidates", "ExitPolicy", "ExitStats", "TIDEConfig", "__version__", "load_model"]
+__all__ = ["TIDE", "Candidates", "ExitPolicy", "ExitStats", "TIDEConfig", "__version__", "analyze", "load_model"]
 
 try:
     __version__ = version("tide-inference")

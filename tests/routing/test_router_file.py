@@ -18,7 +18,7 @@ from router_files import SIZES, made, tensors_of
 from TIDE import TIDE
 from TIDE.adapters.window import Window
 from TIDE.routing import storage
-from TIDE.routing.heads import STRATEGIES
+from TIDE.config import EXIT_STRATEGIES as STRATEGIES
 from TIDE.routing.router_file import RouterFile
 
 SUFFIXES = ["safetensors", "pt"]

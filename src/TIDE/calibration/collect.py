@@ -20,9 +20,9 @@ from tqdm import tqdm
 from TIDE.adapters.window import Feed, Window
 from TIDE.calibration.text import Text
 
-SHARD_TOKENS = 16384  # tokens of one pass, padding included
+SHARD_TOKENS = 65536  # tokens of one pass, padding included
 HOST_BUDGET = 1 << 30  # bytes of states kept in memory where there is no GPU
-DEVICE_SHARE = 0.3  # of a GPU's memory
+DEVICE_SHARE = 0.25  # of a GPU's memory
 
 
 @dataclass
@@ -32,8 +32,13 @@ class Shard:
     ids: torch.Tensor  # (n, T)
     lengths: list[int]
     asked: torch.Tensor  # (n, T) positions whose prediction counts: those that predict what the model wrote
+    learned: torch.Tensor  # (n, T) positions a head may learn from: all whose next token is there
     best: torch.Tensor  # (n, T) the full model's top-1 after each position
     _states: dict[int, torch.Tensor | Path] = field(default_factory=dict)
+
+    def parts(self, tokens: int) -> int:
+        """How many batches of about `tokens` tokens it makes."""
+        return min(len(self.lengths), -(-self.ids.numel() // tokens))
 
     def states(self, depth: int) -> torch.Tensor:
         """(n, T, hidden) at a depth, on the model's device."""
@@ -60,7 +65,17 @@ class Collection:
         for index in torch.randperm(len(self.shards), generator=generator).tolist():
             shard = self.shards[index]
             rows = torch.randperm(len(shard.lengths), generator=generator)
-            for part in rows.split(max(1, tokens // shard.ids.shape[1])):
+            for part in rows.chunk(shard.parts(tokens)):
+                yield shard, part
+
+    def batch_count(self, tokens: int) -> int:
+        """How many batches `batches` gives, nearly."""
+        return sum(shard.parts(tokens) for shard in self.shards)
+
+    def in_order(self, tokens: int = SHARD_TOKENS // 4) -> Iterator[tuple[Shard, torch.Tensor]]:
+        """Every text once, in the order they are stored."""
+        for shard in self.shards:
+            for part in torch.arange(len(shard.lengths), device=shard.ids.device).chunk(shard.parts(tokens)):
                 yield shard, part
 
 
@@ -116,12 +131,13 @@ def _shards(texts: list[Text]) -> Iterator[list[Text]]:
 def _laid_out(texts: list[Text], device: torch.device) -> Shard:
     width = max(len(text.ids) for text in texts)
     ids = torch.zeros(len(texts), width, dtype=torch.long)
-    asked = torch.zeros(len(texts), width, dtype=torch.bool)
+    asked, learned = torch.zeros(2, len(texts), width, dtype=torch.bool)
     for row, text in enumerate(texts):
         ids[row, : len(text.ids)] = torch.tensor(text.ids)
+        learned[row, 1 : len(text.ids) - 1] = True
         asked[row, max(text.start - 1, 0) : len(text.ids) - 1] = True
     ids = ids.to(device)
-    return Shard(ids, [len(text.ids) for text in texts], asked.to(device), torch.zeros_like(ids))
+    return Shard(ids, [len(text.ids) for text in texts], asked.to(device), learned.to(device), torch.zeros_like(ids))
 
 
 def _positions(ids: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Fitting exit heads: they learn the full model's distribution from the states the engine will show them.
 
-    loss = Σ over draft steps s of 0.8^s · ( KL(full ‖ exit) + w · |normed guess − normed deep state| )
+    loss = Σ over draft steps s of 0.9^s · ( KL(full ‖ exit) + ½ · |normed guess − normed deep state| )
 
-on the positions that predict what the model wrote. Prompts held out from training say when to stop. The model's
-final norm and LM head take part through the window; they are never changed.
+Heads learn from all of a text; what counts when they are compared, on prompts held out from training, is what the
+model wrote. The model's final norm and LM head take part through the window and are never changed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -22,25 +22,46 @@ from tqdm import tqdm
 
 from TIDE.adapters.window import Window
 from TIDE.calibration.collect import Collection, Shard
-from TIDE.routing.heads import LensHead, MemoryHead, normed
+from TIDE.routing.heads import MemoryHead, memory_depths, normed
 
-STEP_DECAY = 0.8
+STEP_DECAY = 0.9
+STATE_WEIGHT = 0.5
+MEASURED = 20000  # states from which a head takes centre and spread
 
 
 @dataclass(frozen=True)
 class Schedule:
     """How long and how hard to train."""
 
-    epochs: float = 12
-    batch_tokens: int = 12288
-    learning_rate: float = 1.5e-3
+    epochs: float = 10
+    batch_tokens: int = 32768
+    positions: int = 16384  # of a batch whose logits are compared
+    learning_rate: float = 3e-3
     weight_decay: float = 0.05
-    dropout: float = 0.1
-    state_weight: float = 0.5
-    hard_weight: float = 0.0
-    unroll: int = 3
-    muon: bool = False
-    checks: int = 8  # looks at the held-out prompts
+    draft_steps: int = 3
+    checks: int = 5  # looks at the held-out prompts
+    patience: int = 2  # looks without progress before training ends
+
+    def fitted_to(self, hidden_dim: int, vocabulary: int, device: torch.device) -> Schedule:
+        """Smaller batches for wide models and large vocabularies; AdamW's rate where Muon is not used."""
+        tokens = min(self.batch_tokens, (64 << 20) // hidden_dim)
+        positions = min(self.positions, tokens, (768 << 20) // vocabulary)
+        rate = self.learning_rate if device.type == "cuda" else self.learning_rate / 2
+        return replace(self, batch_tokens=tokens, positions=positions, learning_rate=rate)
+
+
+class Split(NamedTuple):
+    """States for training, and states of prompts held out from it."""
+
+    train: Collection
+    valid: Collection
+
+
+class Exits(NamedTuple):
+    """An exit to be fitted."""
+
+    depth: int
+    vocabulary: torch.Tensor | None
 
 
 class Fitted(NamedTuple):
@@ -51,106 +72,102 @@ class Fitted(NamedTuple):
 
 
 def fit_head(
-    window: Window,
-    head: nn.Module,
-    train: Collection,
-    valid: Collection,
-    depth: int,
-    vocabulary: torch.Tensor | None,
-    schedule: Schedule,
-    seed: int,
-    title: str,
+    window: Window, head: nn.Module, split: Split, exits: Exits, schedule: Schedule, seed: int, title: str
 ) -> Fitted:
-    """Train a head for the exit at `depth`."""
+    """Train a head for an exit; the state with the best agreement on held-out prompts is kept."""
     device = window.model.device
     head = head.to(device, torch.float32).train()
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.Generator(device).manual_seed(seed)
-    per_epoch = sum(1 for _ in train.batches(schedule.batch_tokens, torch.Generator().manual_seed(0)))
-    steps = max(schedule.checks, round(schedule.epochs * per_epoch))
-    optimizers = _optimizers(head, schedule)
+    _measure(window, head, split.train, exits.depth)
+    order, noise = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed)
+    steps = max(schedule.checks, round(schedule.epochs * split.train.batch_count(schedule.batch_tokens)))
+    optimizers = _optimizers(head, schedule, device)
     schedulers = [
-        torch.optim.lr_scheduler.OneCycleLR(
-            own, schedule.learning_rate, total_steps=steps, pct_start=0.1, cycle_momentum=False
-        )
+        torch.optim.lr_scheduler.OneCycleLR(own, schedule.learning_rate, total_steps=steps, pct_start=0.1, cycle_momentum=False)
         for own in optimizers
     ]
-    best = Fitted(copy.deepcopy(head), [0.0])
+    best, since = Fitted(head, []), 0
     with frozen(window.model), tqdm(total=steps, desc=title, unit="step") as bar:
-        for step, (shard, rows) in enumerate(itertools.islice(_forever(train, schedule, generator), steps), 1):
-            loss = _loss(window, head, shard, rows.to(device), depth, vocabulary, schedule, noise)
+        for step, (shard, rows) in enumerate(itertools.islice(_forever(split.train, schedule, order), steps), 1):
             head.zero_grad(set_to_none=True)
-            loss.backward()
+            _backward(window, head, shard, rows.to(device), exits, schedule, noise)
             nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                 optimizer.step()
                 scheduler.step()
             bar.update()
             if step % max(1, steps // schedule.checks) == 0 or step == steps:
-                found = agreement(window, head, valid, depth, vocabulary, schedule.unroll)
+                found = agreement(window, head, split.valid, exits, schedule.draft_steps)
                 bar.set_postfix_str(f"agreement {found[0]:.3f}")
-                if sum(found) > sum(best.agreement):
-                    best = Fitted(copy.deepcopy(head), found)
+                better = not best.agreement or sum(found) > sum(best.agreement)
+                best, since = (Fitted(copy.deepcopy(head), found), 0) if better else (best, since + 1)
+                if since >= schedule.patience:
+                    break
     return Fitted(best.head.eval().requires_grad_(False), best.agreement)
 
 
-@torch.no_grad()
-def agreement(
-    window: Window, head: nn.Module, data: Collection, depth: int, vocabulary: torch.Tensor | None, steps: int
-) -> list[float]:
-    """Share of positions at which the exit's best token is the full model's, by draft step."""
-    head.eval()
-    right = torch.zeros(steps, device=window.model.device)
-    for shard in data.shards:
-        for rows in torch.arange(len(shard.lengths)).split(max(1, 16384 // shard.ids.shape[1])):
-            asked = shard.asked[rows]
-            for step, guess in enumerate(guesses(window, head, shard, rows.to(shard.ids.device), depth, steps)):
-                tokens = window.head(guess[asked].to(window.model.dtype), vocabulary).argmax(-1)
-                tokens = tokens if vocabulary is None else vocabulary[tokens]
-                right[step] += (tokens == shard.best[rows][asked]).sum()
-    head.train()
-    return (right / max(1, data.tokens)).tolist()
-
-
-def guesses(window: Window, head: nn.Module, shard: Shard, rows: torch.Tensor, depth: int, steps: int, noise=None, dropout: float = 0.0):  # fmt: skip
+def guesses(window: Window, head: nn.Module, shard: Shard, rows: torch.Tensor, depth: int, steps: int) -> list[torch.Tensor]:
     """(n, T, hidden) guesses of the head for rows of a shard, by draft step."""
     device = window.model.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
         shallow = shard.states(depth)[rows]
         if not isinstance(head, MemoryHead):
             return [head(shallow)]
-        deep = torch.cat([shard.states(d)[rows] for d in memory_depths(head, window)], -1)
-        if dropout:
-            shallow, deep = _dropped(shallow, dropout, noise), _dropped(deep, dropout, noise)
-        return head.unroll(shallow, deep, steps)
+        deep = [shard.states(d)[rows] for d in memory_depths(window.num_layers, head.sizes.memories)]
+        return head.unroll(shallow, torch.cat(deep, -1), steps)
 
 
-def memory_depths(head: MemoryHead, window: Window) -> list[int]:
-    last, count = window.num_layers, head.sizes.memories
-    return [round(last * (i + 1) / count) for i in range(count)]
+@torch.no_grad()
+def agreement(window: Window, head: nn.Module, data: Collection, exits: Exits, steps: int) -> list[float]:
+    """Share of positions at which the exit's best token is the full model's, by draft step."""
+    right: list[torch.Tensor] = []
+    for shard, rows in data.in_order():
+        asked = shard.asked[rows]
+        found = guesses(window, head, shard, rows, exits.depth, steps)
+        hits = [best_tokens(window, guess[asked], exits.vocabulary) == shard.best[rows][asked] for guess in found]
+        right.append(torch.stack([hit.sum() for hit in hits]))
+    return (torch.stack(right).sum(0) / max(1, data.tokens)).tolist()
 
 
-def _loss(window, head, shard: Shard, rows: torch.Tensor, depth: int, vocabulary, schedule: Schedule, noise) -> torch.Tensor:
-    asked = shard.asked[rows]
-    deep = shard.states(window.num_layers)[rows][asked]
-    with torch.no_grad():
-        full = F.log_softmax(window.head(deep, vocabulary).float(), -1).clone()
-        target = normed(deep)
-    total = torch.zeros((), device=deep.device)
-    for step, guess in enumerate(guesses(window, head, shard, rows, depth, schedule.unroll, noise, schedule.dropout)):
-        guess = guess[asked]
-        logits = window.head(guess.to(window.model.dtype), vocabulary, with_grad=True).float()
-        loss = F.kl_div(F.log_softmax(logits, -1), full, log_target=True, reduction="batchmean")
-        loss = loss + schedule.state_weight * F.smooth_l1_loss(normed(guess), target)
-        if schedule.hard_weight:
-            loss = loss + schedule.hard_weight * F.cross_entropy(logits, full.argmax(-1))
-        total = total + STEP_DECAY**step * loss
-    return total
+def best_tokens(window: Window, guess: torch.Tensor, vocabulary: torch.Tensor | None, at_once: int = 8192) -> torch.Tensor:
+    """(n, hidden) guesses -> (n,) best tokens."""
+    parts = guess.to(window.model.dtype).split(at_once)
+    best = torch.cat([window.head(part, vocabulary).argmax(-1) for part in parts])
+    return best if vocabulary is None else vocabulary[best]
 
 
-def _dropped(x: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
-    keep = torch.rand(x.shape, generator=generator, device=x.device) >= share
-    return x * keep / (1 - share)
+def _backward(
+    window: Window, head: nn.Module, shard: Shard, rows: torch.Tensor, exits: Exits, schedule: Schedule, noise: torch.Generator
+) -> None:
+    """Gradients of the loss. Logits are made and let go step by step: they are what takes memory."""
+    chosen = _some(shard.learned[rows], schedule.positions, noise)
+    deep = shard.states(window.num_layers)[rows][chosen]
+    full = F.log_softmax(window.head(deep, exits.vocabulary).float(), -1).clone()
+    target = normed(deep)
+    found = [guess[chosen] for guess in guesses(window, head, shard, rows, exits.depth, schedule.draft_steps)]
+    leaves = [guess.detach().requires_grad_() for guess in found]
+    for step, leaf in enumerate(leaves):
+        logits = window.head(leaf.to(window.model.dtype), exits.vocabulary, with_grad=True)
+        loss = F.kl_div(F.log_softmax(logits.float(), -1), full, log_target=True, reduction="batchmean")
+        loss = loss + STATE_WEIGHT * F.smooth_l1_loss(normed(leaf), target)
+        (STEP_DECAY**step * loss).backward()
+    torch.autograd.backward(found, [leaf.grad for leaf in leaves])
+
+
+def _some(usable: torch.Tensor, count: int, noise: torch.Generator) -> torch.Tensor:
+    """(n, T) about `count` of the usable positions, drawn at random."""
+    share = count / max(1, int(usable.sum()))
+    return usable & (torch.rand(usable.shape, generator=noise, device=usable.device) < share)
+
+
+def _measure(window: Window, head: nn.Module, data: Collection, depth: int) -> None:
+    if not isinstance(head, MemoryHead):
+        return
+    shallow, deep, count = [], [], 0
+    for shard in data.shards[:: max(1, len(data.shards) // 4)]:
+        places = shard.learned.nonzero()[:: max(1, int(shard.learned.sum()) * 4 // MEASURED)].unbind(1)
+        shallow.append(shard.states(depth)[places])
+        deep.append(shard.states(window.num_layers)[places])
+    head.measure(torch.cat(shallow), torch.cat(deep))
 
 
 def _forever(data: Collection, schedule: Schedule, generator: torch.Generator) -> Iterator[tuple[Shard, torch.Tensor]]:
@@ -158,17 +175,16 @@ def _forever(data: Collection, schedule: Schedule, generator: torch.Generator) -
         yield from data.batches(schedule.batch_tokens, generator)
 
 
-def _optimizers(head: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
+def _optimizers(head: nn.Module, schedule: Schedule, device: torch.device) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices on a GPU (it works in bf16, which many CPUs lack), AdamW for the rest."""
     matrices = [p for p in head.parameters() if p.ndim == 2]
     rest = [p for p in head.parameters() if p.ndim != 2]
-    adam = dict(lr=schedule.learning_rate, betas=(0.9, 0.95))
-    if schedule.muon:
-        muon = torch.optim.Muon(
-            matrices, lr=schedule.learning_rate, weight_decay=schedule.weight_decay, adjust_lr_fn="match_rms_adamw"
-        )
-        return [muon, torch.optim.AdamW(rest, weight_decay=0.0, **adam)]
-    groups = [dict(params=matrices, weight_decay=schedule.weight_decay), dict(params=rest, weight_decay=0.0)]
-    return [torch.optim.AdamW(groups, **adam)]
+    rate, decay = schedule.learning_rate, schedule.weight_decay
+    if device.type == "cuda":
+        muon = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        return [muon, *([torch.optim.AdamW(rest, lr=rate, weight_decay=0.0, betas=(0.9, 0.95))] if rest else [])]
+    groups = [dict(params=matrices, weight_decay=decay), dict(params=rest, weight_decay=0.0)]
+    return [torch.optim.AdamW([group for group in groups if group["params"]], lr=rate, betas=(0.9, 0.95))]
 
 
 @contextmanager
@@ -182,28 +198,3 @@ def frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in wanted:
             parameter.requires_grad_(True)
-
-
-def start_from_layer(head: MemoryHead, layer: nn.Module) -> bool:
-    """Begin with the weights of one of the model's own layers, where it is built alike."""
-    own = dict(layer.named_parameters())
-    try:
-        attention = torch.cat([own[f"self_attn.{name}_proj.weight"] for name in ("q", "k", "v")])
-        mlp = torch.cat([own[f"mlp.{name}_proj.weight"] for name in ("gate", "up")])
-        pairs = [
-            (head.qkv.weight, attention),
-            (head.o.weight, own["self_attn.o_proj.weight"]),
-            (head.gate_up.weight, mlp),
-            (head.down.weight, own["mlp.down_proj.weight"]),
-        ]
-    except KeyError:
-        return False
-    if any(mine.shape != theirs.shape for mine, theirs in pairs):
-        return False
-    with torch.no_grad():
-        for mine, theirs in pairs:
-            mine.copy_(theirs)
-        for gain, name in ((head.attention_gain, "input_layernorm.weight"), (head.mlp_gain, "post_attention_layernorm.weight")):
-            if name in own:
-                gain.copy_(own[name])
-    return True

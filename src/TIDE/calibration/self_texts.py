@@ -17,14 +17,17 @@ from importlib.resources import files
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
+from TIDE.calibration.roomy_cache import roomy_cache
 from TIDE.calibration.text import Text
 
 ANSWER = 256  # longest answer, in tokens
 OPENING = 64  # longest opening of its own
-SAMPLED = 0.3  # share of answers that are sampled rather than greedy
+FIRST_WAVE = 1000  # most answers to built-in prompts
+SAMPLED = 0.25  # share of answers that are sampled rather than greedy
 TEMPERATURES = (0.6, 0.8, 1.0)
 CPU_TOKENS = 8192  # tokens of a batch where there is no GPU
 MATERIAL = 1600  # longest passage put into a task, in tokens
@@ -56,9 +59,9 @@ def write_texts(
 ) -> list[Text]:
     """Let the model write `samples` texts."""
     author = _Author(model, tokenizer, seed, answer)
-    third = max(1, samples // 3)
+    third = max(1, min(samples // 3, FIRST_WAVE))
     first = author.answers(author.builtin_orders(third), "texts 1/3: answers to built-in prompts")
-    openings = author.openings(third, "texts 2/3: openings of its own")
+    openings = author.openings((samples - third) // 2, "texts 2/3: openings of its own")
     orders = author.task_orders(first, samples - third - len(openings)) + openings
     texts = first + author.answers(orders, "texts 3/3: answers to those")
     return texts[:samples]
@@ -76,7 +79,6 @@ class _Author:
         self.answer = min(answer, self.context // 2)
         self.prompts = builtin_prompts()
         self.groups = itertools.count()
-        self.material: list[list[int]] = []
         self.frame = chat_frame(tokenizer)
 
     def builtin_orders(self, count: int) -> list[_Order]:
@@ -147,7 +149,7 @@ class _Author:
         return list(ids) or [self.tokenizer.bos_token_id or self.tokenizer.eos_token_id or 0]
 
     def _write(self, orders: list[_Order], longest: int, title: str) -> list[Text]:
-        """Continue every prompt, in batches of one temperature and of similar length."""
+        """Continue every prompt, in batches of similar length."""
         texts: list[Text | None] = [None] * len(orders)
         with tqdm(total=len(orders), desc=title, unit="text") as bar, torch.random.fork_rng(self._devices()):
             torch.manual_seed(self.seed)
@@ -158,25 +160,35 @@ class _Author:
         return [text for text in texts if text is not None and len(text.ids) > text.start]
 
     def _continue(self, orders: list[_Order], longest: int) -> list[list[int]]:
-        width = max(len(order.prompt) for order in orders)
+        width, device = max(len(order.prompt) for order in orders), self.model.device
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-        ids = torch.tensor([[pad] * (width - len(o.prompt)) + o.prompt for o in orders], device=self.model.device)
-        mask = torch.tensor([[0] * (width - len(o.prompt)) + [1] * len(o.prompt) for o in orders], device=self.model.device)
-        heat = orders[0].temperature
-        choose: dict[str, Any] = dict(do_sample=True, temperature=heat, top_k=0, top_p=1.0) if heat else dict(do_sample=False)
-        room = max(1, min(longest, self.context - width))
-        out = self.model.generate(ids, attention_mask=mask, max_new_tokens=room, pad_token_id=pad, **choose)
+        ids = torch.tensor([[pad] * (width - len(o.prompt)) + o.prompt for o in orders], device=device)
+        mask = torch.tensor([[0] * (width - len(o.prompt)) + [1] * len(o.prompt) for o in orders], device=device)
+        heats = _Heats(torch.tensor([order.temperature for order in orders], device=device))
+        # cuDNN's attention makes a new plan for every new length, which takes longer than the step itself
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            out = self.model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=max(1, min(longest, self.context - width)),
+                pad_token_id=pad,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                logits_processor=LogitsProcessorList([heats]),
+                past_key_values=roomy_cache(self.model),
+            )
         ends = self.model.generation_config.eos_token_id
         ends = {ends} if isinstance(ends, int) else set(ends or ())
         return [o.prompt + _until_end(row[width:], ends) for o, row in zip(orders, out.tolist(), strict=True)]
 
     def _batches(self, orders: list[_Order], longest: int) -> Iterator[list[int]]:
-        """Orders of one temperature and similar length, as many as fit."""
+        """Orders of similar length, as many as fit."""
         most = _tokens_that_fit(self.model)
         batch: list[int] = []
-        for index in sorted(range(len(orders)), key=lambda i: (orders[i].temperature, len(orders[i].prompt))):
-            room = (len(batch) + 1) * (len(orders[index].prompt) + longest)
-            if batch and (room > most or orders[index].temperature != orders[batch[0]].temperature):
+        for index in sorted(range(len(orders)), key=lambda i: len(orders[i].prompt)):
+            if batch and (len(batch) + 1) * (len(orders[index].prompt) + longest) > most:
                 yield batch
                 batch = []
             batch.append(index)
@@ -185,6 +197,17 @@ class _Author:
 
     def _devices(self) -> list[torch.device]:
         return [self.model.device] if self.model.device.type == "cuda" else []
+
+
+class _Heats(LogitsProcessor):
+    """A temperature for each row; 0 leaves only the best token."""
+
+    def __init__(self, heats: torch.Tensor) -> None:
+        self.heats = heats[:, None]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        best = torch.full_like(scores, float("-inf")).scatter_(1, scores.argmax(-1, keepdim=True), 0.0)
+        return torch.where(self.heats > 0, scores / self.heats.clamp(min=1e-3), best)
 
 
 def context_length(model: PreTrainedModel) -> int:

@@ -81,6 +81,7 @@ def _caught_up(window: Window, rows: list[torch.Tensor]) -> list[list[torch.Tens
         exact=True,
         kv_cache_strategy="exact",
         exit_threshold=1.0,
+        exit_thresholds={},
         max_pending=TOGETHER,
         compaction_threshold=0.0,
         spans=(*spans, range(window.num_layers, window.num_layers)),

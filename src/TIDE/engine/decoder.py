@@ -30,11 +30,11 @@ class Decoder:
     ) -> None:
         self.window = window
         self.plan = plan
-        self.policy = policy
+        self.policy = None if policy is None else policy.start(len(batch), window.head)
         self.batch = batch
         self.chooser = chooser
         self.stats = ExitStats(window.num_layers)
-        self.segments = Segments(window, plan, batch, capacity, self.stats)
+        self.segments = Segments(window, plan, batch, capacity, self.stats, self.policy)
         self.verifier = Verifier(batch, chooser, self.segments, self.stats)
         self.exits_in_a_row = [0] * len(batch)
 
@@ -88,7 +88,7 @@ class Decoder:
             raise ValueError(
                 f"an exit policy must give one score per candidate: expected ({len(rows)},), found {tuple(scores.shape)}."
             )
-        chosen = (scores >= self.plan.exit_threshold).nonzero()[:, 0].tolist()
+        chosen = (scores >= self.plan.threshold(candidates.depth)).nonzero()[:, 0].tolist()
         if not chosen:
             return None
         return Candidates(
@@ -123,6 +123,8 @@ class Decoder:
         if not self.plan.catches_up:
             for later in range(segment, len(self.plan.spans)):
                 self.segments.fill_in(later, leaving.rows, leaving.states, self.plan.kv_cache_strategy)
+            for row in leaving.rows:
+                self.segments.settle(row)
 
     def _finish(self, going: list[int], deciding: list[int]) -> None:
         """Run the last segment and take what the full model says."""

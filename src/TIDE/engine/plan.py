@@ -6,6 +6,7 @@ what the model's layers cannot do is refused here, once, with the layers named.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -25,7 +26,12 @@ class Plan:
     exit_threshold: float
     max_pending: int
     compaction_threshold: float
+    exit_thresholds: Mapping[int, float]  # of checkpoints that have their own
     spans: tuple[range, ...]  # the layers of each segment; a checkpoint stands before each but the first
+
+    def threshold(self, depth: int) -> float:
+        """The score needed to exit at a checkpoint."""
+        return self.exit_thresholds.get(depth, self.exit_threshold)
 
     @property
     def catches_up(self) -> bool:
@@ -44,6 +50,7 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, window: Window) -> 
         exit_threshold=_first(config.exit_threshold, policy and policy.exit_threshold, 1.0),
         max_pending=_first(config.max_pending, policy and policy.max_pending, 1),
         compaction_threshold=config.compaction_threshold,
+        exit_thresholds={} if policy is None or config.exit_threshold is not None else policy.exit_thresholds,
         spans=tuple(range(start, stop) for start, stop in pairwise(edges)),
     )
 

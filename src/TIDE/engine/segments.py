@@ -14,16 +14,31 @@ from TIDE.engine.batch import Batch, by_value
 from TIDE.engine.cache import SegmentCache
 from TIDE.engine.pending import Pending
 from TIDE.engine.plan import Plan
+from TIDE.routing.policy import ExitPolicy
 from TIDE.stats import ExitStats
 
 
 class Segments:
-    """The segments of one request: its cache, its pending tokens and the window they run through."""
+    """The segments of one request: its cache, its pending tokens and the window they run through.
 
-    def __init__(self, window: Window, plan: Plan, batch: Batch, capacity: int, stats: ExitStats) -> None:
+    Args:
+        watcher: is shown the states at the depths it watches, and told of rollbacks.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        plan: Plan,
+        batch: Batch,
+        capacity: int,
+        stats: ExitStats,
+        watcher: ExitPolicy | None = None,
+    ) -> None:
         self.window = window
         self.batch = batch
         self.stats = stats
+        self.watcher = watcher
+        self.watched = frozenset(watcher.watches if watcher is not None else ())
         self.spans = plan.spans
         self.last = len(plan.spans) - 1
         self.cache = SegmentCache(len(batch), plan.spans, window.stores, capacity)
@@ -66,6 +81,8 @@ class Segments:
     def rollback(self, row: int, length: int) -> None:
         self.cache.rollback(row, length)
         self.pending.cut(row, length)
+        if self.watcher is not None:
+            self.watcher.forget(row, length)
 
     def settle(self, row: int) -> None:
         """Let go of what only a rollback below the full-depth length of the row could need."""
@@ -87,14 +104,24 @@ class Segments:
         wanted = None if logits_from is None else [logits_from[row] - at for row, at in zip(rows, starts, strict=True)]
         with self.cache.open(segment, rows, counts):
             feed = self._feed(rows, starts, counts)
-            passed = self.window.run(start, stop, feed, hidden=hidden, keep=None if wanted is None else _keep(wanted, counts))
+            keep = None if wanted is None else _keep(wanted, counts)
+            taps = tuple(depth for depth in self.watched if start < depth < stop)
+            passed = self.window.run(start, stop, feed, hidden=hidden, keep=keep, taps=taps)
         self.stats.layers_run += (stop - start) * feed.ids.numel()
+        self._show({**passed.taps, stop: passed.states}, rows, starts, counts)
         if segment != self.last:
             for index, row in enumerate(rows):
                 self.pending.add(segment + 1, row, starts[index], passed.states[index, : counts[index]])
         if wanted is None or passed.logits is None:
             return {}
         return {row: passed.logits[i, : counts[i] - wanted[i]] for i, row in enumerate(rows)}
+
+    def _show(self, states: dict[int, torch.Tensor], rows: list[int], starts: list[int], counts: list[int]) -> None:
+        if self.watcher is None:
+            return
+        for depth in sorted(self.watched & set(states)):
+            for index, row in enumerate(rows):
+                self.watcher.observe(depth, row, starts[index], states[depth][index, : counts[index]])
 
     def _edges(self, segment: int) -> tuple[int, int]:
         span = self.spans[segment]

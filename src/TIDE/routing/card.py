@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCardData
-
-from TIDE.routing.heads import sizes_to_dict
 
 if TYPE_CHECKING:
     from TIDE.routing.router_file import RouterFile
@@ -98,7 +97,7 @@ def _head(file: RouterFile) -> Row:
         "model": file.fingerprint.describe() if file.fingerprint else "not named in the file",
         "made by": f"{LIBRARY} {file.version}",
         "strategy": file.strategy,
-        "heads": _each(sizes_to_dict(at.sizes) for at in file.exits.values()),
+        "heads": _each(asdict(at.sizes) for at in file.exits.values()),
         "routers": _each(at.describe()["router"] for at in file.exits.values()),
         "checkpoints": (_listed(file.checkpoints) or "none in use") + every,
         "draft length": file.max_pending,

@@ -9,13 +9,13 @@ Putting together allocates nothing until the tensors are seen to fit the sizes: 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from TIDE.routing.heads import HEADS, HeadSizes, build_head, sizes_to_dict
+from TIDE.routing.heads import HEADS, HeadSizes, build_head
 from TIDE.routing.router import Router
 
 
@@ -36,7 +36,7 @@ class Exit:
     def describe(self) -> dict[str, Any]:
         """Everything but the tensors."""
         router = {"bottleneck_dim": self.router.down.out_features, "signals": self.router.signals}
-        return {"threshold": self.threshold, "sizes": sizes_to_dict(self.sizes), "router": router, "figures": self.figures}
+        return {"threshold": self.threshold, "sizes": asdict(self.sizes), "router": router, "figures": self.figures}
 
     def head_tensors(self, depth: int) -> dict[str, torch.Tensor]:
         return {f"exits.{depth}.head.{name}": tensor for name, tensor in self.head.state_dict().items()}

@@ -18,13 +18,13 @@ what `step` does token by token.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-STRATEGIES = ("identity", "lens", "memory")
+MEMORIES = 3  # depths at which a memory head sees finished tokens
 
 
 def normed(x: torch.Tensor) -> torch.Tensor:
@@ -193,14 +193,15 @@ def head_sizes(strategy: str, config: object, hidden_dim: int) -> HeadSizes:
         return HeadSizes(hidden_dim, min(hidden_dim, inner))
     heads = getattr(config, "num_attention_heads", None) or 1
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or hidden_dim // heads
+    head_dim = getattr(config, "head_dim", None) or max(2, hidden_dim // heads)
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") or 10000.0 if isinstance(rope, dict) else 10000.0
-    return HeadSizes(hidden_dim, inner, heads, kv_heads, head_dim + head_dim % 2, float(theta))
+    return HeadSizes(hidden_dim, inner, heads, kv_heads, head_dim + head_dim % 2, float(theta), MEMORIES)
 
 
-def sizes_to_dict(sizes: HeadSizes) -> dict[str, int | float]:
-    return asdict(sizes)
+def memory_depths(num_layers: int, memories: int) -> list[int]:
+    """The depths at which a finished token is remembered: evenly spaced, the last one full depth."""
+    return [round(num_layers * (i + 1) / memories) for i in range(memories)]
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

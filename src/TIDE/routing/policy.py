@@ -2,17 +2,21 @@
 
 The engine asks `score` first and `predict` only for the tokens that leave. Whatever a policy answers,
 mode "exact" writes the text of the full model; a policy decides speed, never truth.
+
+A policy that has to remember a text keeps nothing itself: `start` gives what decides for one request. The engine
+shows that the states at the depths it `watches`, as they are computed, and tells it what was taken back.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-Head = Callable[[torch.Tensor], torch.Tensor]
+Head = Callable[..., torch.Tensor]  # (n, hidden) states [, (v,) token ids] -> (n, vocabulary or v) logits
 
 
 class Candidates(NamedTuple):
@@ -30,10 +34,14 @@ class ExitPolicy(ABC):
     Attributes:
         checkpoints: depths at which the engine asks; 0 is allowed, the model's full depth is not.
         exit_threshold, min_layers, max_pending: used where `TIDEConfig` leaves them None.
+        exit_thresholds: by depth, where checkpoints have thresholds of their own.
+        watches: depths whose states the policy wants to see, of all tokens.
     """
 
     checkpoints: tuple[int, ...] = ()
+    watches: tuple[int, ...] = ()
     exit_threshold: float = 0.5
+    exit_thresholds: Mapping[int, float] = MappingProxyType({})
     min_layers: int = 0
     max_pending: int = 8
 
@@ -47,3 +55,13 @@ class ExitPolicy(ABC):
         `head` is the model's own final norm and LM head.
         """
         return head(candidates.states)
+
+    def start(self, rows: int, head: Head) -> ExitPolicy:
+        """What decides for one request of so many rows; the policy itself, unless it has to remember the text."""
+        return self
+
+    def observe(self, depth: int, row: int, position: int, states: torch.Tensor) -> None:
+        """(n, hidden) states at a watched depth of the tokens of a row from `position` on."""
+
+    def forget(self, row: int, length: int) -> None:
+        """What a row held beyond `length` tokens was taken back."""

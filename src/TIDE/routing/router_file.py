@@ -163,7 +163,7 @@ class RouterFile(ModelHubMixin):
             )
         from TIDE.routing.calibrated import CalibratedPolicy
 
-        return CalibratedPolicy(self)
+        return CalibratedPolicy(self, window)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the tensors, as JSON can hold it."""

@@ -1,0 +1,267 @@
+"""Analysis: at which depth of a model its tokens are decided, by several measures.
+
+    cosine      the state points where the finished one does, as near as `convergence_threshold` asks
+    identity    the model's own norm and LM head make the full model's token of the state
+    lens        a trained lens head does
+    memory      a trained memory head does, at its first and at its last draft step
+
+    oracle      the mean depth at which tokens would leave if one knew: for identity from where it agrees and stays so,
+                for heads the first candidate checkpoint that agrees; full depth where there is none
+
+What counts is what the model wrote. States of all depths are counted as they come and let go again. Heads learn from
+training texts and are measured on those held out, which also choose the moment at which their training ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from TIDE.adapters.window import Feed, Window
+from TIDE.calibration.collect import Collection, _laid_out, _positions, _shards, collect, scratch_folder
+from TIDE.calibration.fit import Exits, Schedule, Split, best_tokens, fit_head, guesses
+from TIDE.calibration.text import Text
+from TIDE.calibration.texts import load_texts
+from TIDE.config import TIDEConfig
+from TIDE.routing.fingerprint import fingerprint
+from TIDE.routing.heads import MEMORIES, build_head, head_sizes, memory_depths
+
+GROUP_BYTES = 512 << 20  # states of all depths held at once
+AT_ONCE = 1024  # positions whose logits are held at once
+QUICK_TEXTS = 24
+SCHEDULE = Schedule(batch_tokens=8192, positions=2048)
+QUICK = Schedule(epochs=2, batch_tokens=2048, positions=512, checks=1)
+CRITERIA = ("cosine", "identity", "lens", "memory", "memory_last")
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """How deep a model's tokens need to go.
+
+    Attributes:
+        texts: how many texts, with `tokens` positions that count.
+        held_out_tokens: those on which heads were measured; 0: no heads.
+        convergence_threshold: of the cosine column.
+        draft_steps: of the column "memory_last".
+        rows: one per depth: "depth", and for each of CRITERIA the share of tokens or None.
+        oracle_depth: mean depth needed, by criterion.
+    """
+
+    model: str
+    layers: int
+    texts: int
+    tokens: int
+    held_out_tokens: int
+    convergence_threshold: float
+    draft_steps: int
+    rows: list[dict[str, Any]]
+    oracle_depth: dict[str, float]
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """What the measured criteria are called."""
+        names = {
+            "cosine": f"cosine > {self.convergence_threshold:g}",
+            "memory": "memory, step 1",
+            "memory_last": f"memory, step {self.draft_steps}",
+        }
+        measured = [name for name in CRITERIA if any(row[name] is not None for row in self.rows)]
+        return {name: names.get(name, name) for name in measured}
+
+    def table(self) -> str:
+        """All of it, for the terminal."""
+        held_out = f", {self.held_out_tokens} of them to measure heads" if self.held_out_tokens else ""
+        head = f"{self.model}: {self.layers} layers, {self.tokens} tokens of {self.texts} texts{held_out}"
+        cells = [["depth", *self.titles.values()]]
+        cells += [[str(row["depth"]), *(_percent(row[name]) for name in self.titles)] for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+        depths = ", ".join(f"{name} {depth:.1f}" for name, depth in self.oracle_depth.items())
+        return "\n".join([head, "", *lines, "", f"mean depth needed by an oracle, of {self.layers}: {depths}"])
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON."""
+        Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def analyze(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TIDEConfig | None = None,
+    *,
+    samples: int = 200,
+    heads: bool = True,
+    seed: int = 0,
+    quick: bool = False,
+) -> Analysis:
+    """Find out how deep the tokens of a model need to go. The model is left as it was.
+
+    Args:
+        config: `calibration_dataset`, `checkpoint_interval` and `convergence_threshold` are read.
+        samples: how many texts.
+        heads: train lens and memory heads at the candidate checkpoints; most of the time goes there.
+        seed: of texts and training.
+        quick: few texts and little training, for a first look.
+    """
+    config = config or TIDEConfig()
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples must be a whole number of at least 1, found {samples!r}.")
+    samples = min(samples, QUICK_TEXTS) if quick else samples
+    with closing(Window(model)) as window:
+        texts = load_texts(config.calibration_dataset, model, tokenizer, samples, seed)
+        counted = [_converged(window, texts, config.convergence_threshold)]
+        schedule = QUICK if quick else SCHEDULE
+        if heads:
+            candidates = list(range(0, window.num_layers, config.checkpoint_interval))
+            counted += _with_heads(window, _Course(*_split(texts), candidates, schedule, seed))
+        shares = {key: share for found in counted for key, share in found.shares.items()}
+        return Analysis(
+            model=fingerprint(model).name or type(model).__name__,
+            layers=window.num_layers,
+            texts=len(texts),
+            tokens=counted[0].tokens,
+            held_out_tokens=counted[-1].tokens if heads else 0,
+            convergence_threshold=config.convergence_threshold,
+            draft_steps=schedule.draft_steps,
+            rows=_rows(shares),
+            oracle_depth={name: depth for found in counted for name, depth in found.oracle.items()},
+        )
+
+
+class _Counted(NamedTuple):
+    """What was found on the same tokens."""
+
+    tokens: int
+    shares: dict[tuple[int, str], float]  # (depth, criterion) -> share of tokens
+    oracle: dict[str, float]
+
+
+class _Course(NamedTuple):
+    """What heads are trained with, and where."""
+
+    train: list[Text]
+    valid: list[Text]
+    depths: list[int]
+    schedule: Schedule
+    seed: int
+
+
+def _rows(shares: dict[tuple[int, str], float]) -> list[dict[str, Any]]:
+    depths = sorted({depth for depth, _ in shares})
+    return [{"depth": depth} | {name: shares.get((depth, name)) for name in CRITERIA} for depth in depths]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+@torch.no_grad()
+def _converged(window: Window, texts: list[Text], threshold: float) -> _Counted:
+    """Cosine and identity at every depth but 0 and the last, over all texts."""
+    layers, taps = window.num_layers, tuple(range(1, window.num_layers))
+    near, right = torch.zeros(2, len(taps), dtype=torch.long)
+    tokens = needed = 0
+    with tqdm(total=len(texts), desc="states at every depth", unit="text") as bar:
+        for group in _groups(window, texts):
+            shard = _laid_out(group, window.model.device)
+            passed = window.run(0, layers, Feed(shard.ids, _positions(shard.ids), None, None), taps=taps)
+            full = passed.states[shard.asked]
+            best = best_tokens(window, full, None, AT_ONCE)
+            found = [passed.taps.pop(depth)[shard.asked] for depth in taps]
+            near += torch.tensor([_near(states, full, threshold) for states in found], dtype=torch.long)
+            hits = torch.stack([best_tokens(window, states, None, AT_ONCE) == best for states in [*found, full]])
+            right += hits[:-1].sum(1).cpu()
+            # as many depths as agree in a row, counted from the end, need not be run
+            needed += int((layers + 1 - hits.flip(0).long().cumprod(0).sum(0)).sum())
+            tokens += len(best)
+            bar.update(len(group))
+    shares = {}
+    for index, depth in enumerate(taps):
+        shares[depth, "cosine"] = int(near[index]) / tokens
+        shares[depth, "identity"] = int(right[index]) / tokens
+    return _Counted(tokens, shares, {"identity": needed / tokens})
+
+
+def _near(states: torch.Tensor, full: torch.Tensor, threshold: float) -> int:
+    return int((F.cosine_similarity(states.float(), full.float(), -1) > threshold).sum())
+
+
+def _groups(window: Window, texts: list[Text]) -> Iterator[list[Text]]:
+    """Texts of similar length whose states at all depths fit into memory together."""
+    per_token = window.num_layers * window.hidden_dim * window.model.dtype.itemsize
+    for shard in _shards(texts):
+        size = max(1, GROUP_BYTES // (per_token * len(shard[-1].ids)))
+        yield from (shard[at : at + size] for at in range(0, len(shard), size))
+
+
+def _split(texts: list[Text]) -> tuple[list[Text], list[Text]]:
+    """Texts to learn from and texts to measure on."""
+    train, valid = [text for text in texts if not text.is_held_out], [text for text in texts if text.is_held_out]
+    if not train or not valid:
+        raise ValueError(
+            f"heads need texts to learn from and others to measure on; {len(texts)} texts gave {len(train)} and {len(valid)}. "
+            f"Give more samples (20 or more), or leave heads out (heads=False, --no-heads)."
+        )
+    return train, valid
+
+
+def _with_heads(window: Window, course: _Course) -> list[_Counted]:
+    """Lens and memory heads at the candidate checkpoints, on held-out texts."""
+    depths = sorted({*course.depths, *memory_depths(window.num_layers, MEMORIES), window.num_layers})
+    with scratch_folder() as folder:
+        for part in (train_folder := Path(folder, "train"), valid_folder := Path(folder, "valid")):
+            part.mkdir()
+        split = Split(
+            collect(window, course.train, depths, train_folder, "states to learn from"),
+            collect(window, course.valid, depths, valid_folder, "states to measure on"),
+        )
+        return [_lens_or_memory(window, split, course, strategy) for strategy in ("lens", "memory")]
+
+
+def _lens_or_memory(window: Window, split: Split, course: _Course, strategy: str) -> _Counted:
+    shares, firsts = {}, []
+    depths = [depth for depth in course.depths if depth or strategy == "memory"]
+    for depth in depths:
+        head = _fitted(window, split, course, strategy, depth)
+        hits = _hits(window, head, split.valid, depth, course.schedule.draft_steps)
+        shares[depth, strategy] = hits[0].float().mean().item()
+        if strategy == "memory":
+            shares[depth, "memory_last"] = hits[-1].float().mean().item()
+        firsts.append(torch.where(hits[0], depth, window.num_layers))
+    oracle = {strategy: torch.stack(firsts).amin(0).float().mean().item()} if firsts else {}
+    return _Counted(split.valid.tokens, shares, oracle)
+
+
+def _fitted(window: Window, split: Split, course: _Course, strategy: str, depth: int) -> nn.Module:
+    text_config = window.model.config.get_text_config(decoder=True)
+    device = window.model.device
+    schedule = course.schedule.fitted_to(window.hidden_dim, text_config.vocab_size, device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(course.seed)
+        head = build_head(strategy, head_sizes(strategy, text_config, window.hidden_dim))
+    title = f"{strategy} at depth {depth}"
+    return fit_head(window, head, split, Exits(depth, None), schedule, course.seed, title).head
+
+
+@torch.no_grad()
+def _hits(window: Window, head: nn.Module, data: Collection, depth: int, steps: int) -> torch.Tensor:
+    """(steps, tokens) where the head's token is the full model's."""
+    found = []
+    for shard, rows in data.in_order():
+        asked, best = shard.asked[rows], shard.best[rows]
+        tokens = [best_tokens(window, g[asked], None, AT_ONCE) for g in guesses(window, head, shard, rows, depth, steps)]
+        found.append(torch.stack(tokens) == best[asked])
+    return torch.cat(found, 1).cpu()

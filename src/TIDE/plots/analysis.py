@@ -1,0 +1,59 @@
+"""The figure of an analysis: a line per criterion over depth, a mark on the axis where an oracle would leave.
+
+Figures are made without pyplot, so a program's own figures and backend are left alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from TIDE.calibration.analyze import Analysis
+
+SUFFIXES = (".png", ".svg", ".pdf")
+STYLE = {  # colours that stay apart for colour-blind readers (Okabe and Ito)
+    "cosine": dict(color="#999999", linestyle="--"),
+    "identity": dict(color="#000000"),
+    "lens": dict(color="#0072B2", marker="o"),
+    "memory": dict(color="#D55E00", marker="s"),
+    "memory_last": dict(color="#D55E00", marker="s", linestyle=":", markerfacecolor="none"),
+}
+
+
+def check_figure(path: str | Path) -> None:
+    """Raise where no figure could be written to `path`: better before long work than after it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("figures need matplotlib. Install with: pip install 'tide-inference[plots]'")
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"a figure ends in {', '.join(SUFFIXES)}, found {path.name!r}.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to. Make it first.")
+
+
+def plot_analysis(analysis: Analysis, path: str | Path) -> None:
+    """Draw the share of tokens decided at each depth. The suffix of `path` says in which format."""
+    check_figure(path)
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, title in analysis.titles.items():
+        points = [(row["depth"], row[name]) for row in analysis.rows if row[name] is not None]
+        axes.plot(*zip(*points, strict=True), label=title, linewidth=1.8, markersize=5, **STYLE[name])
+    for name, depth in analysis.oracle_depth.items():
+        label = f"oracle, {name}: {depth:.1f}"
+        axes.axvline(depth, ymax=0.06, linewidth=3, color=STYLE[name]["color"], label=label)
+    axes.set_xlim(0, analysis.layers)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel(f"depth (layers run, of {analysis.layers})")
+    axes.set_ylabel("share of tokens")
+    axes.set_title(f"{analysis.model}: tokens decided by depth ({analysis.tokens} tokens)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", frameon=False)
+    figure.savefig(path, dpi=150)

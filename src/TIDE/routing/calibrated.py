@@ -1,0 +1,97 @@
+"""The exit policy of a router file: a head guesses, a router says how likely the guess is right.
+
+The head runs before the router is asked, because its own confidence is the best thing a router can know; what it
+found is kept for `predict`, so an exit costs one head.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from TIDE.routing.heads import MemoryHead, memory_depths
+from TIDE.routing.memory import HeadMemory
+from TIDE.routing.policy import Candidates, ExitPolicy, Head
+
+if TYPE_CHECKING:
+    from TIDE.adapters.window import Window
+    from TIDE.routing.exits import Exit
+    from TIDE.routing.router_file import RouterFile
+
+UNLIKELY = 20.0  # how far below an exit's worst token those lie that it cannot predict
+
+
+class CalibratedPolicy(ExitPolicy):
+    """Exits as calibrated. Heads and routers are put where the model is, heads in its dtype."""
+
+    def __init__(self, file: RouterFile, window: Window) -> None:
+        device, dtype = window.model.device, window.model.dtype
+        self.exits = {depth: file.exits[depth] for depth in file.checkpoints}
+        for at in self.exits.values():
+            at.head.to(device, dtype)
+            at.router.to(device)
+        self.checkpoints = file.checkpoints
+        self.exit_thresholds = {depth: at.threshold for depth, at in self.exits.items()}
+        self.max_pending = file.max_pending
+        self.num_layers = window.num_layers
+        self.vocabulary = None if file.vocabulary is None else file.vocabulary.to(device)
+        nothing = torch.zeros(1, window.hidden_dim, device=device, dtype=dtype)
+        self.vocab_size = 0 if self.vocabulary is None else window.head(nothing).shape[-1]
+        self.watches = tuple(sorted({depth for own in map(self._watched, self.exits.items()) for depth in own}))
+
+    def _watched(self, place: tuple[int, Exit]) -> list[int]:
+        depth, at = place
+        if not isinstance(at.head, MemoryHead):
+            return []
+        return [depth, *memory_depths(self.num_layers, at.head.sizes.memories)]
+
+    def start(self, rows: int, head: Head) -> ExitPolicy:
+        return _Request(self, rows, head)
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        raise RuntimeError("a calibrated policy decides through what `start` returns.")
+
+
+class _Request(ExitPolicy):
+    """A calibrated policy at work on one request."""
+
+    def __init__(self, policy: CalibratedPolicy, rows: int, head: Head) -> None:
+        self.exits = policy.exits
+        self.vocabulary = policy.vocabulary
+        self.vocab_size = policy.vocab_size
+        self.watches = policy.watches
+        self.head = head
+        self.memories = {
+            depth: HeadMemory(at.head, depth, policy.num_layers, rows)
+            for depth, at in policy.exits.items()
+            if isinstance(at.head, MemoryHead)
+        }
+        self._logits: dict[int, torch.Tensor] = {}  # of the rows last scored
+
+    def observe(self, depth: int, row: int, position: int, states: torch.Tensor) -> None:
+        for memory in self.memories.values():
+            memory.observe(depth, row, position, states)
+
+    def forget(self, row: int, length: int) -> None:
+        for memory in self.memories.values():
+            memory.forget(row, length)
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        at = self.exits[candidates.depth]
+        if candidates.depth in self.memories:
+            guess = self.memories[candidates.depth].guess(candidates.rows, candidates.positions)
+        else:
+            guess = at.head(candidates.states)
+        guess = guess.to(candidates.states.dtype)
+        logits = self.head(guess, self.vocabulary)
+        self._logits = dict(zip(candidates.rows, logits, strict=True))
+        return at.router(guess, logits)
+
+    def predict(self, candidates: Candidates, head: Head) -> torch.Tensor:
+        logits = torch.stack([self._logits[row] for row in candidates.rows])
+        if self.vocabulary is None:
+            return logits
+        # Not minus infinity: processors may leave nothing but tokens outside the draft vocabulary.
+        lowest = logits.amin(-1, keepdim=True) - UNLIKELY
+        return lowest.expand(-1, self.vocab_size).scatter(1, self.vocabulary.expand(len(logits), -1), logits)

@@ -1,0 +1,105 @@
+"""What a memory head remembers of the rows of one request: its inputs, its K/V, and how far both are final.
+
+    position            0    1    2    3    4    5
+    this token         h0   h1   h2   h3   h4   h5
+    the one before      0   f0   f1   f2   y3   y4        f known for 3 positions; y are the head's own guesses
+    K/V                 ■    ■    ■    ■    □    □        □ will be fed again once f3 and f4 are known
+
+`known` counts the positions whose deep states have been seen, `fed` those whose K/V stand. A guess feeds the
+positions from `fed` to the newest: those with true memories in one pass, drafted ones one by one, as in training.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from TIDE.routing.heads import MemoryHead, memory_depths
+
+ROOM = 256  # positions
+
+
+class HeadMemory:
+    """The state of one memory head for so many rows."""
+
+    def __init__(self, head: MemoryHead, depth: int, num_layers: int, rows: int) -> None:
+        self.head = head
+        self.depth = depth
+        self.depths = memory_depths(num_layers, head.sizes.memories)
+        self.known = [0] * rows
+        self.fed = [0] * rows
+        sizes, weight = head.sizes, head.fuse.weight
+        self._shallow = weight.new_zeros(rows, 0, sizes.hidden_dim)
+        self._deep = weight.new_zeros(rows, 0, sizes.memories * sizes.hidden_dim)
+        self._before = weight.new_zeros(rows, 0, sizes.hidden_dim)
+        self._keys = weight.new_zeros(rows, 0, sizes.kv_heads * sizes.head_dim)
+        self._values = weight.new_zeros(rows, 0, sizes.kv_heads * sizes.head_dim)
+
+    def observe(self, depth: int, row: int, position: int, states: torch.Tensor) -> None:
+        """States of a row's tokens from `position` on. Deep states make what was guessed from guesses be fed again."""
+        stop = position + len(states)
+        self._make_room(stop)
+        if depth == self.depth:
+            self._shallow[row, position:stop] = states
+        if depth not in self.depths:
+            return
+        place = self.depths.index(depth) * states.shape[1]
+        self._deep[row, position:stop, place : place + states.shape[1]] = states
+        if depth == self.depths[-1]:
+            self._before[row, position:stop] = self.head.remember(self._deep[row, position:stop])
+            self.fed[row] = min(self.fed[row], position + 1)
+            self.known[row] = stop
+
+    def forget(self, row: int, length: int) -> None:
+        self.known[row] = min(self.known[row], length)
+        self.fed[row] = min(self.fed[row], length)
+
+    def guess(self, rows: list[int], positions: list[int]) -> torch.Tensor:
+        """(n, hidden) guesses for the tokens at these positions, each the newest of its row."""
+        found: dict[int, torch.Tensor] = {}
+        fed = {row: min(self.fed[row], at) for row, at in zip(rows, positions, strict=True)}
+        newest = dict(zip(rows, positions, strict=True))
+        while rows := [row for row in rows if row not in found]:
+            spans = [range(fed[row], min(newest[row], max(self.known[row], fed[row])) + 1) for row in rows]
+            for row, span, own in zip(rows, spans, self._feed(rows, spans), strict=True):
+                fed[row] = self.fed[row] = span.stop
+                if span.stop > newest[row]:
+                    found[row] = own
+        return torch.stack([found[row] for row in newest])
+
+    def _feed(self, rows: list[int], spans: list[range]) -> torch.Tensor:
+        """Take spans of positions through the head, shorter ones padded with their last position; (n, hidden) at the ends."""
+        device, width = self._shallow.device, max(map(len, spans))
+        where = torch.tensor(rows, device=device)[:, None]
+        at = torch.tensor([[min(span.start + i, span[-1]) for i in range(width)] for span in spans], device=device)
+        before = self._before[where, (at - 1).clamp(min=0)] * (at > 0)[..., None]
+        x = self.head.enter(self._shallow[where, at], before)
+        q, k, v = self.head.project(x, at)
+        self._keys[where, at] = k.transpose(1, 2).flatten(2)
+        self._values[where, at] = v.transpose(1, 2).flatten(2)
+        y = self.head.leave(x, self._attend(q, where[:, 0], at))
+        for index, (row, span) in enumerate(zip(rows, spans, strict=True)):
+            first = max(span.start, self.known[row])  # true memories stay
+            if first < span.stop:
+                self._before[row, first : span.stop] = y[index, first - span.start : len(span)]
+        return y[torch.arange(len(rows), device=device), torch.tensor([len(span) - 1 for span in spans], device=device)]
+
+    def _attend(self, q: torch.Tensor, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """(n, heads, q, d): every position sees those up to itself."""
+        width = int(at.max()) + 1
+        keys, values = (self._by_head(x[rows, :width]) for x in (self._keys, self._values))
+        seen = torch.arange(width, device=at.device) <= at[:, None, :, None]
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+
+    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, width, kv_heads * d) -> (n, heads, width, d)"""
+        sizes = self.head.sizes
+        split = x.view(*x.shape[:2], sizes.kv_heads, sizes.head_dim).transpose(1, 2)
+        return split.repeat_interleave(sizes.heads // sizes.kv_heads, 1)
+
+    def _make_room(self, length: int) -> None:
+        room = self._shallow.shape[1]
+        if length > room:
+            more = max(length + ROOM, 2 * room) - room
+            for name in ("_shallow", "_deep", "_before", "_keys", "_values"):
+                setattr(self, name, F.pad(getattr(self, name), (0, 0, 0, more)))

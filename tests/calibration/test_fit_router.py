@@ -1,0 +1,178 @@
+"""Routers learn what they are shown, say shares, and are the same each time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from families import LAYERS, VOCAB, build
+from TIDE.adapters.window import Window
+from TIDE.calibration import fit_router as fitting
+from TIDE.calibration.collect import Collection, Shard, collect
+from TIDE.calibration.figures import calibration_error
+from TIDE.calibration.fit import Exits, Split, agreement, guesses
+from TIDE.calibration.fit_router import fit_router, platt
+from TIDE.calibration.text import Text
+from TIDE.config import TIDEConfig
+from TIDE.routing.heads import HeadSizes, build_head, head_sizes
+
+DEPTH, STEPS = 2, 3
+CONFIG = TIDEConfig(router_bottleneck_dim=16)
+SOME = torch.arange(0, VOCAB, 2)
+
+
+@pytest.fixture(scope="module")
+def window():
+    window = Window(build("llama"))
+    yield window
+    window.close()
+
+
+@pytest.fixture(scope="module")
+def split(window, tmp_path_factory):
+    generator = torch.Generator().manual_seed(0)
+    depths = sorted({1, 2, 3, LAYERS})
+
+    def texts(count):
+        lengths = torch.randint(20, 40, (count,), generator=generator).tolist()
+        return [Text(torch.randint(3, VOCAB, (n,), generator=generator).tolist(), 8, 0) for n in lengths]
+
+    folder = tmp_path_factory.mktemp("states")
+    return Split(collect(window, texts(30), depths, folder, "train"), collect(window, texts(20), depths, folder, "valid"))
+
+
+def head_for(window, strategy):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build_head(strategy, head_sizes(strategy, window.model.config, window.hidden_dim)).eval().requires_grad_(False)
+
+
+def fit(window, head, split, seed=0, config=CONFIG, vocabulary=None):
+    return fit_router(window, head, split, Exits(DEPTH, vocabulary), config, STEPS, seed, "router")
+
+
+@pytest.mark.parametrize("vocabulary", [None, SOME], ids=["all", "some"])
+@pytest.mark.parametrize("strategy", ["identity", "lens", "memory"])
+def test_the_trace_tells_what_the_exit_did(window, split, strategy, vocabulary):
+    head = head_for(window, strategy)
+    found = fit(window, head, split, vocabulary=vocabulary)
+    expected = agreement(window, head, split.valid, Exits(DEPTH, vocabulary), STEPS)
+    assert found.trace.agreed.double().mean(0).tolist() == pytest.approx(expected)
+    assert found.trace.scores.shape == (split.valid.tokens, STEPS if strategy == "memory" else 1)
+    assert ((found.trace.scores >= 0) & (found.trace.scores <= 1)).all()
+    assert len(found.figures["by_step"]) == len(expected)
+    counts = [int(asked.sum()) for shard in split.valid.shards for asked in shard.asked]
+    assert found.trace.texts.bincount().tolist() == counts
+    odd = found.trace.texts % 2 == 1
+    assert found.figures["positions"] == int(odd.sum())
+    assert found.figures["agreement"] == pytest.approx(float(found.trace.agreed[odd, 0].double().mean()), abs=1e-4)
+
+
+def test_scores_are_those_the_engine_will_see(window, split):
+    head = head_for(window, "memory")
+    found = fit(window, head, split)
+    shard = split.valid.shards[0]
+    guess = guesses(window, head, shard, torch.arange(len(shard.lengths)), DEPTH, STEPS)[1][shard.asked]
+    scores = found.router(guess, window.head(guess))
+    torch.testing.assert_close(scores, found.trace.scores[: len(scores), 1])
+    assert not found.router.training
+    assert not any(parameter.requires_grad for parameter in found.router.parameters())
+
+
+def test_the_same_seed_gives_the_same_router_and_leaves_random_numbers_alone(window, split):
+    head = head_for(window, "lens")
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    routers = [fit(window, head, split, seed).router.state_dict() for seed in (1, 1, 2)]
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(routers[0][name], routers[1][name]) for name in routers[0])
+    assert not torch.equal(routers[0]["down.weight"], routers[2]["down.weight"])
+
+
+def test_examples_never_exceed_the_cap(window, split, monkeypatch):
+    monkeypatch.setattr(fitting, "EXAMPLES", 100)
+    sizes = []
+    monkeypatch.setattr(fitting, "_train", lambda router, features, right, *rest: sizes.append((len(features), len(right))))
+    fit(window, head_for(window, "memory"), split)
+    assert sizes == [(100, 100)]
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 1.0])
+def test_the_cosine_label_obeys_its_threshold(window, split, threshold, monkeypatch):
+    config = TIDEConfig(router_bottleneck_dim=16, label="cosine", convergence_threshold=threshold)
+    shares = []
+    monkeypatch.setattr(fitting, "_train", lambda router, features, right, *rest: shares.append(float(right.double().mean())))
+    found = fit(window, head_for(window, "memory"), split, config=config)
+    states = [[shard.states(depth)[shard.asked] for depth in (DEPTH, LAYERS)] for shard in split.train.shards]
+    near = torch.cat([torch.cosine_similarity(*pair, dim=-1) for pair in states])
+    assert shares == [pytest.approx(float((near > threshold).double().mean()))]
+    expected = agreement(window, head_for(window, "memory"), split.valid, Exits(DEPTH, None), STEPS)
+    assert found.trace.agreed.double().mean(0).tolist() == pytest.approx(expected)  # agreement, whatever the label
+
+
+def invented(window, texts, seed, chance):
+    """Random states, and full-model tokens that agree with the identity exit's with a chance given by the state."""
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randn(texts, 20, window.hidden_dim, generator=generator)
+    flat = states.flatten(0, 1)
+    right = torch.rand(len(flat), generator=generator) < chance(flat)
+    best = window.head(flat).argmax(-1)
+    best = torch.where(right, best, (best + 1) % VOCAB).view(texts, 20)
+    asked = torch.ones(texts, 20, dtype=torch.bool)
+    shard = Shard(torch.zeros(texts, 20, dtype=torch.long), [20] * texts, asked, asked, best, {DEPTH: states, LAYERS: states})
+    return Collection([shard], [DEPTH, LAYERS])
+
+
+def invented_split(window, chance, train=400, valid=150):
+    return Split(invented(window, train, 0, chance), invented(window, valid, 1, chance))
+
+
+def test_what_can_be_told_is_told_and_scores_are_shares(window):
+    split = invented_split(window, lambda states: torch.sigmoid(6 * states[:, :4].sum(-1) - 3))
+    found = fit(window, build_head("identity", HeadSizes(window.hidden_dim)), split)
+    assert found.figures["auroc"] > 0.9
+    assert found.figures["calibration_error"] < 0.05
+    assert found.figures["coverage"]["0.90"] > 0.2
+    assert "held_out" not in found.figures
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_one_class_is_no_accident(window, share):
+    split = invented_split(window, lambda states: torch.full((len(states),), share), train=20, valid=10)
+    found = fit(window, build_head("identity", HeadSizes(window.hidden_dim)), split)
+    assert found.trace.scores.mean() == pytest.approx(share, abs=0.02)
+    assert found.figures["agreement"] == share
+
+
+def test_few_held_out_positions_are_used_for_both_and_said_to_be_few(window):
+    split = invented_split(window, lambda states: torch.full((len(states),), 0.5), train=20, valid=2)
+    found = fit(window, build_head("identity", HeadSizes(window.hidden_dim)), split)
+    assert found.figures["held_out"] == "too few"
+    assert found.figures["positions"] == 40
+
+
+def test_nothing_held_out_is_no_accident_and_nothing_to_train_on_is_told(window):
+    split = invented_split(window, lambda states: torch.full((len(states),), 0.5), train=20, valid=2)
+    head = build_head("identity", HeadSizes(window.hidden_dim))
+    found = fit(window, head, Split(split.train, Collection([], [])))
+    assert found.figures["positions"] == 0 and math.isfinite(float(found.router.temperature))
+    with pytest.raises(ValueError, match="more or longer texts"):
+        fit(window, head, Split(Collection([], []), split.valid))
+
+
+@pytest.mark.parametrize(("slope", "offset"), [(0.3, 1.0), (2.0, -1.5)])
+def test_platt_scaling_finds_slope_and_offset(slope, offset):
+    raw = torch.randn(50_000, generator=torch.Generator().manual_seed(0)) * 3
+    right = torch.rand(50_000, generator=torch.Generator().manual_seed(1)) < torch.sigmoid(slope * raw + offset)
+    temperature, found = platt(raw, right)
+    assert 1 / temperature == pytest.approx(slope, rel=0.05)
+    assert found == pytest.approx(offset, rel=0.05)
+    assert calibration_error(torch.sigmoid(raw / temperature + found), right) < 0.01
+
+
+def test_platt_scaling_never_turns_scores_round():
+    raw = torch.linspace(-3, 3, 200)
+    assert platt(raw, raw < 0)[0] > 0

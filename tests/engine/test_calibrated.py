@@ -1,0 +1,120 @@
+"""Exits of a router file in the engine: exact whatever the weights, and fed with what calibration saw."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from families import FAMILIES, build
+from policies import texts_of
+from TIDE import TIDE, TIDEConfig
+from TIDE.adapters.window import Feed, Window
+from TIDE.routing.calibrated import CalibratedPolicy
+from TIDE.routing.exits import Exit
+from TIDE.routing.fingerprint import fingerprint
+from TIDE.routing.heads import build_head, head_sizes, memory_depths
+from TIDE.routing.router import SIGNALS, Router
+from TIDE.routing.router_file import RouterFile
+
+
+def a_file(model, strategy: str, checkpoints: tuple[int, ...], threshold: float, vocabulary=None, seed: int = 0) -> RouterFile:
+    """Random heads and routers."""
+    torch.manual_seed(seed)
+    config = model.config.get_text_config(decoder=True)
+    hidden = config.hidden_size
+    exits = {}
+    for depth in checkpoints:
+        head = build_head(strategy, head_sizes(strategy, config, hidden)).eval().requires_grad_(False)
+        exits[depth] = Exit(head, Router(hidden, 8, SIGNALS).requires_grad_(False), threshold)
+    return RouterFile(strategy, exits, checkpoints, 3, vocabulary, fingerprint(model))
+
+
+def saved(file: RouterFile, folder) -> str:
+    path = folder / "router.safetensors"
+    file.save(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_exact_mode_writes_the_models_text_with_memory_heads_in_every_family(name, prompts):
+    model, (ids, mask) = build(name), prompts
+    options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    expected = model.generate(ids, **options)
+    window = Window(model)
+    layers = window.num_layers
+    policy = CalibratedPolicy(a_file(model, "memory", (0, layers // 2), 0.0), window)
+    window.close()
+    with TIDE(model, policy) as engine:
+        found = engine.generate(ids, **options)
+        assert engine.last_stats.drafted > 0
+    assert texts_of(found, mask) == texts_of(expected, mask)
+
+
+@pytest.mark.parametrize("strategy", ["identity", "lens", "memory"])
+@pytest.mark.parametrize("config", [{}, {"mode": "fast"}, {"mode": "fast", "kv_cache_strategy": "zero_pad"}])
+def test_every_strategy_runs_from_its_file_in_every_mode(strategy, config, llama, prompts, tmp_path):
+    ids, mask = prompts
+    path = saved(a_file(llama, strategy, (1, 2), 0.4, torch.arange(0, 96, 2)), tmp_path)
+    options = dict(attention_mask=mask, max_new_tokens=10, do_sample=False, pad_token_id=0)
+    expected = llama.generate(ids, **options)
+    with TIDE(llama, path, TIDEConfig(**config)) as engine:
+        found = engine.generate(ids, **options)
+        assert engine.last_stats.drafted > 0
+        assert torch.equal(found, engine.generate(ids, **options)), "a second request starts from nothing"
+    if not config:
+        assert torch.equal(found, expected)
+
+
+def test_a_draft_vocabulary_limits_what_exits_say_and_nothing_else(llama, prompts, tmp_path):
+    ids, mask = prompts
+    allowed = torch.arange(0, 96, 3)
+    path = saved(a_file(llama, "memory", (0,), 0.0, allowed), tmp_path)
+    with TIDE(llama, path, TIDEConfig(mode="fast", max_pending=10**6)) as engine:
+        found = engine.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+        assert set(found[:, ids.shape[1] + 1 :].flatten().tolist()) <= set(allowed.tolist())
+        sampled = engine.generate(
+            ids[2:], max_new_tokens=4, do_sample=True, prefix_allowed_tokens_fn=lambda *_: [1, 2, 4], pad_token_id=0
+        )
+    assert set(sampled[:, ids.shape[1] :].flatten().tolist()) <= {0, 1, 2, 4}, "even where no token is left to the exit"
+
+
+@pytest.mark.parametrize("pending", [1, 3])
+def test_what_a_router_sees_in_the_engine_is_what_it_saw_in_calibration(pending, llama, prompts, tmp_path, monkeypatch):
+    """The guesses of heads while decoding, against the unrolled ones that training uses, at every draft step."""
+    ids = prompts[0][2:]
+    depth = 2
+    file = a_file(llama, "memory", (depth,), 0.0)
+    seen: dict[tuple[int, int], torch.Tensor] = {}
+    features = Router.features
+
+    def noted(self, states, logits=None):
+        noted.last = states
+        return features(self, states, logits)
+
+    monkeypatch.setattr(Router, "features", noted)
+    from TIDE.routing import calibrated
+
+    score = calibrated._Request.score
+
+    def watched(self, candidates):
+        out = score(self, candidates)
+        position = candidates.positions[0]
+        seen[position, position - self.memories[depth].known[0]] = noted.last[0].clone()
+        return out
+
+    monkeypatch.setattr(calibrated._Request, "score", watched)
+    with TIDE(llama, saved(file, tmp_path), TIDEConfig(max_pending=pending)) as engine:
+        text = engine.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None)
+        window, layers = engine.window, engine.window.num_layers
+        positions = torch.arange(text.shape[1])[None]
+        depths = memory_depths(layers, 3)
+        taps = tuple({depth, *depths} - {layers})
+        passed = window.run(0, layers, Feed(text, positions, None, None), taps=taps)
+    states = {**passed.taps, layers: passed.states}
+    head = engine.policy.exits[depth].head
+    guesses = head.unroll(states[depth], torch.cat([states[d] for d in depths], -1), pending)
+    first = {position: step for position, step in seen if step == 0}
+    assert len(first) >= 4
+    for position, step in seen:
+        if step == 0:  # later steps follow drafts, which a random head gets wrong
+            torch.testing.assert_close(seen[position, 0], guesses[0][0, position], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,112 @@
+"""A memory head remembers: token by token it guesses what it guessed in training for the whole text at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from TIDE.routing.heads import HeadSizes, MemoryHead, memory_depths
+from TIDE.routing.memory import HeadMemory
+
+LAYERS, DIM, LENGTH, STEPS = 6, 16, 14, 4
+
+
+def a_head(memories: int) -> MemoryHead:
+    torch.manual_seed(memories)
+    head = MemoryHead(HeadSizes(DIM, 24, heads=4, kv_heads=2, head_dim=6, memories=memories))
+    head.measure(torch.randn(50, DIM) + 1, torch.randn(50, DIM) * torch.arange(1, DIM + 1))
+    return head.eval().requires_grad_(False)
+
+
+class Texts:
+    """Random states of a few rows, and what the head says of them at once."""
+
+    def __init__(self, head: MemoryHead, rows: int) -> None:
+        self.depths = memory_depths(LAYERS, head.sizes.memories)
+        torch.manual_seed(0)
+        self.shallow = torch.randn(rows, LENGTH, DIM)
+        self.deep = torch.randn(rows, LENGTH, DIM * head.sizes.memories)
+        self.guesses = head.unroll(self.shallow, self.deep, STEPS)
+
+    def show(self, memory: HeadMemory, row: int, start: int, stop: int, deep: bool) -> None:
+        if not deep:
+            memory.observe(memory.depth, row, start, self.shallow[row, start:stop])
+            return
+        for depth, states in zip(self.depths, self.deep[row, start:stop].split(DIM, -1), strict=True):
+            memory.observe(depth, row, start, states)
+
+
+@pytest.mark.parametrize("memories", [1, 3])
+def test_token_by_token_equals_whole_texts_at_every_draft_step(memories):
+    head = a_head(memories)
+    texts, memory = Texts(head, 1), HeadMemory(head, 1, LAYERS, 1)
+    texts.show(memory, 0, 0, 5, deep=False)
+    texts.show(memory, 0, 0, 5, deep=True)
+    for step in range(STEPS):
+        texts.show(memory, 0, 5 + step, 6 + step, deep=False)
+        torch.testing.assert_close(memory.guess([0], [5 + step])[0], texts.guesses[step][0, 5 + step])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, STEPS), st.integers(0, STEPS), st.integers(0, STEPS)), min_size=1, max_size=4))
+def test_drafts_catch_ups_and_rollbacks_of_ragged_rows_leave_only_the_truth(rounds):
+    """Every row drafts a while, deep states of some drafts come in, the rest is taken back."""
+    head = a_head(3)
+    rows = 2
+    texts, memory = Texts(head, rows), HeadMemory(head, 1, LAYERS, rows)
+    done = [1, 3]
+    for row in range(rows):
+        texts.show(memory, row, 0, done[row], deep=False)
+        texts.show(memory, row, 0, done[row], deep=True)
+    for drafts, kept, lag in rounds:
+        for step in range(drafts):
+            going = [row for row in range(rows) if done[row] + step < LENGTH and (row == 0 or step >= lag % 2)]
+            steps = {row: step - (lag % 2 if row == 1 else 0) for row in going}
+            positions = [done[row] + steps[row] for row in going]
+            for row, at in zip(going, positions, strict=True):
+                texts.show(memory, row, at, at + 1, deep=False)
+            for row, at, found in zip(going, positions, memory.guess(going, positions) if going else [], strict=True):
+                torch.testing.assert_close(found, texts.guesses[steps[row]][row, at], msg=f"row {row} position {at}")
+        for row in range(rows):
+            stop = min(LENGTH, done[row] + min(kept, drafts - (lag % 2 if row == 1 else 0)))
+            if stop > done[row]:
+                texts.show(memory, row, done[row], stop, deep=True)
+            memory.forget(row, stop)
+            done[row] = max(done[row], stop)
+
+
+def test_tokens_that_exited_at_another_head_are_fed_before_a_guess():
+    head = a_head(3)
+    texts, memory = Texts(head, 1), HeadMemory(head, 1, LAYERS, 1)
+    texts.show(memory, 0, 0, 4, deep=False)
+    texts.show(memory, 0, 0, 4, deep=True)
+    texts.show(memory, 0, 4, 7, deep=False)  # 4 and 5 left elsewhere and come by only now
+    torch.testing.assert_close(memory.guess([0], [6])[0], texts.guesses[2][0, 6])
+
+
+def test_without_catch_up_a_guess_stands_for_the_deep_state_that_never_comes():
+    head = a_head(1)
+    texts, memory = Texts(head, 1), HeadMemory(head, 1, LAYERS, 1)
+    texts.show(memory, 0, 0, 4, deep=False)
+    texts.show(memory, 0, 0, 3, deep=True)
+    memory.guess([0], [3])
+    guessed = memory._before[0, 3].clone()
+    texts.show(memory, 0, 4, 5, deep=False)
+    texts.show(memory, 0, 4, 5, deep=True)  # 3 has no deep state, 4 has
+    texts.show(memory, 0, 5, 6, deep=False)
+    memory.guess([0], [5])
+    assert torch.equal(memory._before[0, 3], guessed)
+
+
+def test_true_states_up_to_the_last_token_are_what_a_first_draft_step_uses():
+    """A later deep state changes no earlier guess; the one before the token does."""
+    head = a_head(3)
+    texts = Texts(head, 1)
+    changed = texts.deep.clone()
+    changed[:, 7] += 1
+    again = head.unroll(texts.shallow, changed, 2)
+    assert torch.equal(again[0][:, :8], texts.guesses[0][:, :8])
+    assert not torch.equal(again[0][:, 8], texts.guesses[0][:, 8])
+    assert torch.equal(again[1][:, 8], texts.guesses[1][:, 8]), "at step 2 the token before is a guess"
