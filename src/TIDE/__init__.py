@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from TIDE.calibration.analyze import analyze
+    from TIDE.calibration.calibrate import calibrate
     from TIDE.config import TIDEConfig
     from TIDE.engine.engine import TIDE
+    from TIDE.models.default import default_router
     from TIDE.models.load import load_model
     from TIDE.routing.policy import Candidates, ExitPolicy
+    from TIDE.routing.router_file import RouterFile
     from TIDE.stats import ExitStats
 
 _HOME = {
@@ -25,11 +28,26 @@ _HOME = {
     "ExitStats": "TIDE.stats",
     "ExitPolicy": "TIDE.routing.policy",
     "Candidates": "TIDE.routing.policy",
+    "RouterFile": "TIDE.routing.router_file",
     "load_model": "TIDE.models.load",
+    "default_router": "TIDE.models.default",
+    "calibrate": "TIDE.calibration.calibrate",
     "analyze": "TIDE.calibration.analyze",
 }
 
-__all__ = ["TIDE", "Candidates", "ExitPolicy", "ExitStats", "TIDEConfig", "__version__", "analyze", "load_model"]
+__all__ = [
+    "TIDE",
+    "Candidates",
+    "ExitPolicy",
+    "ExitStats",
+    "RouterFile",
+    "TIDEConfig",
+    "__version__",
+    "analyze",
+    "calibrate",
+    "default_router",
+    "load_model",
+]
 
 try:
     __version__ = version("tide-inference")

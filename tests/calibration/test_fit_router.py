@@ -10,7 +10,7 @@ import torch
 from families import LAYERS, VOCAB, build
 from TIDE.adapters.window import Window
 from TIDE.calibration import fit_router as fitting
-from TIDE.calibration.collect import Collection, Shard, collect
+from TIDE.calibration.collect import Budget, Collection, Shard, collect
 from TIDE.calibration.figures import calibration_error
 from TIDE.calibration.fit import Exits, Split, agreement, guesses
 from TIDE.calibration.fit_router import fit_router, platt
@@ -39,8 +39,8 @@ def split(window, tmp_path_factory):
         lengths = torch.randint(20, 40, (count,), generator=generator).tolist()
         return [Text(torch.randint(3, VOCAB, (n,), generator=generator).tolist(), 8, 0) for n in lengths]
 
-    folder = tmp_path_factory.mktemp("states")
-    return Split(collect(window, texts(30), depths, folder, "train"), collect(window, texts(20), depths, folder, "valid"))
+    budget = Budget(window.model.device, tmp_path_factory.mktemp("states"))
+    return Split(*[collect(window, texts(count), depths, budget, "texts") for count in (30, 20)])
 
 
 def head_for(window, strategy):
@@ -114,7 +114,7 @@ def test_the_cosine_label_obeys_its_threshold(window, split, threshold, monkeypa
 
 
 def invented(window, texts, seed, chance):
-    """Random states, and full-model tokens that agree with the identity exit's with a chance given by the state."""
+    """States of other seeds than the weights; full-model tokens agree with the exit's with a chance given by the state."""
     generator = torch.Generator().manual_seed(seed)
     states = torch.randn(texts, 20, window.hidden_dim, generator=generator)
     flat = states.flatten(0, 1)
@@ -123,11 +123,11 @@ def invented(window, texts, seed, chance):
     best = torch.where(right, best, (best + 1) % VOCAB).view(texts, 20)
     asked = torch.ones(texts, 20, dtype=torch.bool)
     shard = Shard(torch.zeros(texts, 20, dtype=torch.long), [20] * texts, asked, asked, best, {DEPTH: states, LAYERS: states})
-    return Collection([shard], [DEPTH, LAYERS])
+    return Collection([shard])
 
 
 def invented_split(window, chance, train=400, valid=150):
-    return Split(invented(window, train, 0, chance), invented(window, valid, 1, chance))
+    return Split(invented(window, train, 100, chance), invented(window, valid, 101, chance))
 
 
 def test_what_can_be_told_is_told_and_scores_are_shares(window):
@@ -157,10 +157,10 @@ def test_few_held_out_positions_are_used_for_both_and_said_to_be_few(window):
 def test_nothing_held_out_is_no_accident_and_nothing_to_train_on_is_told(window):
     split = invented_split(window, lambda states: torch.full((len(states),), 0.5), train=20, valid=2)
     head = build_head("identity", HeadSizes(window.hidden_dim))
-    found = fit(window, head, Split(split.train, Collection([], [])))
+    found = fit(window, head, Split(split.train, Collection([])))
     assert found.figures["positions"] == 0 and math.isfinite(float(found.router.temperature))
     with pytest.raises(ValueError, match="more or longer texts"):
-        fit(window, head, Split(Collection([], []), split.valid))
+        fit(window, head, Split(Collection([]), split.valid))
 
 
 @pytest.mark.parametrize(("slope", "offset"), [(0.3, 1.0), (2.0, -1.5)])

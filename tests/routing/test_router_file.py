@@ -17,8 +17,8 @@ from families import build
 from router_files import SIZES, made, tensors_of
 from TIDE import TIDE
 from TIDE.adapters.window import Window
-from TIDE.routing import storage
 from TIDE.config import EXIT_STRATEGIES as STRATEGIES
+from TIDE.routing import storage
 from TIDE.routing.router_file import RouterFile
 
 SUFFIXES = ["safetensors", "pt"]

@@ -15,6 +15,7 @@ training texts and are measured on those held out, which also choose the moment 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -27,9 +28,10 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from TIDE.adapters.window import Feed, Window
-from TIDE.calibration.collect import Collection, _laid_out, _positions, _shards, collect, scratch_folder
+from TIDE.adapters.window import Window
+from TIDE.calibration.collect import Budget, Collection, _laid_out, _run, _shards, collect, extended
 from TIDE.calibration.fit import Exits, Schedule, Split, best_tokens, fit_head, guesses
+from TIDE.calibration.self_texts import write_texts
 from TIDE.calibration.text import Text
 from TIDE.calibration.texts import load_texts
 from TIDE.config import TIDEConfig
@@ -39,6 +41,7 @@ from TIDE.routing.heads import MEMORIES, build_head, head_sizes, memory_depths
 GROUP_BYTES = 512 << 20  # states of all depths held at once
 AT_ONCE = 1024  # positions whose logits are held at once
 QUICK_TEXTS = 24
+QUICK_ANSWER = 48  # longest answer, in tokens
 SCHEDULE = Schedule(batch_tokens=8192, positions=2048)
 QUICK = Schedule(epochs=2, batch_tokens=2048, positions=512, checks=1)
 CRITERIA = ("cosine", "identity", "lens", "memory", "memory_last")
@@ -114,14 +117,17 @@ def analyze(
         samples: how many texts.
         heads: train lens and memory heads at the candidate checkpoints; most of the time goes there.
         seed: of texts and training.
-        quick: few texts and little training, for a first look.
+        quick: few and short texts and little training, for a first look.
     """
     config = config or TIDEConfig()
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples must be a whole number of at least 1, found {samples!r}.")
     samples = min(samples, QUICK_TEXTS) if quick else samples
     with closing(Window(model)) as window:
-        texts = load_texts(config.calibration_dataset, model, tokenizer, samples, seed)
+        if quick and config.calibration_dataset == "self":
+            texts = write_texts(model, tokenizer, samples, seed, QUICK_ANSWER)
+        else:
+            texts = load_texts(config.calibration_dataset, model, tokenizer, samples, seed)
         counted = [_converged(window, texts, config.convergence_threshold)]
         schedule = QUICK if quick else SCHEDULE
         if heads:
@@ -177,12 +183,12 @@ def _converged(window: Window, texts: list[Text], threshold: float) -> _Counted:
     with tqdm(total=len(texts), desc="states at every depth", unit="text") as bar:
         for group in _groups(window, texts):
             shard = _laid_out(group, window.model.device)
-            passed = window.run(0, layers, Feed(shard.ids, _positions(shard.ids), None, None), taps=taps)
-            full = passed.states[shard.asked]
+            states = _run(window, shard, layers, list(taps))
+            full = states.pop(layers)[shard.asked]
             best = best_tokens(window, full, None, AT_ONCE)
-            found = [passed.taps.pop(depth)[shard.asked] for depth in taps]
-            near += torch.tensor([_near(states, full, threshold) for states in found], dtype=torch.long)
-            hits = torch.stack([best_tokens(window, states, None, AT_ONCE) == best for states in [*found, full]])
+            found = [states.pop(depth)[shard.asked] for depth in taps]
+            near += torch.tensor([_near(at, full, threshold) for at in found], dtype=torch.long)
+            hits = torch.stack([best_tokens(window, at, None, AT_ONCE) == best for at in [*found, full]])
             right += hits[:-1].sum(1).cpu()
             # as many depths as agree in a row, counted from the end, need not be run
             needed += int((layers + 1 - hits.flip(0).long().cumprod(0).sum(0)).sum())
@@ -220,29 +226,29 @@ def _split(texts: list[Text]) -> tuple[list[Text], list[Text]]:
 
 def _with_heads(window: Window, course: _Course) -> list[_Counted]:
     """Lens and memory heads at the candidate checkpoints, on held-out texts."""
-    depths = sorted({*course.depths, *memory_depths(window.num_layers, MEMORIES), window.num_layers})
-    with scratch_folder() as folder:
-        for part in (train_folder := Path(folder, "train"), valid_folder := Path(folder, "valid")):
-            part.mkdir()
+    layers = window.num_layers
+    hits: dict[str, dict[int, torch.Tensor]] = {"lens": {}, "memory": {}}
+    with tempfile.TemporaryDirectory(prefix="tide-states-") as folder:
+        budget, remembered = Budget(window.model.device, Path(folder)), memory_depths(layers, MEMORIES)
         split = Split(
-            collect(window, course.train, depths, train_folder, "states to learn from"),
-            collect(window, course.valid, depths, valid_folder, "states to measure on"),
+            collect(window, course.train, remembered, budget, "states to learn from"),
+            collect(window, course.valid, remembered, budget, "states to measure on"),
         )
-        return [_lens_or_memory(window, split, course, strategy) for strategy in ("lens", "memory")]
+        for depth in course.depths:
+            with extended(window, split, depth, budget):
+                for strategy in ("lens", "memory") if depth else ("memory",):
+                    head = _fitted(window, split, course, strategy, depth)
+                    hits[strategy][depth] = _hits(window, head, split.valid, depth, course.schedule.draft_steps)
+    return [_counted(strategy, found, layers) for strategy, found in hits.items() if found]
 
 
-def _lens_or_memory(window: Window, split: Split, course: _Course, strategy: str) -> _Counted:
-    shares, firsts = {}, []
-    depths = [depth for depth in course.depths if depth or strategy == "memory"]
-    for depth in depths:
-        head = _fitted(window, split, course, strategy, depth)
-        hits = _hits(window, head, split.valid, depth, course.schedule.draft_steps)
-        shares[depth, strategy] = hits[0].float().mean().item()
-        if strategy == "memory":
-            shares[depth, "memory_last"] = hits[-1].float().mean().item()
-        firsts.append(torch.where(hits[0], depth, window.num_layers))
-    oracle = {strategy: torch.stack(firsts).amin(0).float().mean().item()} if firsts else {}
-    return _Counted(split.valid.tokens, shares, oracle)
+def _counted(strategy: str, hits: dict[int, torch.Tensor], layers: int) -> _Counted:
+    """Shares and oracle from (steps, tokens) hits by depth."""
+    shares = {(depth, strategy): found[0].float().mean().item() for depth, found in hits.items()}
+    if strategy == "memory":
+        shares |= {(depth, "memory_last"): found[-1].float().mean().item() for depth, found in hits.items()}
+    leaves = torch.stack([torch.where(found[0], depth, layers) for depth, found in hits.items()]).amin(0)
+    return _Counted(len(leaves), shares, {strategy: leaves.float().mean().item()})
 
 
 def _fitted(window: Window, split: Split, course: _Course, strategy: str, depth: int) -> nn.Module:

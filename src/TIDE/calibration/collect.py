@@ -1,15 +1,18 @@
 """Collection: the states of every text at the candidate checkpoints and at full depth, through the engine's window.
 
-    texts  →  shards of similar length  →  window.run(0, L, taps=checkpoints)  →  device memory, then disk
+    texts  →  shards of similar length  →  window.run(0, L, taps=depths)  →  the model's device, then disk
 
-A shard is what one pass computes. Shards stay on the model's device until the budget is used up; the rest goes to
-files, one per shard and depth, and is read back when asked for. The host never holds more than one shard.
+A shard is what one pass computes. States stay on the model's device until the budget is used up (a quarter of a GPU's
+memory, 1 GiB without one); the rest goes to files, one per shard and depth, and is read back when asked for. A
+candidate's states are added for the time it is tried and dropped again, so that memory does not grow with candidates.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,9 +54,8 @@ class Shard:
 class Collection:
     """Shards of training or validation texts."""
 
-    def __init__(self, shards: list[Shard], depths: list[int]) -> None:
+    def __init__(self, shards: list[Shard]) -> None:
         self.shards = shards
-        self.depths = depths
 
     @property
     def tokens(self) -> int:
@@ -80,7 +82,7 @@ class Collection:
 
 
 class Budget:
-    """How many bytes of states may stay in memory."""
+    """How many bytes of states may stay in memory; what does not fit becomes files in `folder`."""
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         self.folder = folder
@@ -88,33 +90,56 @@ class Budget:
         if device.type == "cuda":
             self.left = int(torch.cuda.mem_get_info(device)[1] * DEVICE_SHARE)
 
-    def keep(self, states: torch.Tensor, name: str) -> torch.Tensor | Path:
+    def keep(self, states: torch.Tensor) -> torch.Tensor | Path:
         size = states.numel() * states.element_size()
         if size <= self.left:
             self.left -= size
-            return states
-        path = self.folder / f"{name}.safetensors"
-        save_file({"states": states.contiguous().cpu()}, path)
-        return path
+            return states.clone()  # an ordinary tensor, whatever mode it was made in
+        handle, name = tempfile.mkstemp(suffix=".safetensors", dir=self.folder)
+        os.close(handle)
+        save_file({"states": states.contiguous().cpu()}, name)
+        return Path(name)
+
+    def release(self, kept: torch.Tensor | Path) -> None:
+        if isinstance(kept, Path):
+            kept.unlink(missing_ok=True)
+        else:
+            self.left += kept.numel() * kept.element_size()
 
 
-def collect(window: Window, texts: list[Text], depths: list[int], folder: Path, title: str) -> Collection:
-    """Run texts through the model and keep their states at `depths` (full depth included)."""
-    taps = tuple(depth for depth in depths if depth < window.num_layers)
-    device = window.model.device
-    budget = Budget(device, folder)
+def collect(window: Window, texts: list[Text], depths: list[int], budget: Budget, title: str) -> Collection:
+    """Run texts through the model and keep their states at `depths` (full depth among them)."""
     shards = []
     with tqdm(total=len(texts), desc=title, unit="text") as bar:
         for group in _shards(texts):
-            shard = _laid_out(group, device)
-            passed = window.run(0, window.num_layers, Feed(shard.ids, _positions(shard.ids), None, None), taps=taps)
-            found = {**passed.taps, window.num_layers: passed.states}
-            shard.best = _best(window, passed.states)
-            number = f"shard{len(shards):05}"
-            shard._states = {depth: budget.keep(found[depth].clone(), f"{number}-{depth}") for depth in depths}
+            shard = _laid_out(group, window.model.device)
+            found = _run(window, shard, window.num_layers, depths)
+            shard.best = _best(window, found[window.num_layers])
+            shard._states = {depth: budget.keep(found[depth]) for depth in depths}
             shards.append(shard)
             bar.update(len(group))
-    return Collection(shards, depths)
+    return Collection(shards)
+
+
+@contextmanager
+def extended(window: Window, collections: Iterable[Collection], depth: int, budget: Budget) -> Iterator[None]:
+    """States at one more depth, for a while."""
+    added = [shard for own in collections for shard in own.shards if depth not in shard._states]
+    try:
+        for shard in tqdm(added, desc=f"states at depth {depth}", unit="shard", disable=not added):
+            shard._states[depth] = budget.keep(_run(window, shard, depth, [depth])[depth])
+        yield
+    finally:
+        for shard in added:
+            if depth in shard._states:
+                budget.release(shard._states.pop(depth))
+
+
+def _run(window: Window, shard: Shard, stop: int, depths: list[int]) -> dict[int, torch.Tensor]:
+    positions = torch.arange(shard.ids.shape[1], device=shard.ids.device).expand(len(shard.ids), -1)
+    taps = tuple(depth for depth in depths if depth < stop)
+    passed = window.run(0, stop, Feed(shard.ids, positions, None, None), taps=taps)
+    return {**passed.taps, stop: passed.states}
 
 
 def _shards(texts: list[Text]) -> Iterator[list[Text]]:
@@ -140,16 +165,7 @@ def _laid_out(texts: list[Text], device: torch.device) -> Shard:
     return Shard(ids, [len(text.ids) for text in texts], asked.to(device), learned.to(device), torch.zeros_like(ids))
 
 
-def _positions(ids: torch.Tensor) -> torch.Tensor:
-    return torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
-
-
 def _best(window: Window, states: torch.Tensor, at_once: int = 4096) -> torch.Tensor:
     flat = states.flatten(0, 1)
     found = [window.head(part).argmax(-1) for part in flat.split(at_once)]
     return torch.cat(found).view(states.shape[:2]).clone()
-
-
-def scratch_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for shards that is gone when the run ends."""
-    return tempfile.TemporaryDirectory(prefix="tide-states-")

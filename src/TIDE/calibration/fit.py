@@ -33,9 +33,9 @@ MEASURED = 20000  # states from which a head takes centre and spread
 class Schedule:
     """How long and how hard to train."""
 
-    epochs: float = 10
-    batch_tokens: int = 32768
-    positions: int = 16384  # of a batch whose logits are compared
+    epochs: float = 12
+    batch_tokens: int = 16384
+    positions: int = 12288  # of a batch whose logits are compared
     learning_rate: float = 3e-3
     weight_decay: float = 0.05
     draft_steps: int = 3
@@ -71,9 +71,7 @@ class Fitted(NamedTuple):
     agreement: list[float]  # top-1, by draft step
 
 
-def fit_head(
-    window: Window, head: nn.Module, split: Split, exits: Exits, schedule: Schedule, seed: int, title: str
-) -> Fitted:
+def fit_head(window: Window, head: nn.Module, split: Split, exits: Exits, schedule: Schedule, seed: int, title: str) -> Fitted:
     """Train a head for an exit; the state with the best agreement on held-out prompts is kept."""
     device = window.model.device
     head = head.to(device, torch.float32).train()
@@ -162,7 +160,7 @@ def _some(usable: torch.Tensor, count: int, noise: torch.Generator) -> torch.Ten
 def _measure(window: Window, head: nn.Module, data: Collection, depth: int) -> None:
     if not isinstance(head, MemoryHead):
         return
-    shallow, deep, count = [], [], 0
+    shallow, deep = [], []
     for shard in data.shards[:: max(1, len(data.shards) // 4)]:
         places = shard.learned.nonzero()[:: max(1, int(shard.learned.sum()) * 4 // MEASURED)].unbind(1)
         shallow.append(shard.states(depth)[places])

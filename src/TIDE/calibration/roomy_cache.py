@@ -18,6 +18,9 @@ ROOM = 128  # tokens
 class RoomyLayer(DynamicLayer):
     """Keys and values are views of the filled part of larger tensors."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         held = self.get_seq_length()
         if not self.is_initialized:

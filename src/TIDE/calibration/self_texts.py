@@ -14,7 +14,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel

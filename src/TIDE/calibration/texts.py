@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from TIDE.calibration.self_texts import ANSWER, answer_prompts, context_length, write_texts
 from TIDE.calibration.text import Text
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,14 @@ class Document(NamedTuple):
     templated: bool = False  # the chat template has put the special tokens in
 
 
-def load_texts(source: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: int, seed: int) -> list[Text]:
+def load_texts(
+    source: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: int,
+    seed: int,
+    answer: int = ANSWER,
+) -> list[Text]:
     """The texts of a source.
 
     Args:
@@ -50,11 +58,10 @@ def load_texts(source: str, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
             "wikitext" or another data set of the hub as "name", "name:config" or "name:config:split".
         samples: how many at most. A file with more is sampled, of a data set the first are taken.
         seed: of the sample, and of what the model writes.
+        answer: longest text the model writes at once, in tokens.
     """
-    from TIDE.calibration.self_texts import answer_prompts, context_length, write_texts
-
     if source == "self":
-        return write_texts(model, tokenizer, samples, seed)
+        return write_texts(model, tokenizer, samples, seed, answer)
     shelf: list[list[Text]] = []  # by group
     asked: dict[int, str] = {}  # group -> prompt
     longest, enough, found = min(PIECE, context_length(model)), max(DOCUMENTS, min(samples, SPREAD)), 0
@@ -73,7 +80,7 @@ def load_texts(source: str, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
                 break
     _check_found(source, len(shelf), found, samples)
     groups = list(asked)
-    for text in answer_prompts(model, tokenizer, list(asked.values()), seed) if asked else []:
+    for text in answer_prompts(model, tokenizer, list(asked.values()), seed, answer) if asked else []:
         shelf[groups[text.group]] = [text._replace(group=groups[text.group])]
     return [text for turn in itertools.zip_longest(*shelf) for text in turn if text is not None][:samples]
 

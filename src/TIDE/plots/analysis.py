@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from TIDE.calibration.analyze import Analysis
 
 SUFFIXES = (".png", ".svg", ".pdf")
-STYLE = {  # colours that stay apart for colour-blind readers (Okabe and Ito)
+STYLE: dict[str, dict[str, Any]] = {  # colours that stay apart for colour-blind readers (Okabe and Ito)
     "cosine": dict(color="#999999", linestyle="--"),
     "identity": dict(color="#000000"),
     "lens": dict(color="#0072B2", marker="o"),

@@ -35,6 +35,7 @@ class ExitPolicy(ABC):
         checkpoints: depths at which the engine asks; 0 is allowed, the model's full depth is not.
         exit_threshold, min_layers, max_pending: used where `TIDEConfig` leaves them None.
         exit_thresholds: by depth, where checkpoints have thresholds of their own.
+        fast_threshold: the least of all of these in mode "fast", which does not look back.
         watches: depths whose states the policy wants to see, of all tokens.
     """
 
@@ -42,6 +43,7 @@ class ExitPolicy(ABC):
     watches: tuple[int, ...] = ()
     exit_threshold: float = 0.5
     exit_thresholds: Mapping[int, float] = MappingProxyType({})
+    fast_threshold: float = 0.0
     min_layers: int = 0
     max_pending: int = 8
 
@@ -62,6 +64,8 @@ class ExitPolicy(ABC):
 
     def observe(self, depth: int, row: int, position: int, states: torch.Tensor) -> None:
         """(n, hidden) states at a watched depth of the tokens of a row from `position` on."""
+        return None
 
     def forget(self, row: int, length: int) -> None:
         """What a row held beyond `length` tokens was taken back."""
+        return None

@@ -1,0 +1,262 @@
+"""Calibration: one call turns a frozen model into one that can exit.
+
+    texts → states → draft vocabulary → for each candidate checkpoint: head, router → placement → router file
+
+Memory heads are tried from the shallowest candidate on, until one is no longer worth more than the best before it;
+the others, cheap to fit, are all tried. The model is left as it was found.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from TIDE.adapters.window import Window
+from TIDE.calibration.collect import Budget, collect, extended
+from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, fit_head
+from TIDE.calibration.fit_router import FittedRouter, fit_router
+from TIDE.calibration.placement import Candidate, Placed, best_setting, place
+from TIDE.calibration.texts import load_texts
+from TIDE.calibration.timing import Costs, machine, measure_costs, measure_head
+from TIDE.calibration.vocabulary import draft_vocabulary
+from TIDE.calibration.work import Work
+from TIDE.config import TIDEConfig
+from TIDE.engine.check import check_unknown
+from TIDE.routing.calibrated import CalibratedPolicy
+from TIDE.routing.exits import Exit
+from TIDE.routing.fingerprint import fingerprint
+from TIDE.routing.heads import build_head, head_sizes, memory_depths
+from TIDE.routing.router_file import RouterFile
+from TIDE.routing.storage import check_suffix
+
+logger = logging.getLogger(__name__)
+WORTH = 0.03  # a draft vocabulary has to save this share of a step
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much work a calibration is."""
+
+    answer: int = 256  # longest text the model writes, in tokens
+    samples: int = 1 << 30  # most texts
+    schedule: Schedule = field(default_factory=Schedule)
+
+
+FULL = Effort()
+QUICK = Effort(96, 160, Schedule(epochs=6, batch_tokens=2048, positions=1024, draft_steps=2, checks=3))
+
+
+def calibrate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    save_path: str | Path = "router.pt",
+    config: TIDEConfig | None = None,
+    *,
+    seed: int = 0,
+    quick: bool = False,
+    resume: bool = False,
+    compress: bool = False,
+    epochs: float | None = None,
+) -> RouterFile:
+    """Train exit heads and routers for a model, place them, and save the router file.
+
+    Args:
+        save_path: ends in .safetensors or .pt.
+        seed: the same seed gives the same file on the same machine.
+        quick: few and short texts, short training: minutes on a CPU.
+        resume: go on where an interrupted calibration with the same settings stopped.
+        compress: store heads in 8 bits.
+        epochs: how often heads see every text; None: as usual.
+    """
+    path, config = Path(save_path), config or TIDEConfig()
+    check_suffix(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in. Create it first.")
+    effort = QUICK if quick else FULL
+    if epochs is not None:
+        effort = replace(effort, schedule=replace(effort.schedule, epochs=epochs))
+    with _open(model) as window, tempfile.TemporaryDirectory(prefix="tide-states-") as folder:
+        settings = {"config": asdict(config), "seed": seed, "effort": asdict(effort)}
+        settings["model"] = asdict(fingerprint(model, tokenizer))
+        work = Work(path, settings, resume)
+        job = _Job(window, tokenizer, config, effort, seed, work, Budget(model.device, Path(folder)))
+        file = job.run()
+        file.save(path, compress)
+        work.finish()
+    return file
+
+
+@contextmanager
+def _open(model: PreTrainedModel) -> Iterator[Window]:
+    window = Window(model)
+    try:
+        if not window.is_known:
+            check_unknown(window)
+        yield window
+    finally:
+        window.close()
+
+
+@dataclass
+class _Job:
+    window: Window
+    tokenizer: PreTrainedTokenizerBase
+    config: TIDEConfig
+    effort: Effort
+    seed: int
+    work: Work
+    budget: Budget
+
+    def run(self) -> RouterFile:
+        texts = self._texts()
+        strategy, layers = self.config.exit_strategy, self.window.num_layers
+        text_config = self.window.model.config.get_text_config(decoder=True)
+        self.sizes = head_sizes(strategy, text_config, self.window.hidden_dim)
+        depths = memory_depths(layers, self.sizes.memories) if strategy == "memory" else [layers]
+        self.split = Split(
+            collect(self.window, [t for t in texts if not t.is_held_out], depths, self.budget, "states to learn from"),
+            collect(self.window, [t for t in texts if t.is_held_out], depths, self.budget, "states to measure on"),
+        )
+        self.key = f"{fingerprint(self.window.model).weights}|{machine(self.window)}"
+        self.costs = measure_costs(self.window, self.key)
+        self.vocabulary = self._draft_vocabulary()
+        exits, candidates, tried = self._try_all(strategy)
+        placed = place(candidates, self.costs)
+        return self._file(exits, placed, tried, len(texts))
+
+    def _texts(self) -> list[Any]:
+        texts = self.work.texts()
+        if texts is None:
+            samples = min(self.config.calibration_samples, self.effort.samples)
+            source = self.config.calibration_dataset
+            texts = load_texts(source, self.window.model, self.tokenizer, samples, self.seed, self.effort.answer)
+            self.work.keep_texts(texts)
+        return texts
+
+    def _draft_vocabulary(self) -> torch.Tensor | None:
+        """A smaller vocabulary where it pays."""
+        nothing = torch.zeros(1, self.window.hidden_dim, device=self.window.model.device, dtype=self.window.model.dtype)
+        self.vocab_size = size = self.window.head(nothing).shape[-1]
+        found = draft_vocabulary(self.window, self.split.train)
+        saved = self.costs.lm_head[1] * (1 - len(found) / size)
+        if saved < WORTH * self.costs.full_step and size <= 65536:
+            return None
+        self.vocab_size = len(found)
+        return found
+
+    def _depths(self) -> list[int]:
+        first = 0 if self.config.exit_strategy == "memory" else self.config.checkpoint_interval
+        layers, least = self.window.num_layers, self.config.min_layers or 0
+        found = [depth for depth in range(first, layers, self.config.checkpoint_interval) if depth >= least]
+        if not found:
+            raise ValueError(
+                f"no checkpoint is left: every {self.config.checkpoint_interval} layers from depth {max(first, least)} on, "
+                f"in a model of {layers} layers. Lower min_layers or checkpoint_interval."
+            )
+        return found
+
+    def _try_all(self, strategy: str) -> tuple[dict[int, Exit], dict[int, Candidate], list[Placed]]:
+        exits: dict[int, Exit] = {}
+        candidates: dict[int, Candidate] = {}
+        tried: list[Placed] = []
+        for depth in self._depths():
+            with extended(self.window, self.split, depth, self.budget):
+                fitted = self._fit(strategy, depth)
+                found = self._router(fitted, depth)
+            figures = {**found.figures, "agreement_by_step": [round(share, 4) for share in fitted.agreement]}
+            exits[depth] = Exit(fitted.head.to("cpu", torch.bfloat16), found.router, 1.0, figures)
+            candidates[depth] = Candidate(found.trace, self._head_seconds(strategy, exits, depth))
+            tried.append(best_setting(candidates, (depth,), self.costs))
+            logger.info("depth %d: agreement %s, %s", depth, figures["agreement_by_step"], tried[-1].row(self.costs))
+            before = [placed.tokens_per_second for placed in tried[:-1]]
+            if strategy == "memory" and before and tried[-1].tokens_per_second <= max(before):
+                break
+        return exits, candidates, tried
+
+    def _fit(self, strategy: str, depth: int) -> Fitted:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.seed)
+            head = build_head(strategy, self.sizes)
+        if strategy == "identity":
+            return Fitted(head.eval(), [])
+        kept = self.work.head(depth, head)
+        if kept is not None:
+            return Fitted(kept.head.to(self.window.model.device), kept.agreement)
+        schedule = self.effort.schedule.fitted_to(self.window.hidden_dim, self.vocab_size, self.window.model.device)
+        where = Exits(depth, self.vocabulary)
+        fitted = fit_head(self.window, head, self.split, where, schedule, self.seed, f"{strategy} head at depth {depth}")
+        for tensor in (*fitted.head.parameters(), *fitted.head.buffers()):
+            tensor.data = tensor.data.bfloat16().float()  # as it will be stored
+        self.work.keep_head(depth, fitted)
+        return fitted
+
+    def _router(self, fitted: Fitted, depth: int) -> FittedRouter:
+        where, steps = Exits(depth, self.vocabulary), self.effort.schedule.draft_steps
+        head = fitted.head.to(self.window.model.device)
+        return fit_router(self.window, head, self.split, where, self.config, steps, self.seed, f"router at depth {depth}")
+
+    def _head_seconds(self, strategy: str, exits: dict[int, Exit], depth: int) -> float:
+        file = RouterFile(strategy, {depth: exits[depth]}, (depth,), 1, self.vocabulary)
+        policy = CalibratedPolicy(file, self.window)
+        vocabulary = "all" if self.vocabulary is None else len(self.vocabulary)
+        seconds = measure_head(self.window, policy, depth, f"{self.key}|{strategy}|{depth}|{vocabulary}")
+        exits[depth].head.to("cpu", torch.bfloat16)
+        exits[depth].router.to("cpu")
+        return seconds
+
+    def _file(self, exits: dict[int, Exit], placed: list[Placed], tried: list[Placed], texts: int) -> RouterFile:
+        best = placed[0]
+        for depth, threshold in [*zip(best.checkpoints, best.thresholds, strict=True)]:
+            exits[depth].threshold = threshold
+        for single in tried:
+            if single.checkpoints[0] not in best.checkpoints:
+                exits[single.checkpoints[0]].threshold = single.thresholds[0]
+        speedup = best.tokens_per_second * self.costs.full_step
+        if speedup < 1:
+            logger.warning("on this machine exits are expected to be slower than none in mode exact: %.2fx.", speedup)
+        schedule = asdict(self.effort.schedule)
+        facts = {
+            "texts": texts,
+            "source": self.config.calibration_dataset,
+            "positions": {"trained": self.split.train.tokens, "held_out": self.split.valid.tokens},
+            "seed": self.seed,
+            "schedule": schedule,
+            "machine": machine(self.window),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+        figures = {
+            "placement": [one.row(self.costs) for one in placed],
+            "expected_speedup": round(speedup, 3),
+            "milliseconds": _milliseconds(self.costs),
+        }
+        return RouterFile(
+            strategy=self.config.exit_strategy,
+            exits=exits,
+            checkpoints=best.checkpoints,
+            max_pending=best.max_pending,
+            vocabulary=None if self.vocabulary is None else self.vocabulary.cpu(),
+            fingerprint=fingerprint(self.window.model, self.tokenizer),
+            config=asdict(self.config),
+            facts=facts,
+            figures=figures,
+        )
+
+
+def _milliseconds(costs: Costs) -> dict[str, Any]:
+    """Costs for people."""
+    return {
+        "full step": round(costs.full_step * 1e3, 3),
+        "entry": round(costs.entry * 1e3, 3),
+        "layer by tokens": {n: round(value * 1e3, 4) for n, value in costs.layer.items()},
+        "LM head by tokens": {n: round(value * 1e3, 4) for n, value in costs.lm_head.items()},
+    }

@@ -1,0 +1,111 @@
+"""Placement: the checkpoints, thresholds and draft length with which the most tokens per second are to be expected.
+
+From every held-out position a round of mode "exact" is played out on what the exits really said there:
+
+    draft        the newest token runs to a checkpoint; its exit agrees to leave, or the token goes on
+    deep pass    the first token that does not leave takes all pending ones through the rest; wrong drafts are cut off
+    a round      gives the accepted drafts and one token of the full model
+
+Tokens over seconds, with the costs timed on this machine, is what a setting is worth.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+
+from TIDE.calibration.fit_router import Trace
+from TIDE.calibration.timing import Costs
+
+THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+COARSE = (0.1, 0.3, 0.5, 0.7, 0.9)  # where two checkpoints have a threshold each
+DRAFTS = (1, 2, 3, 4, 5, 6, 8)
+POSITIONS = 20_000
+
+
+class Candidate(NamedTuple):
+    """An exit that may be used."""
+
+    trace: Trace
+    head: float  # seconds
+
+
+class Placed(NamedTuple):
+    """A setting and what it promises."""
+
+    checkpoints: tuple[int, ...]
+    thresholds: tuple[float, ...]
+    max_pending: int
+    tokens_per_second: float
+    tokens_per_round: float
+
+    def row(self, costs: Costs) -> dict[str, Any]:
+        """For a table."""
+        return {
+            "checkpoints": list(self.checkpoints),
+            "thresholds": list(self.thresholds),
+            "draft_length": self.max_pending,
+            "tokens_per_round": round(self.tokens_per_round, 3),
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "speedup": round(self.tokens_per_second * costs.full_step, 3),
+        }
+
+
+def best_setting(candidates: dict[int, Candidate], checkpoints: tuple[int, ...], costs: Costs) -> Placed:
+    """The best thresholds and draft length for these checkpoints."""
+    grid = THRESHOLDS if len(checkpoints) == 1 else COARSE
+    settings = itertools.product(itertools.product(grid, repeat=len(checkpoints)), DRAFTS)
+    found = (play(candidates, checkpoints, thresholds, drafts, costs) for thresholds, drafts in settings)
+    return max(found, key=lambda placed: placed.tokens_per_second)
+
+
+def place(candidates: dict[int, Candidate], costs: Costs) -> list[Placed]:
+    """All single checkpoints and pairs, the best first."""
+    sets = [*itertools.combinations(sorted(candidates), 1), *itertools.combinations(sorted(candidates), 2)]
+    found = [best_setting(candidates, checkpoints, costs) for checkpoints in sets]
+    return sorted(found, key=lambda placed: -placed.tokens_per_second)
+
+
+def play(
+    candidates: dict[int, Candidate], checkpoints: tuple[int, ...], thresholds: tuple[float, ...], drafts: int, costs: Costs
+) -> Placed:
+    """One round from every position."""
+    texts = candidates[checkpoints[0]].trace.texts
+    stride = max(1, len(texts) // POSITIONS)
+    starts = torch.arange(0, len(texts), stride)
+    edges = [0, *checkpoints, costs.num_layers]
+    one = torch.ones(len(starts))
+    seconds, accepted = torch.zeros(len(starts)), torch.zeros(len(starts))
+    drafting, right = torch.ones(len(starts), dtype=torch.bool), torch.ones(len(starts), dtype=torch.bool)
+    waiting = [torch.zeros(len(starts)) for _ in checkpoints]  # tokens that left at each checkpoint
+    for step in range(drafts):
+        at = (starts + step).clamp(max=len(texts) - 1)
+        inside = texts[at] == texts[starts]
+        undecided = drafting.clone()
+        seconds += drafting * costs.span(0, edges[1], one)
+        for place_, (depth, threshold) in enumerate(zip(checkpoints, thresholds, strict=True)):
+            trace, head = candidates[depth]
+            known = min(step, trace.scores.shape[1] - 1)
+            seconds += undecided * head
+            leaves = undecided & inside & (trace.scores[at, known] >= threshold)
+            seconds += leaves * costs.choice
+            agreed = trace.agreed[at, known]
+            right &= ~leaves | agreed
+            accepted += leaves & right
+            undecided &= ~leaves
+            carried = 1 + waiting[place_]
+            seconds += undecided * (costs.span(depth, edges[place_ + 2], carried))
+            if place_ + 1 < len(checkpoints):
+                waiting[place_ + 1] += undecided * waiting[place_]
+            waiting[place_] = torch.where(undecided, 0.0, waiting[place_] + leaves)
+        seconds += undecided * (1 + accepted) * costs.choice  # the full model chose, and looked at every draft
+        drafting &= ~undecided
+    carried = one.clone()
+    for place_, (start, stop) in enumerate(itertools.pairwise(edges)):
+        carried = carried + (waiting[place_ - 1] if place_ else 0)
+        seconds += drafting * costs.span(start, stop, carried)
+    seconds += drafting * (1 + accepted) * costs.choice
+    tokens = 1 + accepted
+    return Placed(checkpoints, thresholds, drafts, float(tokens.sum() / seconds.sum()), float(tokens.mean()))

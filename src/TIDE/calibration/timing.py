@@ -1,0 +1,183 @@
+"""Timing: what a pass through layers, an exit head and a choice cost on the machine at hand.
+
+Everything is timed as the engine runs it, Python included. One table is enough for every span of layers:
+
+    time(start → stop, n tokens) = entry + (stop − start) · layer(n) + LM head(n), the last at full depth only
+
+Timings of a model on a machine are kept in the cache folder, so that calibrating twice gives the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from TIDE.adapters.window import Window
+from TIDE.engine.batch import Batch
+from TIDE.engine.plan import Plan
+from TIDE.engine.sampling import Chooser
+from TIDE.engine.segments import Segments
+from TIDE.models.default import cache_folder
+from TIDE.routing.calibrated import CalibratedPolicy
+from TIDE.routing.policy import Candidates
+from TIDE.stats import ExitStats
+
+COUNTS = (1, 2, 4, 8, 16)
+CONTEXT = 128  # tokens before
+REPEATS = 9
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds."""
+
+    entry: float  # a pass through no layer
+    layer: dict[int, float]  # one layer, by number of tokens
+    lm_head: dict[int, float]  # by number of tokens
+    choice: float  # a token chosen from logits
+    num_layers: int
+
+    def span(self, start: int, stop: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Time of a pass of (n,) tokens through the layers [start, stop)."""
+        found = self.entry + (stop - start) * _between(self.layer, tokens)
+        return found + _between(self.lm_head, tokens) if stop == self.num_layers else found
+
+    @property
+    def full_step(self) -> float:
+        """A token without exits."""
+        return float(self.span(0, self.num_layers, torch.ones(1))) + self.choice
+
+
+def measure_costs(window: Window, key: str) -> Costs:
+    """Time the model's layers, or take what was measured for it on this machine before."""
+    kept = _kept().get(key)
+    if kept:
+        by_count = {name: {int(n): value for n, value in kept[name].items()} for name in ("layer", "lm_head")}
+        return Costs(kept["entry"], by_count["layer"], by_count["lm_head"], kept["choice"], kept["num_layers"])
+    with window.grad_off():
+        entry, _ = _passes(window, (0,), (1,))
+        lm_head = {n: timed(window, lambda n=n: window.head(_states(window, n))) for n in COUNTS}  # type: ignore[misc]
+        _, full = _passes(window, (0,), COUNTS)
+        layer = {n: max(full[n] - entry - lm_head[n], 1e-7) / window.num_layers for n in COUNTS}
+        costs = Costs(entry, layer, lm_head, _choice(window), window.num_layers)
+    _keep(key, asdict(costs))
+    return costs
+
+
+def measure_head(window: Window, policy: CalibratedPolicy, depth: int, key: str) -> float:
+    """Seconds for an exit to be scored and made, one token."""
+    kept = _kept().get(key)
+    if kept:
+        return float(kept["seconds"])
+    with window.grad_off():
+        request = policy.start(1, window.head)
+        states = _states(window, CONTEXT + 1)
+        for watched in policy.watches:
+            shown = states if watched < window.num_layers else states[:CONTEXT]
+            request.observe(watched, 0, 0, shown)
+        candidates = Candidates(depth, states[:1], [0], [CONTEXT])
+
+        def exit_once() -> None:
+            request.score(candidates).tolist()
+            request.predict(candidates, window.head)
+
+        seconds = timed(window, exit_once)
+    _keep(key, {"seconds": seconds})
+    return seconds
+
+
+def timed(window: Window, action: Callable[[], object]) -> float:
+    """Median seconds of an action, after a warm-up."""
+    cuda = window.model.device.type == "cuda"
+    found = []
+    for _ in range(REPEATS + 2):
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        action()
+        if cuda:
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[2:])
+
+
+def machine(window: Window) -> str:
+    """What timings depend on besides the model."""
+    device = window.model.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu-{torch.get_num_threads()}"
+    return f"{name}|{str(window.model.dtype).removeprefix('torch.')}|torch-{torch.__version__}"
+
+
+def _passes(window: Window, depths: tuple[int, ...], counts: tuple[int, ...]) -> tuple[float, dict[int, float]]:
+    """Time of a pass through no layer, and of passes of some tokens through all."""
+    ids = torch.arange(CONTEXT + max(COUNTS))[None] % 97 + 1
+    batch = Batch(ids, [0], StoppingCriteriaList(), None)
+    layers = window.num_layers
+    plan = Plan(True, "exact", 1.0, 1, 0.0, {}, (range(0), range(layers)))
+    segments = Segments(window, plan, batch, ids.shape[1], ExitStats(layers))
+    for segment in (0, 1):
+        segments.run(segment, {0: CONTEXT})
+
+    def enter(count: int) -> None:
+        segments.run(0, {0: count})
+
+    def through(count: int) -> None:
+        segments.rollback(0, CONTEXT)
+        segments.run(0, {0: count})
+        segments.run(1, {0: count}, {0: CONTEXT})
+
+    def enter_again() -> None:
+        segments.rollback(0, CONTEXT)
+        enter(1)
+
+    entry = timed(window, enter_again)
+    return entry, {n: max(timed(window, lambda n=n: through(n)) - entry, 0.0) for n in counts}  # type: ignore[misc]
+
+
+def _choice(window: Window) -> float:
+    batch = Batch(torch.ones(1, 4, dtype=torch.long, device=window.model.device), [0], StoppingCriteriaList(), None)
+    chooser = Chooser(LogitsProcessorList(), False, batch)
+    logits = window.head(_states(window, 1))
+    return timed(window, lambda: chooser.draft([0], logits, 0))
+
+
+def _states(window: Window, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(count, window.hidden_dim, generator=generator)
+    return states.to(window.model.device, window.model.dtype)
+
+
+def _between(table: dict[int, float], tokens: torch.Tensor) -> torch.Tensor:
+    """Straight lines between what was measured, and on beyond it."""
+    counts = torch.tensor(sorted(table), dtype=torch.float)
+    values = torch.tensor([table[int(n)] for n in counts])
+    at = torch.searchsorted(counts, tokens.float(), right=True).clamp(1, len(counts) - 1)
+    share = (tokens - counts[at - 1]) / (counts[at] - counts[at - 1])
+    return values[at - 1] + share * (values[at] - values[at - 1])
+
+
+def _timings_file() -> Path:
+    return cache_folder() / "timings.json"
+
+
+def _kept() -> dict[str, dict]:
+    try:
+        return json.loads(_timings_file().read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _keep(key: str, values: dict) -> None:
+    file = _timings_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_suffix(f".{os.getpid()}")
+    fresh.write_text(json.dumps({**_kept(), key: values}, indent=1), "utf-8")
+    os.replace(fresh, file)

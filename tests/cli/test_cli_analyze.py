@@ -1,0 +1,80 @@
+"""`tide analyze`: table, JSON and figure of a tiny model, or a line that says why not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import string
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from families import LAYERS, build
+from TIDE.cli.app import app
+
+
+def tide(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a tiny model, its tokenizer and a file of texts."""
+    folder = tmp_path_factory.mktemp("tiny")
+    build("llama").save_pretrained(folder)
+    known = ["<pad>", "<s>", "</s>", "<unk>", " ", *string.ascii_letters, *string.digits, "."]
+    core = Tokenizer(models.WordLevel({token: place for place, token in enumerate(known)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    special = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    PreTrainedTokenizerFast(tokenizer_object=core, **special).save_pretrained(folder)
+    (folder / "texts.txt").write_text("\n\n".join(f"Document {n} is about the number {n * n}." for n in range(30)))
+    return folder
+
+
+def test_it_prints_a_table(folder):
+    done = tide("analyze", folder, "--dataset", folder / "texts.txt", "--samples", 4, "--no-heads")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert f"{LAYERS} layers" in lines[0] and "of 4 texts" in lines[0]
+    assert lines[2].split() == ["depth", "cosine", ">", "0.98", "identity"]
+    assert [line.split()[0] for line in lines[3:6]] == ["1", "2", "3"]
+    assert "mean depth needed by an oracle" in lines[-1]
+
+
+def test_json_has_the_heads_too_and_the_figure_is_drawn(folder, tmp_path):
+    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+    figure = ["--figure", tmp_path / "out.png"] if has_matplotlib else []
+    done = tide("analyze", folder, "--dataset", folder / "texts.txt", "--quick", "--json", *figure)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert [row["depth"] for row in found["rows"]] == [0, 1, 2, 3]
+    assert found["rows"][0]["memory"] is not None
+    assert set(found["oracle_depth"]) == {"identity", "memory"}, "a lens has no candidate in so shallow a model"
+    assert (tmp_path / "out.png").exists() == has_matplotlib
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--dataset", "missing.txt"], "missing.txt"),
+        (["--figure", "missing/out.png"], "missing"),
+        (["--figure", "out.xyz"], "out.xyz"),
+        (["--dataset", " "], "calibration_dataset"),
+    ],
+)
+def test_what_cannot_be_done_is_a_line_on_stderr(folder, options, said, monkeypatch, tmp_path):
+    if "--figure" in options:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.chdir(tmp_path)
+    done = tide("analyze", folder, "--no-heads", *options)
+    assert done.exit_code == 1 and done.stdout == ""
+    assert said in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert isinstance(done.exception, SystemExit)
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    done = tide("analyze", tmp_path / "nothing.gguf")
+    assert done.exit_code == 1 and "there is no file" in done.stderr
