@@ -136,18 +136,24 @@ def best_tokens(window: Window, guess: torch.Tensor, vocabulary: torch.Tensor | 
 def _backward(
     window: Window, head: nn.Module, shard: Shard, rows: torch.Tensor, exits: Exits, schedule: Schedule, noise: torch.Generator
 ) -> None:
-    """Gradients of the loss. Logits are made and let go step by step: they are what takes memory."""
+    """Gradients of the loss, step by step: logits are what takes memory, and time.
+
+    The gradient of KL(full ‖ exit) at the exit's logits is exit − full, so the loss itself is never computed.
+    """
     chosen = _some(shard.learned[rows], schedule.positions, noise)
     deep = shard.states(window.num_layers)[rows][chosen]
-    full = F.log_softmax(window.head(deep, exits.vocabulary).float(), -1).clone()
+    if not len(deep):
+        return
+    full = window.head(deep, exits.vocabulary).float().softmax(-1)
     target = normed(deep)
     found = [guess[chosen] for guess in guesses(window, head, shard, rows, exits.depth, schedule.draft_steps)]
     leaves = [guess.detach().requires_grad_() for guess in found]
     for step, leaf in enumerate(leaves):
+        weight = STEP_DECAY**step
         logits = window.head(leaf.to(window.model.dtype), exits.vocabulary, with_grad=True)
-        loss = F.kl_div(F.log_softmax(logits.float(), -1), full, log_target=True, reduction="batchmean")
-        loss = loss + STATE_WEIGHT * F.smooth_l1_loss(normed(leaf), target)
-        (STEP_DECAY**step * loss).backward()
+        towards = logits.detach().float().softmax(-1).sub_(full).mul_(weight / len(deep))
+        state_loss = weight * STATE_WEIGHT * F.smooth_l1_loss(normed(leaf), target)
+        torch.autograd.backward([logits, state_loss], [towards.to(logits.dtype), torch.ones_like(state_loss)])
     torch.autograd.backward(found, [leaf.grad for leaf in leaves])
 
 

@@ -29,7 +29,7 @@ FIRST_WAVE = 1000  # most answers to built-in prompts
 SAMPLED = 0.25  # share of answers that are sampled rather than greedy
 TEMPERATURES = (0.6, 0.8, 1.0)
 CPU_TOKENS = 8192  # tokens of a batch where there is no GPU
-MATERIAL = 1600  # longest passage put into a task, in tokens
+MATERIAL = 768  # most tokens of passages put into a task
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,11 @@ class _Author:
         for _ in range(count):
             first = self.random.choice(passages)
             alike = [text for text in passages if text.is_held_out == first.is_held_out]
-            chosen = [first, *self.random.choices(alike, k=self.random.choice((0, 0, 1, 3)))]
-            words = [self.tokenizer.decode(text.ids[text.start :], skip_special_tokens=True).strip() for text in chosen]
+            chosen = [first, *self.random.choices(alike, k=self.random.choice((0, 0, 1, 2)))]
+            room = min(MATERIAL, self.context // 4) // len(chosen)
+            words = [
+                self.tokenizer.decode(text.ids[text.start :][:room], skip_special_tokens=True).strip() for text in chosen
+            ]
             task = self.random.choice(self.prompts["tasks"]).replace("{text}", "\n\n".join(words))
             heat = self._heat(self.random.random() < SAMPLED)
             orders.append(_Order(self._asked("tasks", task), chosen[0].group, heat, "tasks"))
@@ -140,7 +143,7 @@ class _Author:
         """Token ids of a prompt, in the chat template unless it is an opening to be continued."""
         before, after = self.frame
         ids = self._ids(text if section == "openings" else before + text + after)
-        return ids[-max(1, min(MATERIAL, self.context - self.answer)) :]
+        return ids[-max(1, self.context - self.answer) :]
 
     def _ids(self, text: str) -> list[int]:
         templated = bool(self.frame[0]) and text.startswith(self.frame[0])

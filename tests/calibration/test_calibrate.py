@@ -1,0 +1,103 @@
+"""Calibration as a whole, on a tiny model: what comes out works, is the same every time, and is whole or not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import TIDE
+from TIDE.calibration import calibrate as module
+from TIDE.calibration.work import Work
+
+SMALL = dict(calibration_samples=40, checkpoint_interval=1)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIDE_CACHE", str(tmp_path / "cache"))
+
+
+def calibrated(llama, chatty, path, **options):
+    config = TIDE.TIDEConfig(**{**SMALL, **options.pop("config", {})})
+    return TIDE.calibrate(llama, chatty, path, config, quick=True, epochs=1, **options)
+
+
+@pytest.mark.parametrize("strategy", ["identity", "lens", "memory"])
+def test_one_call_gives_a_file_with_which_the_engine_writes_the_models_text(strategy, llama, chatty, tmp_path):
+    before = {name: weight.clone() for name, weight in llama.state_dict().items()}
+    classes = [type(module) for module in llama.modules()]
+    path = tmp_path / "router.pt"
+    file = calibrated(llama, chatty, path, config={"exit_strategy": strategy})
+    assert [type(module) for module in llama.modules()] == classes
+    assert all(torch.equal(weight, before[name]) for name, weight in llama.state_dict().items())
+    assert file.fingerprint is not None
+    assert set(file.checkpoints) <= set(file.exits)
+    assert not list(tmp_path.glob("*.unfinished"))
+    ids = torch.tensor([[1, 20, 30, 40, 50]])
+    expected = llama.generate(ids, max_new_tokens=16, do_sample=False)
+    with TIDE.TIDE(llama, path) as engine:
+        assert torch.equal(engine.generate(ids, max_new_tokens=16, do_sample=False), expected)
+    for at in file.exits.values():
+        assert {"agreement", "auroc", "calibration_error", "coverage"} <= set(at.figures)
+    assert {row["draft_length"] for row in file.figures["placement"]} <= {1, 2, 3, 4, 5, 6, 8}
+
+
+def test_the_same_seed_gives_the_same_file_and_another_seed_another(llama, chatty, tmp_path):
+    paths = [tmp_path / f"{name}.safetensors" for name in "abc"]
+    for path, seed in zip(paths, (0, 0, 1), strict=True):
+        calibrated(llama, chatty, path, seed=seed)
+    first, second, other = (path.read_bytes() for path in paths)
+    assert first == second
+    assert first != other
+
+
+def test_interval_and_least_depth_are_obeyed(llama, chatty, tmp_path):
+    file = calibrated(
+        llama, chatty, tmp_path / "a.pt", config={"checkpoint_interval": 2, "min_layers": 1, "exit_strategy": "identity"}
+    )
+    assert list(file.exits) == [2]
+    with pytest.raises(ValueError, match="no checkpoint is left: every 1 layers from depth 9 on, in a model of 4 layers"):
+        calibrated(llama, chatty, tmp_path / "a.pt", config={"min_layers": 9})
+
+
+def test_an_interruption_leaves_no_file_and_resume_goes_on_with_what_was_done(llama, chatty, tmp_path, monkeypatch):
+    path = tmp_path / "router.safetensors"
+    whole = tmp_path / "whole.safetensors"
+    calibrated(llama, chatty, whole)
+    fit_router, calls = module.fit_router, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return fit_router(*args)
+
+    monkeypatch.setattr(module, "fit_router", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        calibrated(llama, chatty, path)
+    assert not path.exists()
+    monkeypatch.setattr(module, "fit_router", fit_router)
+    monkeypatch.setattr(module, "load_texts", lambda *_: pytest.fail("the texts were there"))
+    fit_head, fitted = module.fit_head, []
+    monkeypatch.setattr(module, "fit_head", lambda *args: fitted.append(args[3].depth) or fit_head(*args))
+    with pytest.raises(ValueError, match=r"begun with other settings \(seed\)"):
+        calibrated(llama, chatty, path, seed=3, resume=True)
+    calibrated(llama, chatty, path, resume=True)
+    assert not {0, 1} & set(fitted), "two heads were fitted before the interruption"
+    assert path.read_bytes() == whole.read_bytes()
+    assert not list(tmp_path.glob("*.unfinished"))
+    assert TIDE.TIDE(llama, path).close() is None, "the model was given back"
+
+
+def test_a_fresh_start_forgets_unfinished_work(tmp_path):
+    path = tmp_path / "router.pt"
+    Work(path, {"seed": 0}, resume=False).keep_texts([])
+    assert Work(path, {"seed": 0}, resume=True).texts() == []
+    assert Work(path, {"seed": 0}, resume=False).texts() is None
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(llama, chatty, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere to save router.pt in"):
+        calibrated(llama, chatty, tmp_path / "nowhere" / "router.pt")
+    with pytest.raises(ValueError, match="safetensors"):
+        calibrated(llama, chatty, tmp_path / "router.bin")

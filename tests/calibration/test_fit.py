@@ -1,0 +1,134 @@
+"""Fitting heads: the right gradient, nothing changed in the model, the best state kept, the same every time."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from families import build
+from TIDE.adapters.window import Window
+from TIDE.calibration import fit
+from TIDE.calibration.collect import Budget, collect
+from TIDE.calibration.fit import Exits, Schedule, Split, agreement, fit_head
+from TIDE.calibration.text import Text
+from TIDE.calibration.vocabulary import draft_vocabulary, token_mass
+from TIDE.routing.heads import build_head, head_sizes, memory_depths, normed
+
+DEPTH = 2
+
+
+def some_texts(count: int, seed: int) -> list[Text]:
+    chosen = random.Random(seed)
+    return [Text([chosen.randrange(3, 120) for _ in range(chosen.randint(9, 16))], 4, i) for i in range(count)]
+
+
+@pytest.fixture
+def window():
+    window = Window(build("llama"))
+    yield window
+    window.close()
+
+
+def a_split(window: Window, folder: Path) -> Split:
+    depths = [*memory_depths(window.num_layers, 3), DEPTH]
+    budget = Budget(window.model.device, folder)
+    return Split(*(collect(window, some_texts(24, seed), depths, budget, "") for seed in (1, 2)))
+
+
+def a_head(window: Window, strategy: str):
+    torch.manual_seed(0)
+    return build_head(strategy, head_sizes(strategy, window.model.config, window.hidden_dim))
+
+
+@pytest.mark.parametrize("strategy", ["lens", "memory"])
+def test_the_gradient_is_that_of_the_loss_in_the_docstring(window, strategy, tmp_path):
+    split, head = a_split(window, tmp_path), a_head(window, strategy)
+    schedule = Schedule(positions=10**6, draft_steps=2)
+    shard, rows = split.train.shards[0], torch.arange(8)
+    vocabulary = torch.arange(0, 128, 2)
+    with fit.frozen(window.model):
+        fit._backward(window, head, shard, rows, Exits(DEPTH, vocabulary), schedule, torch.Generator())
+        found = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
+        head.zero_grad()
+        learned = shard.learned[rows]
+        deep = shard.states(window.num_layers)[rows][learned]
+        full = window.head(deep, vocabulary).log_softmax(-1).clone()
+        loss = 0.0
+        for step, guess in enumerate(fit.guesses(window, head, shard, rows, DEPTH, 2)):
+            logs = window.head(guess[learned], vocabulary, with_grad=True).log_softmax(-1)
+            state = F.smooth_l1_loss(normed(guess[learned]), normed(deep))
+            loss = loss + 0.9**step * (F.kl_div(logs, full, log_target=True, reduction="batchmean") + 0.5 * state)
+        loss.backward()
+    for name, parameter in head.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_training_helps_and_leaves_the_model_alone(window, tmp_path):
+    split, head = a_split(window, tmp_path), a_head(window, "memory")
+    before = {name: weight.clone() for name, weight in window.model.state_dict().items()}
+    trainable = [parameter.requires_grad for parameter in window.model.parameters()]
+    schedule = Schedule(epochs=30, batch_tokens=128, positions=128, draft_steps=2, learning_rate=2e-3)
+    start = agreement(window, head, split.train, Exits(DEPTH, None), 2)
+    fitted = fit_head(window, head, Split(split.train, split.train), Exits(DEPTH, None), schedule, 0, "")
+    assert fitted.agreement[0] > start[0] + 0.3
+    assert fitted.agreement == agreement(window, fitted.head, split.train, Exits(DEPTH, None), 2), "the state it was measured in"
+    assert all(torch.equal(weight, before[name]) for name, weight in window.model.state_dict().items())
+    assert [parameter.requires_grad for parameter in window.model.parameters()] == trainable
+    assert all(parameter.grad is None for parameter in window.model.parameters())
+
+
+def test_the_best_state_on_held_out_prompts_is_kept(window, tmp_path, monkeypatch):
+    split, head = a_split(window, tmp_path), a_head(window, "memory")
+    told = iter([[0.2], [0.5], [0.3], [0.4], [0.45]])
+    monkeypatch.setattr(fit, "agreement", lambda *_: next(told))
+    schedule = Schedule(epochs=5, batch_tokens=512, checks=5, patience=2)
+    fitted = fit_head(window, head, split, Exits(DEPTH, None), schedule, 0, "")
+    assert fitted.agreement == [0.5]
+    assert next(told) == [0.45], "two looks without progress end the training"
+
+
+def test_the_same_seed_gives_the_same_head(window, tmp_path):
+    split = a_split(window, tmp_path)
+    schedule = Schedule(epochs=2, batch_tokens=128)
+    found = [fit_head(window, a_head(window, "memory"), split, Exits(DEPTH, None), schedule, 7, "").head for _ in range(2)]
+    for one, other in zip(found[0].parameters(), found[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_states_on_disk_are_those_in_memory(window, tmp_path):
+    texts, depths = some_texts(24, 3), [DEPTH, window.num_layers]
+    roomy, tight = Budget(window.model.device, tmp_path), Budget(window.model.device, tmp_path)
+    tight.left = 0
+    kept, stored = (collect(window, texts, depths, budget, "") for budget in (roomy, tight))
+    assert list(tmp_path.glob("*.safetensors"))
+    for one, other in zip(kept.shards, stored.shards, strict=True):
+        assert all(torch.equal(one.states(depth), other.states(depth)) for depth in depths)
+        assert torch.equal(one.best, other.best)
+
+
+def test_collected_states_are_the_models_hidden_states(window, tmp_path):
+    texts = some_texts(6, 4)
+    shard = collect(window, texts, [0, DEPTH, window.num_layers], Budget(window.model.device, tmp_path), "").shards[0]
+    row = shard.lengths.index(max(shard.lengths))
+    ids = shard.ids[row : row + 1, : shard.lengths[row]]
+    out = window.model(ids, output_hidden_states=True)
+    for depth in (0, DEPTH):
+        torch.testing.assert_close(shard.states(depth)[row, : ids.shape[1]], out.hidden_states[depth][0])
+    assert torch.equal(shard.best[row, : ids.shape[1]], out.logits[0].argmax(-1))
+    assert int(shard.asked.sum()) == sum(len(text.ids) - text.start for text in texts)
+
+
+def test_the_draft_vocabulary_covers_the_mass_with_the_fewest_tokens(window, tmp_path):
+    split = a_split(window, tmp_path)
+    mass = token_mass(window, split.train)
+    assert float(mass.sum()) == pytest.approx(split.train.tokens, rel=1e-3)
+    found = draft_vocabulary(window, split.train)
+    assert torch.equal(found, found.sort().values)
+    share = mass / mass.sum()
+    assert float(share[found].sum()) >= 0.999
+    without_least = sorted(share[found].tolist())[1:]
+    assert sum(without_least) < 0.999 or len(found) <= 2
