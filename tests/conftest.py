@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from characters import TEMPLATE, characters
 from families import FAMILIES, VOCAB, build
 
 torch.set_num_threads(1)  # the models are tiny and two workers share the machine
@@ -41,3 +42,20 @@ def embedded():
     import TIDE
 
     return TIDE.load_model("default", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def plain():
+    """A tokenizer without a chat template."""
+    return characters(None)
+
+
+@pytest.fixture(scope="session")
+def chatty():
+    """A tokenizer with a chat template."""
+    return characters(TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def writer():
+    return build("llama", max_position_embeddings=1024)

@@ -62,6 +62,7 @@ class ExitStats:
         """A line for the whole and one for each layer where tokens left."""
         lines = [f"Total tokens: {self.total_tokens}, Exited: {self.exited_tokens} ({self.exit_rate:.1%})"]
         for layer, count in sorted(self.exits_per_layer.items()):
-            lines.append(f"  Layer {layer}: {count} exits ({count / self.total_tokens:.1%})")
+            where = f"Layer {layer}" if layer >= 0 else "Before layer 0"
+            lines.append(f"  {where}: {count} exits ({count / self.total_tokens:.1%})")
         lines.append(f"  Ran all layers: {self.remaining_tokens}")
         return "\n".join(lines)

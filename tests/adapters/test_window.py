@@ -38,7 +38,7 @@ def run_spans(window: Window, edges: list[int], ids: torch.Tensor, keep: torch.T
         with cache.open(index, rows, counts):
             feed = Feed(ids, positions, cache.mask(), cache)
             last = index == len(spans) - 1
-            states, logits = window.run(span.start, span.stop, feed, hidden=states, keep=keep if last else None)
+            states, logits, _ = window.run(span.start, span.stop, feed, hidden=states, keep=keep if last else None)
         seen.append(states)
     return cache, seen, logits
 
@@ -308,3 +308,40 @@ def test_a_layer_list_that_is_not_there_is_refused_with_the_next_step(llama):
     llama.config.num_hidden_layers = LAYERS + 1
     with pytest.raises(ValueError, match=r"no list of 5 decoder layers .* Run this model with model.generate"):
         TIDE(llama)
+
+
+def test_logits_of_some_tokens_are_those_columns_of_all_logits(any_model):
+    window = Window(any_model)
+    try:
+        torch.manual_seed(0)
+        states = torch.randn(3, window.hidden_dim)
+        everything = window.head(states)
+        some = torch.tensor([1, 5, 6, 40, everything.shape[1] - 1])
+        torch.testing.assert_close(window.head(states, some), everything[:, some])
+        torch.testing.assert_close(window.head(states, some[:2].clone()), everything[:, some[:2]], msg="another vocabulary")
+    finally:
+        window.close()
+
+
+def test_taps_are_the_states_between_spans(any_model, prompts):
+    ids = prompts[0][2:]
+    window = Window(any_model)
+    try:
+        last = window.num_layers
+        feed = Feed(ids, torch.arange(ids.shape[1])[None], None, None)
+        passed = window.run(0, last, feed, taps=(0, last // 2))
+        half = window.run(0, last // 2, feed)
+        torch.testing.assert_close(passed.taps[last // 2], half.states)
+        assert set(passed.taps) == {0, last // 2}
+    finally:
+        window.close()
+
+
+def test_gradients_reach_the_states_and_nothing_else(llama):
+    window = Window(llama)
+    llama.requires_grad_(False)
+    states = torch.randn(2, window.hidden_dim, requires_grad=True)
+    window.head(states, with_grad=True).sum().backward()
+    assert states.grad is not None
+    assert not window.head(states).requires_grad
+    window.close()

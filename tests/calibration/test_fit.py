@@ -75,7 +75,9 @@ def test_training_helps_and_leaves_the_model_alone(window, tmp_path):
     start = agreement(window, head, split.train, Exits(DEPTH, None), 2)
     fitted = fit_head(window, head, Split(split.train, split.train), Exits(DEPTH, None), schedule, 0, "")
     assert fitted.agreement[0] > start[0] + 0.3
-    assert fitted.agreement == agreement(window, fitted.head, split.train, Exits(DEPTH, None), 2), "the state it was measured in"
+    assert fitted.agreement == agreement(window, fitted.head, split.train, Exits(DEPTH, None), 2), (
+        "the state it was measured in"
+    )
     assert all(torch.equal(weight, before[name]) for name, weight in window.model.state_dict().items())
     assert [parameter.requires_grad for parameter in window.model.parameters()] == trainable
     assert all(parameter.grad is None for parameter in window.model.parameters())

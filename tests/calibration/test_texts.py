@@ -9,7 +9,7 @@ import types
 import pytest
 
 from families import build
-from TIDE.calibration import self_texts
+from TIDE.calibration import texts
 from TIDE.calibration.texts import load_texts
 
 WORDS = [f"Document number {number} is about the letter {chr(65 + number % 26)}." for number in range(100)]
@@ -53,8 +53,8 @@ def halves(text, tokenizer):
 
 
 def test_self_is_written_by_the_model(writer, plain, monkeypatch):
-    monkeypatch.setattr(self_texts, "write_texts", lambda *given: list(given))
-    assert load_texts("self", writer, plain, 30, 7) == [writer, plain, 30, 7]
+    monkeypatch.setattr(texts, "write_texts", lambda *given: list(given))
+    assert load_texts("self", writer, plain, 30, 7, 50) == [writer, plain, 30, 7, 50]
 
 
 def test_a_text_file_has_documents_between_blank_lines(writer, plain, tmp_path):
@@ -150,7 +150,7 @@ def test_prompts_alone_are_answered_by_the_model(chatty, write):
     texts = load_texts(write([*ALONE * 5, {"text": ANSWER}, {"prompt": " "}]), writer, chatty, 30, 0)
     assert sorted(text.group for text in texts) == list(range(21))
     assert {halves(text, chatty)[0] for text in texts} == {CHAT[0], "<s>"}
-    alone = self_texts.answer_prompts(writer, chatty, ["Where is it?"], 5)[0]
+    alone = texts.answer_prompts(writer, chatty, ["Where is it?"], 5)[0]
     assert all(text.ids == alone.ids for text in texts if text.start > 1)
 
 

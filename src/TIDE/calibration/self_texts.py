@@ -121,9 +121,7 @@ class _Author:
             alike = [text for text in passages if text.is_held_out == first.is_held_out]
             chosen = [first, *self.random.choices(alike, k=self.random.choice((0, 0, 1, 2)))]
             room = min(MATERIAL, self.context // 4) // len(chosen)
-            words = [
-                self.tokenizer.decode(text.ids[text.start :][:room], skip_special_tokens=True).strip() for text in chosen
-            ]
+            words = [self.tokenizer.decode(text.ids[text.start :][:room], skip_special_tokens=True).strip() for text in chosen]
             task = self.random.choice(self.prompts["tasks"]).replace("{text}", "\n\n".join(words))
             heat = self._heat(self.random.random() < SAMPLED)
             orders.append(_Order(self._asked("tasks", task), chosen[0].group, heat, "tasks"))

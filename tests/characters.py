@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from families import VOCAB, build
+from families import VOCAB
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<user>", "<bot>"]
 TEMPLATE = (
@@ -32,20 +31,3 @@ def characters(template: str | None) -> PreTrainedTokenizerFast:
         extra_special_tokens=["<user>", "<bot>"],
         chat_template=template,
     )
-
-
-@pytest.fixture(scope="session")
-def plain():
-    """A tokenizer without a chat template."""
-    return characters(None)
-
-
-@pytest.fixture(scope="session")
-def chatty():
-    """A tokenizer with a chat template."""
-    return characters(TEMPLATE)
-
-
-@pytest.fixture(scope="session")
-def writer():
-    return build("llama", max_position_embeddings=1024)

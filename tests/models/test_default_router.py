@@ -1,0 +1,43 @@
+"""The router file that comes with the package, on the model it was made for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import TIDE
+
+PROMPTS = ["Why is the sea salty?", "Write a short email to a friend about a bicycle.", "What is 17 + 25?"]
+
+
+def test_it_is_small_whole_and_says_how_it_was_made():
+    path = TIDE.default_router()
+    assert path.stat().st_size <= 12_000_000
+    file = TIDE.RouterFile.load(path)
+    assert file.strategy == "memory"
+    assert list(file.exits) == [0, 4]
+    assert file.fingerprint is not None
+    assert file.fingerprint.name == "SmolLM2-135M-Instruct"
+    assert file.facts["texts"] == file.config["calibration_samples"]
+
+
+@pytest.mark.real
+def test_its_exits_are_right_more_often_than_not_and_the_text_stays_the_models(embedded):
+    model, tokenizer = embedded
+    drafted = accepted = 0
+    with TIDE.TIDE(model, TIDE.default_router(), TIDE.TIDEConfig(max_pending=3)) as engine:
+        for prompt in PROMPTS:
+            messages = [{"role": "user", "content": prompt}]
+            inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+            found = engine.generate(**inputs, max_new_tokens=32, do_sample=False)
+            assert torch.equal(found, model.generate(**inputs, max_new_tokens=32, do_sample=False))
+            drafted += engine.last_stats.drafted
+            accepted += engine.last_stats.accepted
+    assert drafted > 20
+    assert accepted > drafted / 2
+
+
+@pytest.mark.real
+def test_another_model_is_refused_by_name(llama):
+    with pytest.raises(ValueError, match=r"was made for SmolLM2-135M-Instruct .* this model is .*LlamaForCausalLM"):
+        TIDE.TIDE(llama, TIDE.default_router())
