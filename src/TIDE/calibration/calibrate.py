@@ -52,7 +52,7 @@ class Effort:
 
 
 FULL = Effort()
-QUICK = Effort(96, 160, Schedule(epochs=6, batch_tokens=2048, positions=1024, draft_steps=2, checks=3))
+QUICK = Effort(64, 120, Schedule(epochs=6, batch_tokens=1024, positions=384, draft_steps=2, checks=2))
 
 
 def calibrate(

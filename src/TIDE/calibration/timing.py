@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -63,9 +62,8 @@ def measure_costs(window: Window, key: str) -> Costs:
         by_count = {name: {int(n): value for n, value in kept[name].items()} for name in ("layer", "lm_head")}
         return Costs(kept["entry"], by_count["layer"], by_count["lm_head"], kept["choice"], kept["num_layers"])
     with window.grad_off():
-        entry, _ = _passes(window, (0,), (1,))
+        entry, full = _passes(window)
         lm_head = {n: timed(window, lambda n=n: window.head(_states(window, n))) for n in COUNTS}  # type: ignore[misc]
-        _, full = _passes(window, (0,), COUNTS)
         layer = {n: max(full[n] - entry - lm_head[n], 1e-7) / window.num_layers for n in COUNTS}
         costs = Costs(entry, layer, lm_head, _choice(window), window.num_layers)
     _keep(key, asdict(costs))
@@ -95,7 +93,7 @@ def measure_head(window: Window, policy: CalibratedPolicy, depth: int, key: str)
 
 
 def timed(window: Window, action: Callable[[], object]) -> float:
-    """Median seconds of an action, after a warm-up."""
+    """Least seconds of an action, after a warm-up: noise only ever slows down."""
     cuda = window.model.device.type == "cuda"
     found = []
     for _ in range(REPEATS + 2):
@@ -106,7 +104,7 @@ def timed(window: Window, action: Callable[[], object]) -> float:
         if cuda:
             torch.cuda.synchronize()
         found.append(time.perf_counter() - start)
-    return statistics.median(found[2:])
+    return min(found[2:])
 
 
 def machine(window: Window) -> str:
@@ -116,8 +114,8 @@ def machine(window: Window) -> str:
     return f"{name}|{str(window.model.dtype).removeprefix('torch.')}|torch-{torch.__version__}"
 
 
-def _passes(window: Window, depths: tuple[int, ...], counts: tuple[int, ...]) -> tuple[float, dict[int, float]]:
-    """Time of a pass through no layer, and of passes of some tokens through all."""
+def _passes(window: Window) -> tuple[float, dict[int, float]]:
+    """Time of a pass of one token through no layer, and of passes of some tokens through all."""
     ids = torch.arange(CONTEXT + max(COUNTS))[None] % 97 + 1
     batch = Batch(ids, [0], StoppingCriteriaList(), None)
     layers = window.num_layers
@@ -127,19 +125,15 @@ def _passes(window: Window, depths: tuple[int, ...], counts: tuple[int, ...]) ->
         segments.run(segment, {0: CONTEXT})
 
     def enter(count: int) -> None:
+        segments.rollback(0, CONTEXT)
         segments.run(0, {0: count})
 
     def through(count: int) -> None:
-        segments.rollback(0, CONTEXT)
-        segments.run(0, {0: count})
+        enter(count)
         segments.run(1, {0: count}, {0: CONTEXT})
 
-    def enter_again() -> None:
-        segments.rollback(0, CONTEXT)
-        enter(1)
-
-    entry = timed(window, enter_again)
-    return entry, {n: max(timed(window, lambda n=n: through(n)) - entry, 0.0) for n in counts}  # type: ignore[misc]
+    entry = timed(window, lambda: enter(1))
+    return entry, {n: timed(window, lambda n=n: through(n)) - entry for n in COUNTS}  # type: ignore[misc]
 
 
 def _choice(window: Window) -> float:
