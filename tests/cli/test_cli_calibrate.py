@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +14,8 @@ import TIDE
 from families import build
 from TIDE.calibration import calibrate as module
 from TIDE.cli.app import app
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
@@ -34,6 +39,20 @@ def test_a_model_folder_becomes_a_router_file(folder):
     assert said == file.as_dict()
     assert set(file.exits) <= {0, 2}
     assert file.config["calibration_samples"] == 40
+
+
+def test_the_exits_of_a_file_are_measured_on_other_prompts(folder):
+    assert tide(folder).exit_code == 0
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [f"What is {n}?", "And then?"]}) + "\n" for n in range(4)))
+    script = ROOT / "benchmarks" / "eval_exits.py"
+    command = [script, "--router", folder / "router.pt", "--prompts", prompts, "--model", folder / "model", "--answer", "12"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["positions"] > 0
+    for exit in report["exits"].values():
+        assert exit["steps"][0] == pytest.approx(exit["agreement"], abs=1e-3)
 
 
 def test_wrong_options_are_said_in_words(folder):

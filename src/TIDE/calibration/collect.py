@@ -24,6 +24,7 @@ from TIDE.adapters.window import Feed, Window
 from TIDE.calibration.text import Text
 
 SHARD_TOKENS = 65536  # tokens of one pass, padding included
+CPU_SHARD_TOKENS = 8192  # where there is no GPU
 HOST_BUDGET = 1 << 30  # bytes of states kept in memory where there is no GPU
 DEVICE_SHARE = 0.25  # of a GPU's memory
 
@@ -111,7 +112,7 @@ def collect(window: Window, texts: list[Text], depths: list[int], budget: Budget
     """Run texts through the model and keep their states at `depths` (full depth among them)."""
     shards = []
     with tqdm(total=len(texts), desc=title, unit="text") as bar:
-        for group in _shards(texts):
+        for group in _shards(texts, SHARD_TOKENS if window.model.device.type == "cuda" else CPU_SHARD_TOKENS):
             shard = _laid_out(group, window.model.device)
             found = _run(window, shard, window.num_layers, depths)
             shard.best = _best(window, found[window.num_layers])
@@ -142,10 +143,10 @@ def _run(window: Window, shard: Shard, stop: int, depths: list[int]) -> dict[int
     return {**passed.taps, stop: passed.states}
 
 
-def _shards(texts: list[Text]) -> Iterator[list[Text]]:
+def _shards(texts: list[Text], most: int = CPU_SHARD_TOKENS) -> Iterator[list[Text]]:
     group: list[Text] = []
     for text in sorted(texts, key=lambda text: len(text.ids)):
-        if group and (len(group) + 1) * len(text.ids) > SHARD_TOKENS:
+        if group and (len(group) + 1) * len(text.ids) > most:
             yield group
             group = []
         group.append(text)

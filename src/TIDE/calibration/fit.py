@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from TIDE.adapters.window import Window
 from TIDE.calibration.collect import Collection, Shard
-from TIDE.routing.heads import MemoryHead, memory_depths, normed
+from TIDE.routing.heads import Jitter, MemoryHead, memory_depths, normed
 
 STEP_DECAY = 0.9
 STATE_WEIGHT = 0.5
@@ -38,6 +38,7 @@ class Schedule:
     positions: int = 12288  # of a batch whose logits are compared
     learning_rate: float = 3e-3
     weight_decay: float = 0.05
+    jitter: float = 0.5  # noise on what a memory head is given
     draft_steps: int = 3
     checks: int = 5  # looks at the held-out prompts
     patience: int = 2  # looks without progress before training ends
@@ -103,7 +104,15 @@ def fit_head(window: Window, head: nn.Module, split: Split, exits: Exits, schedu
     return Fitted(best.head.eval().requires_grad_(False), best.agreement)
 
 
-def guesses(window: Window, head: nn.Module, shard: Shard, rows: torch.Tensor, depth: int, steps: int) -> list[torch.Tensor]:
+def guesses(
+    window: Window,
+    head: nn.Module,
+    shard: Shard,
+    rows: torch.Tensor,
+    depth: int,
+    steps: int,
+    jitter: Jitter | None = None,
+) -> list[torch.Tensor]:
     """(n, T, hidden) guesses of the head for rows of a shard, by draft step."""
     device = window.model.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
@@ -111,7 +120,7 @@ def guesses(window: Window, head: nn.Module, shard: Shard, rows: torch.Tensor, d
         if not isinstance(head, MemoryHead):
             return [head(shallow)]
         deep = [shard.states(d)[rows] for d in memory_depths(window.num_layers, head.sizes.memories)]
-        return head.unroll(shallow, torch.cat(deep, -1), steps)
+        return head.unroll(shallow, torch.cat(deep, -1), steps, jitter)
 
 
 @torch.no_grad()
@@ -146,7 +155,8 @@ def _backward(
         return
     full = window.head(deep, exits.vocabulary).float().softmax(-1)
     target = normed(deep)
-    found = [guess[chosen] for guess in guesses(window, head, shard, rows, exits.depth, schedule.draft_steps)]
+    jitter = Jitter(schedule.jitter, noise) if schedule.jitter else None
+    found = [guess[chosen] for guess in guesses(window, head, shard, rows, exits.depth, schedule.draft_steps, jitter)]
     leaves = [guess.detach().requires_grad_() for guess in found]
     for step, leaf in enumerate(leaves):
         weight = STEP_DECAY**step

@@ -15,6 +15,7 @@ import itertools
 from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from TIDE.calibration.fit_router import Trace
 from TIDE.calibration.timing import Costs
@@ -64,7 +65,7 @@ def best_setting(candidates: dict[int, Candidate], checkpoints: tuple[int, ...],
 def place(candidates: dict[int, Candidate], costs: Costs) -> list[Placed]:
     """All single checkpoints and pairs, the best first."""
     sets = [*itertools.combinations(sorted(candidates), 1), *itertools.combinations(sorted(candidates), 2)]
-    found = [best_setting(candidates, checkpoints, costs) for checkpoints in sets]
+    found = [best_setting(candidates, checkpoints, costs) for checkpoints in tqdm(sets, desc="placement", unit="set")]
     return sorted(found, key=lambda placed: -placed.tokens_per_second)
 
 

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from TIDE.adapters.window import Window
@@ -133,7 +134,8 @@ def _passes(window: Window) -> tuple[float, dict[int, float]]:
         segments.run(1, {0: count}, {0: CONTEXT})
 
     entry = timed(window, lambda: enter(1))
-    return entry, {n: timed(window, lambda n=n: through(n)) - entry for n in COUNTS}  # type: ignore[misc]
+    counts = tqdm(COUNTS, desc="timing passes of 1 to 16 tokens", unit="pass")
+    return entry, {n: timed(window, lambda n=n: through(n)) - entry for n in counts}  # type: ignore[misc]
 
 
 def _choice(window: Window) -> float:

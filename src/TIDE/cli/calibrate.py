@@ -49,6 +49,8 @@ def calibrate(
             router_bottleneck_dim=bottleneck,
             label=label,
         )
+        if dtype not in (None, "float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype must be float32, bfloat16 or float16, found {dtype!r}.")
         loaded = TIDE.load_model(model, dtype=None if dtype is None else getattr(torch, dtype))
         file = TIDE.calibrate(
             *loaded, save_path=output, config=config, seed=seed, quick=quick, resume=resume, compress=compress, epochs=epochs
@@ -56,7 +58,7 @@ def calibrate(
     except KeyboardInterrupt:
         typer.echo(f"\ninterrupted; nothing was written to {output}. Go on with --resume.", err=True)
         raise typer.Exit(130) from None
-    except (OSError, ValueError, ImportError, AttributeError) as problem:
+    except (OSError, ValueError, ImportError) as problem:
         typer.echo(f"error: {problem}", err=True)
         raise typer.Exit(1) from None
     typer.echo(json.dumps(file.as_dict()) if as_json else f"{file.summary()}\n\nwritten: {output}")

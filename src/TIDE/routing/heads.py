@@ -19,6 +19,7 @@ what `step` does token by token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -44,6 +45,13 @@ class HeadSizes:
     head_dim: int = 0
     rope_theta: float = 10000.0
     memories: int = 1  # depths at which a finished token is remembered
+
+
+class Jitter(NamedTuple):
+    """Normal noise on coordinates of spread 1. Unlike dropout it cannot take away the few that carry a state's size."""
+
+    size: float
+    generator: torch.Generator
 
 
 class IdentityHead(nn.Module):
@@ -110,11 +118,14 @@ class MemoryHead(nn.Module):
         parts = [normed(part) for part in deep.split(self.sizes.hidden_dim, -1)]
         return self.recall(torch.cat(parts, -1).to(self.fuse.weight.dtype))
 
-    def enter(self, shallow: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    def enter(self, shallow: torch.Tensor, before: torch.Tensor, jitter: Jitter | None = None) -> torch.Tensor:
         """States of tokens and of the tokens before them, joined."""
         shallow = (normed(shallow) - self.shallow_center.float()) / self.shallow_spread.float()
         before = (normed(before) - self.deep_center.float()) / self.deep_spread.float()
-        return self.fuse(torch.cat([shallow, before], -1).to(self.fuse.weight.dtype))
+        joined = torch.cat([shallow, before], -1)
+        if jitter is not None:
+            joined = joined + jitter.size * torch.randn(joined.shape, generator=jitter.generator, device=joined.device)
+        return self.fuse(joined.to(self.fuse.weight.dtype))
 
     @torch.no_grad()
     def measure(self, shallow: torch.Tensor, deep: torch.Tensor) -> None:
@@ -140,11 +151,12 @@ class MemoryHead(nn.Module):
         x = x + self.down(F.silu(gate) * up)
         return x * self.deep_spread + self.deep_center
 
-    def unroll(self, shallow: torch.Tensor, deep: torch.Tensor, steps: int) -> list[torch.Tensor]:
+    def unroll(self, shallow: torch.Tensor, deep: torch.Tensor, steps: int, jitter: Jitter | None = None) -> list[torch.Tensor]:
         """Guesses for whole texts at draft steps 1 … `steps`, given the text.
 
         Args:
-            shallow: (n, T, hidden) states at the checkpoint; `deep` those at full depth.
+            shallow: (n, T, hidden) states at the checkpoint; `deep`: (n, T, memories * hidden) those to be remembered.
+            jitter: noise on what the block is given, for training.
 
         Returns:
             One (n, T, hidden) per step. At step s a position knows true deep states up to s tokens before it.
@@ -154,7 +166,7 @@ class MemoryHead(nn.Module):
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for _ in range(steps):
-            x = self.enter(shallow, _later(before, 1, dim=1))
+            x = self.enter(shallow, _later(before, 1, dim=1), jitter)
             q, k, v = self.project(x, positions)
             keys.append(self._spread(k))
             values.append(self._spread(v))
