@@ -9,7 +9,8 @@ import types
 import pytest
 
 from families import build
-from TIDE.calibration import texts
+from TIDE.calibration import self_texts
+from TIDE.calibration import texts as module
 from TIDE.calibration.texts import load_texts
 
 WORDS = [f"Document number {number} is about the letter {chr(65 + number % 26)}." for number in range(100)]
@@ -53,7 +54,7 @@ def halves(text, tokenizer):
 
 
 def test_self_is_written_by_the_model(writer, plain, monkeypatch):
-    monkeypatch.setattr(texts, "write_texts", lambda *given: list(given))
+    monkeypatch.setattr(module, "write_texts", lambda *given: list(given))
     assert load_texts("self", writer, plain, 30, 7, 50) == [writer, plain, 30, 7, 50]
 
 
@@ -150,7 +151,7 @@ def test_prompts_alone_are_answered_by_the_model(chatty, write):
     texts = load_texts(write([*ALONE * 5, {"text": ANSWER}, {"prompt": " "}]), writer, chatty, 30, 0)
     assert sorted(text.group for text in texts) == list(range(21))
     assert {halves(text, chatty)[0] for text in texts} == {CHAT[0], "<s>"}
-    alone = texts.answer_prompts(writer, chatty, ["Where is it?"], 5)[0]
+    alone = self_texts.answer_prompts(writer, chatty, ["Where is it?"], 5)[0]
     assert all(text.ids == alone.ids for text in texts if text.start > 1)
 
 

@@ -51,7 +51,10 @@ def test_exact_mode_writes_the_models_text_with_memory_heads_in_every_family(nam
 
 
 @pytest.mark.parametrize("strategy", ["identity", "lens", "memory"])
-@pytest.mark.parametrize("config", [{}, {"mode": "fast"}, {"mode": "fast", "kv_cache_strategy": "zero_pad"}])
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"mode": "fast", "exit_threshold": 0.4}, {"mode": "fast", "exit_threshold": 0.4, "kv_cache_strategy": "zero_pad"}],
+)
 def test_every_strategy_runs_from_its_file_in_every_mode(strategy, config, llama, prompts, tmp_path):
     ids, mask = prompts
     path = saved(a_file(llama, strategy, (1, 2), 0.4, torch.arange(0, 96, 2)), tmp_path)
@@ -65,11 +68,18 @@ def test_every_strategy_runs_from_its_file_in_every_mode(strategy, config, llama
         assert torch.equal(found, expected)
 
 
+def test_mode_fast_asks_for_nineteen_in_twenty_unless_told_otherwise(llama, tmp_path):
+    path = saved(a_file(llama, "lens", (1, 2), 0.3), tmp_path)
+    for config, expected in (({}, 0.3), ({"mode": "fast"}, 0.95), ({"mode": "fast", "exit_threshold": 0.5}, 0.5)):
+        with TIDE(llama, path, TIDEConfig(**config)) as engine:
+            assert engine.plan.threshold(1) == engine.plan.threshold(2) == expected
+
+
 def test_a_draft_vocabulary_limits_what_exits_say_and_nothing_else(llama, prompts, tmp_path):
     ids, mask = prompts
     allowed = torch.arange(0, 96, 3)
     path = saved(a_file(llama, "memory", (0,), 0.0, allowed), tmp_path)
-    with TIDE(llama, path, TIDEConfig(mode="fast", max_pending=10**6)) as engine:
+    with TIDE(llama, path, TIDEConfig(mode="fast", exit_threshold=0.0, max_pending=10**6)) as engine:
         found = engine.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
         assert set(found[:, ids.shape[1] + 1 :].flatten().tolist()) <= set(allowed.tolist())
         sampled = engine.generate(

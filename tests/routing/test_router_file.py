@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import random
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from TIDE import TIDE
 from TIDE.adapters.window import Window
 from TIDE.config import EXIT_STRATEGIES as STRATEGIES
 from TIDE.routing import storage
+from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.router_file import RouterFile
 
 SUFFIXES = ["safetensors", "pt"]
@@ -274,12 +273,14 @@ def window(llama):
     window.close()
 
 
-def test_its_own_model_gets_the_calibrated_policy(monkeypatch, window):
-    monkeypatch.setitem(sys.modules, "TIDE.routing.calibrated", SimpleNamespace(CalibratedPolicy=lambda file: ("policy", file)))
+def test_its_own_model_gets_the_calibrated_policy(window):
     file = made("identity", window.model)
-    assert file.policy(window) == ("policy", file)
-    window.model.bfloat16()
-    assert file.policy(window) == ("policy", file)
+    for dtype in (torch.float32, torch.bfloat16):
+        window.model.to(dtype)
+        policy = file.policy(window)
+        assert isinstance(policy, CalibratedPolicy)
+        assert policy.checkpoints == file.checkpoints
+        assert policy.exit_thresholds == {depth: file.exits[depth].threshold for depth in file.checkpoints}
 
 
 def test_another_model_is_refused_with_both_named(tmp_path, llama):
