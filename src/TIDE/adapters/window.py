@@ -108,6 +108,12 @@ class Window:
     def hidden_dim(self) -> int:
         return int(self.model.config.get_text_config(decoder=True).hidden_size)
 
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """Logits of a token. Asked of the head: configurations leave out padding rows."""
+        nothing = torch.zeros(1, self.hidden_dim, device=self.model.device, dtype=self.model.dtype)
+        return int(self.head(nothing).shape[-1])
+
     @property
     def is_open(self) -> bool:
         return bool(self._fitted)

@@ -24,19 +24,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from TIDE.adapters.window import Window
-from TIDE.calibration.collect import Budget, Collection, _laid_out, _run, _shards, collect, extended
-from TIDE.calibration.fit import Exits, Schedule, Split, best_tokens, fit_head, guesses
-from TIDE.calibration.self_texts import write_texts
+from TIDE.calibration.collect import Budget, _laid_out, _run, _shards, collect, extended
+from TIDE.calibration.fit import Exits, Schedule, Split, agreed, best_tokens, fit_head, fresh_head
+from TIDE.calibration.labels import converged
+from TIDE.calibration.self_texts import ANSWER
 from TIDE.calibration.text import Text
 from TIDE.calibration.texts import load_texts
 from TIDE.config import TIDEConfig
 from TIDE.routing.fingerprint import fingerprint
-from TIDE.routing.heads import MEMORIES, build_head, head_sizes, memory_depths
+from TIDE.routing.heads import MEMORIES, head_sizes, memory_depths
 
 GROUP_BYTES = 512 << 20  # states of all depths held at once
 AT_ONCE = 1024  # positions whose logits are held at once
@@ -124,10 +124,9 @@ def analyze(
         raise ValueError(f"samples must be a whole number of at least 1, found {samples!r}.")
     samples = min(samples, QUICK_TEXTS) if quick else samples
     with closing(Window(model)) as window:
-        if quick and config.calibration_dataset == "self":
-            texts = write_texts(model, tokenizer, samples, seed, QUICK_ANSWER)
-        else:
-            texts = load_texts(config.calibration_dataset, model, tokenizer, samples, seed)
+        source = config.calibration_dataset
+        answer = QUICK_ANSWER if quick and source == "self" else ANSWER
+        texts = load_texts(source, model, tokenizer, samples, seed, answer)
         counted = [_converged(window, texts, config.convergence_threshold)]
         schedule = QUICK if quick else SCHEDULE
         if heads:
@@ -187,7 +186,7 @@ def _converged(window: Window, texts: list[Text], threshold: float) -> _Counted:
             full = states.pop(layers)[shard.asked]
             best = best_tokens(window, full, None, AT_ONCE)
             found = [states.pop(depth)[shard.asked] for depth in taps]
-            near += torch.tensor([_near(at, full, threshold) for at in found], dtype=torch.long)
+            near += torch.stack([converged(at, full, threshold).sum() for at in found]).cpu()
             hits = torch.stack([best_tokens(window, at, None, AT_ONCE) == best for at in [*found, full]])
             right += hits[:-1].sum(1).cpu()
             # as many depths as agree in a row, counted from the end, need not be run
@@ -199,10 +198,6 @@ def _converged(window: Window, texts: list[Text], threshold: float) -> _Counted:
         shares[depth, "cosine"] = int(near[index]) / tokens
         shares[depth, "identity"] = int(right[index]) / tokens
     return _Counted(tokens, shares, {"identity": needed / tokens})
-
-
-def _near(states: torch.Tensor, full: torch.Tensor, threshold: float) -> int:
-    return int((F.cosine_similarity(states.float(), full.float(), -1) > threshold).sum())
 
 
 def _groups(window: Window, texts: list[Text]) -> Iterator[list[Text]]:
@@ -238,7 +233,7 @@ def _with_heads(window: Window, course: _Course) -> list[_Counted]:
             with extended(window, split, depth, budget):
                 for strategy in ("lens", "memory") if depth else ("memory",):
                     head = _fitted(window, split, course, strategy, depth)
-                    hits[strategy][depth] = _hits(window, head, split.valid, depth, course.schedule.draft_steps)
+                    hits[strategy][depth] = agreed(window, head, split.valid, Exits(depth, None), course.schedule.draft_steps)
     return [_counted(strategy, found, layers) for strategy, found in hits.items() if found]
 
 
@@ -253,21 +248,7 @@ def _counted(strategy: str, hits: dict[int, torch.Tensor], layers: int) -> _Coun
 
 def _fitted(window: Window, split: Split, course: _Course, strategy: str, depth: int) -> nn.Module:
     text_config = window.model.config.get_text_config(decoder=True)
-    device = window.model.device
-    schedule = course.schedule.fitted_to(window.hidden_dim, text_config.vocab_size, device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(course.seed)
-        head = build_head(strategy, head_sizes(strategy, text_config, window.hidden_dim))
+    schedule = course.schedule.fitted_to(window.hidden_dim, window.vocab_size, window.model.device)
+    head = fresh_head(strategy, head_sizes(strategy, text_config, window.hidden_dim), course.seed)
     title = f"{strategy} at depth {depth}"
     return fit_head(window, head, split, Exits(depth, None), schedule, course.seed, title).head
-
-
-@torch.no_grad()
-def _hits(window: Window, head: nn.Module, data: Collection, depth: int, steps: int) -> torch.Tensor:
-    """(steps, tokens) where the head's token is the full model's."""
-    found = []
-    for shard, rows in data.in_order():
-        asked, best = shard.asked[rows], shard.best[rows]
-        tokens = [best_tokens(window, g[asked], None, AT_ONCE) for g in guesses(window, head, shard, rows, depth, steps)]
-        found.append(torch.stack(tokens) == best[asked])
-    return torch.cat(found, 1).cpu()

@@ -22,19 +22,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from TIDE.adapters.window import Window
 from TIDE.calibration.collect import Budget, collect, extended
-from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, fit_head
+from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, fit_head, fresh_head
 from TIDE.calibration.fit_router import FittedRouter, fit_router
 from TIDE.calibration.placement import Candidate, Placed, best_setting, place
+from TIDE.calibration.self_texts import ANSWER
 from TIDE.calibration.texts import load_texts
 from TIDE.calibration.timing import Costs, machine, measure_costs, measure_head
-from TIDE.calibration.vocabulary import draft_vocabulary
+from TIDE.calibration.vocabulary import MANY, draft_vocabulary
 from TIDE.calibration.work import Work
 from TIDE.config import TIDEConfig
 from TIDE.engine.check import check_unknown
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.exits import Exit
-from TIDE.routing.fingerprint import fingerprint
-from TIDE.routing.heads import build_head, head_sizes, memory_depths
+from TIDE.routing.fingerprint import Fingerprint, fingerprint
+from TIDE.routing.heads import head_sizes, memory_depths
 from TIDE.routing.router_file import RouterFile
 from TIDE.routing.storage import check_suffix
 
@@ -46,7 +47,7 @@ WORTH = 0.03  # a draft vocabulary has to save this share of a step
 class Effort:
     """How much work a calibration is."""
 
-    answer: int = 256  # longest text the model writes, in tokens
+    answer: int = ANSWER  # longest text the model writes, in tokens
     samples: int = 1 << 30  # most texts
     schedule: Schedule = field(default_factory=Schedule)
 
@@ -85,10 +86,10 @@ def calibrate(
     if epochs is not None:
         effort = replace(effort, schedule=replace(effort.schedule, epochs=epochs))
     with _open(model) as window, tempfile.TemporaryDirectory(prefix="tide-states-") as folder:
-        settings = {"config": asdict(config), "seed": seed, "effort": asdict(effort)}
-        settings["model"] = asdict(fingerprint(model, tokenizer))
+        made_for = fingerprint(model, tokenizer)
+        settings = {"config": asdict(config), "seed": seed, "effort": asdict(effort), "model": asdict(made_for)}
         work = Work(path, settings, resume)
-        job = _Job(window, tokenizer, config, effort, seed, work, Budget(model.device, Path(folder)))
+        job = _Job(window, tokenizer, made_for, config, effort, seed, work, Budget(model.device, Path(folder)))
         file = job.run()
         file.save(path, compress)
         work.finish()
@@ -110,6 +111,7 @@ def _open(model: PreTrainedModel) -> Iterator[Window]:
 class _Job:
     window: Window
     tokenizer: PreTrainedTokenizerBase
+    made_for: Fingerprint
     config: TIDEConfig
     effort: Effort
     seed: int
@@ -126,7 +128,7 @@ class _Job:
             collect(self.window, [t for t in texts if not t.is_held_out], depths, self.budget, "states to learn from"),
             collect(self.window, [t for t in texts if t.is_held_out], depths, self.budget, "states to measure on"),
         )
-        self.key = f"{fingerprint(self.window.model).weights}|{machine(self.window)}"
+        self.key = f"{self.made_for.weights}|{machine(self.window)}"
         self.costs = measure_costs(self.window, self.key)
         self.vocabulary = self._draft_vocabulary()
         exits, candidates, tried = self._try_all(strategy)
@@ -144,14 +146,11 @@ class _Job:
 
     def _draft_vocabulary(self) -> torch.Tensor | None:
         """A smaller vocabulary where it pays."""
-        nothing = torch.zeros(1, self.window.hidden_dim, device=self.window.model.device, dtype=self.window.model.dtype)
-        self.vocab_size = size = self.window.head(nothing).shape[-1]
-        found = draft_vocabulary(self.window, self.split.train)
-        saved = self.costs.lm_head[1] * (1 - len(found) / size)
-        if saved < WORTH * self.costs.full_step and size <= 65536:
+        size, whole, enough = self.window.vocab_size, self.costs.lm_head[1], WORTH * self.costs.full_step
+        if whole < enough and size <= MANY:
             return None
-        self.vocab_size = len(found)
-        return found
+        found = draft_vocabulary(self.window, self.split.train)
+        return found if size > MANY or whole * (1 - len(found) / size) >= enough else None
 
     def _depths(self) -> list[int]:
         first = 0 if self.config.exit_strategy == "memory" else self.config.checkpoint_interval
@@ -183,15 +182,14 @@ class _Job:
         return exits, candidates, tried
 
     def _fit(self, strategy: str, depth: int) -> Fitted:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self.seed)
-            head = build_head(strategy, self.sizes)
+        head = fresh_head(strategy, self.sizes, self.seed)
         if strategy == "identity":
             return Fitted(head.eval(), [])
         kept = self.work.head(depth, head)
         if kept is not None:
             return Fitted(kept.head.to(self.window.model.device), kept.agreement)
-        schedule = self.effort.schedule.fitted_to(self.window.hidden_dim, self.vocab_size, self.window.model.device)
+        size = self.window.vocab_size if self.vocabulary is None else len(self.vocabulary)
+        schedule = self.effort.schedule.fitted_to(self.window.hidden_dim, size, self.window.model.device)
         where = Exits(depth, self.vocabulary)
         fitted = fit_head(self.window, head, self.split, where, schedule, self.seed, f"{strategy} head at depth {depth}")
         for tensor in (*fitted.head.parameters(), *fitted.head.buffers()):
@@ -215,21 +213,18 @@ class _Job:
 
     def _file(self, exits: dict[int, Exit], placed: list[Placed], tried: list[Placed], texts: int) -> RouterFile:
         best = placed[0]
-        for depth, threshold in [*zip(best.checkpoints, best.thresholds, strict=True)]:
-            exits[depth].threshold = threshold
-        for single in tried:
-            if single.checkpoints[0] not in best.checkpoints:
-                exits[single.checkpoints[0]].threshold = single.thresholds[0]
+        for setting in (*tried, best):  # the best set last: its thresholds stand
+            for depth, threshold in zip(setting.checkpoints, setting.thresholds, strict=True):
+                exits[depth].threshold = threshold
         speedup = best.tokens_per_second * self.costs.full_step
         if speedup < 1:
             logger.warning("on this machine exits are expected to be slower than none in mode exact: %.2fx.", speedup)
-        schedule = asdict(self.effort.schedule)
         facts = {
             "texts": texts,
             "source": self.config.calibration_dataset,
             "positions": {"trained": self.split.train.tokens, "held_out": self.split.valid.tokens},
             "seed": self.seed,
-            "schedule": schedule,
+            "schedule": asdict(self.effort.schedule),
             "machine": machine(self.window),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -245,7 +240,7 @@ class _Job:
             checkpoints=best.checkpoints,
             max_pending=best.max_pending,
             vocabulary=None if self.vocabulary is None else self.vocabulary.cpu(),
-            fingerprint=fingerprint(self.window.model, self.tokenizer),
+            fingerprint=self.made_for,
             config=asdict(self.config),
             facts=facts,
             figures=figures,

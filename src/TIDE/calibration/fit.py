@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from TIDE.adapters.window import Window
 from TIDE.calibration.collect import Collection, Shard
-from TIDE.routing.heads import Jitter, MemoryHead, memory_depths, normed
+from TIDE.routing.heads import HeadSizes, Jitter, MemoryHead, build_head, memory_depths, normed
 
 STEP_DECAY = 0.9
 STATE_WEIGHT = 0.5
@@ -104,6 +104,13 @@ def fit_head(window: Window, head: nn.Module, split: Split, exits: Exits, schedu
     return Fitted(best.head.eval().requires_grad_(False), best.agreement)
 
 
+def fresh_head(strategy: str, sizes: HeadSizes, seed: int) -> nn.Module:
+    """An untrained head, the same for the same seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return build_head(strategy, sizes)
+
+
 def guesses(
     window: Window,
     head: nn.Module,
@@ -123,19 +130,24 @@ def guesses(
         return head.unroll(shallow, torch.cat(deep, -1), steps, jitter)
 
 
-@torch.no_grad()
 def agreement(window: Window, head: nn.Module, data: Collection, exits: Exits, steps: int) -> list[float]:
     """Share of positions at which the exit's best token is the full model's, by draft step."""
-    right: list[torch.Tensor] = []
+    return agreed(window, head, data, exits, steps).float().mean(1).tolist()
+
+
+@torch.no_grad()
+def agreed(window: Window, head: nn.Module, data: Collection, exits: Exits, steps: int) -> torch.Tensor:
+    """(steps, positions) where the exit's best token is the full model's, on the CPU; one step for heads without memory."""
+    found = []
     for shard, rows in data.in_order():
         asked = shard.asked[rows]
-        found = guesses(window, head, shard, rows, exits.depth, steps)
-        hits = [best_tokens(window, guess[asked], exits.vocabulary) == shard.best[rows][asked] for guess in found]
-        right.append(torch.stack([hit.sum() for hit in hits]))
-    return (torch.stack(right).sum(0) / max(1, data.tokens)).tolist()
+        guessed = guesses(window, head, shard, rows, exits.depth, steps)
+        tokens = torch.stack([best_tokens(window, guess[asked], exits.vocabulary) for guess in guessed])
+        found.append((tokens == shard.best[rows][asked]).cpu())
+    return torch.cat(found, 1)
 
 
-def best_tokens(window: Window, guess: torch.Tensor, vocabulary: torch.Tensor | None, at_once: int = 8192) -> torch.Tensor:
+def best_tokens(window: Window, guess: torch.Tensor, vocabulary: torch.Tensor | None, at_once: int = 2048) -> torch.Tensor:
     """(n, hidden) guesses -> (n,) best tokens."""
     parts = guess.to(window.model.dtype).split(at_once)
     best = torch.cat([window.head(part, vocabulary).argmax(-1) for part in parts])

@@ -211,7 +211,7 @@ def _shown(job: _Job, guess: torch.Tensor, best: torch.Tensor) -> tuple[torch.Te
     if not len(guess):
         return guess.new_zeros(0, job.router.down.in_features, dtype=torch.float32), best.bool()
     vocabulary = job.exits.vocabulary
-    size = job.window.model.config.get_text_config(decoder=True).vocab_size if vocabulary is None else len(vocabulary)
+    size = job.window.vocab_size if vocabulary is None else len(vocabulary)
     at_once = max(1, LOGITS_AT_ONCE // size)
     features, agreed = [], []
     for part, full in zip(guess.to(job.window.model.dtype).split(at_once), best.split(at_once), strict=True):

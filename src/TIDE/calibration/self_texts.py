@@ -39,7 +39,6 @@ class _Order:
     prompt: list[int]
     group: int
     temperature: float  # 0: greedy
-    kind: str
 
 
 def builtin_prompts() -> dict[str, list[str]]:
@@ -92,7 +91,6 @@ class _Author:
                 self._asked(*everything[i % len(everything)]),
                 groups[i % len(everything)],
                 self._heat(i >= len(everything)),
-                everything[i % len(everything)][0],
             )
             for i in range(count)
         ]
@@ -100,16 +98,14 @@ class _Author:
     def openings(self, count: int, title: str) -> list[_Order]:
         """Orders whose prompts the model wrote: user turns in its chat template, or the first words of a text."""
         before, _ = self.frame
-        orders = [
-            _Order(self._ids(before) if before else self._begin(), next(self.groups), 1.0, "opening") for _ in range(count)
-        ]
+        orders = [_Order(self._ids(before) if before else self._begin(), next(self.groups), 1.0) for _ in range(count)]
         texts = self._write(orders, OPENING, title)
         found = []
         for text in texts:
             words = self.tokenizer.decode(text.ids[text.start :], skip_special_tokens=True).strip()
             if words:
                 kind = "chat" if before else "openings"
-                found.append(_Order(self._asked(kind, words), text.group, self._heat(self.random.random() < SAMPLED), kind))
+                found.append(_Order(self._asked(kind, words), text.group, self._heat(self.random.random() < SAMPLED)))
         return found
 
     def task_orders(self, texts: list[Text], count: int) -> list[_Order]:
@@ -124,7 +120,7 @@ class _Author:
             words = [self.tokenizer.decode(text.ids[text.start :][:room], skip_special_tokens=True).strip() for text in chosen]
             task = self.random.choice(self.prompts["tasks"]).replace("{text}", "\n\n".join(words))
             heat = self._heat(self.random.random() < SAMPLED)
-            orders.append(_Order(self._asked("tasks", task), chosen[0].group, heat, "tasks"))
+            orders.append(_Order(self._asked("tasks", task), chosen[0].group, heat))
         return orders
 
     def answers(self, orders: list[_Order], title: str) -> list[Text]:
@@ -179,8 +175,7 @@ class _Author:
                 logits_processor=LogitsProcessorList([heats]),
                 past_key_values=roomy_cache(self.model),
             )
-        ends = self.model.generation_config.eos_token_id
-        ends = {ends} if isinstance(ends, int) else set(ends or ())
+        ends = end_tokens(self.model)
         return [o.prompt + _until_end(row[width:], ends) for o, row in zip(orders, out.tolist(), strict=True)]
 
     def _batches(self, orders: list[_Order], longest: int) -> Iterator[list[int]]:
@@ -214,6 +209,12 @@ def context_length(model: PreTrainedModel) -> int:
     """Tokens the model was made for; very many where its config does not say."""
     config = model.config.get_text_config(decoder=True)
     return int(getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 1 << 30)
+
+
+def end_tokens(model: PreTrainedModel) -> set[int]:
+    """The tokens that end a text."""
+    ends = model.generation_config.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or ())
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
@@ -255,5 +256,5 @@ def answer_prompts(
 ) -> list[Text]:
     """Let the model answer given prompts, greedily. The group of a text is the place of its prompt."""
     author = _Author(model, tokenizer, seed, answer)
-    orders = [_Order(author._asked("chat", prompt), place, 0.0, "chat") for place, prompt in enumerate(prompts)]
+    orders = [_Order(author._asked("chat", prompt), place, 0.0) for place, prompt in enumerate(prompts)]
     return author.answers(orders, "answers to given prompts")

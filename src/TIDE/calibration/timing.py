@@ -10,7 +10,6 @@ Timings of a model on a machine are kept in the cache folder, so that calibratin
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -28,6 +27,7 @@ from TIDE.engine.segments import Segments
 from TIDE.models.default import cache_folder
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.policy import Candidates
+from TIDE.routing.storage import write_atomically
 from TIDE.stats import ExitStats
 
 COUNTS = (1, 2, 4, 8, 16)
@@ -172,8 +172,4 @@ def _kept() -> dict[str, dict]:
 
 
 def _keep(key: str, values: dict) -> None:
-    file = _timings_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_suffix(f".{os.getpid()}")
-    fresh.write_text(json.dumps({**_kept(), key: values}, indent=1), "utf-8")
-    os.replace(fresh, file)
+    write_atomically(_timings_file(), json.dumps({**_kept(), key: values}, indent=1).encode())

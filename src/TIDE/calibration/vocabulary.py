@@ -10,6 +10,7 @@ import torch
 
 from TIDE.adapters.window import Window
 from TIDE.calibration.collect import Collection
+from TIDE.calibration.self_texts import end_tokens
 
 COVERED = 0.999
 LARGEST = 32768  # where the vocabulary is larger than MANY
@@ -24,11 +25,9 @@ def draft_vocabulary(window: Window, data: Collection) -> torch.Tensor:
     count = int((mass[order].cumsum(0) < COVERED * mass.sum()).sum()) + 1
     if len(mass) > MANY:
         count = min(count, LARGEST)
-    ends = window.model.generation_config.eos_token_id
-    ends = [ends] if isinstance(ends, int) else list(ends or [])
     kept = torch.zeros(len(mass), dtype=torch.bool, device=mass.device)
     kept[order[:count]] = True
-    kept[[token for token in ends if token < len(mass)]] = True
+    kept[[token for token in end_tokens(window.model) if token < len(mass)]] = True
     return kept.nonzero()[:, 0]
 
 

@@ -11,17 +11,17 @@ Each file appears by a rename, so one that is there is whole. The folder is remo
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 
 from TIDE.calibration.fit import Fitted
 from TIDE.calibration.text import Text
+from TIDE.routing.storage import write_atomically
 
 
 class Work:
@@ -64,13 +64,10 @@ class Work:
     def keep_head(self, depth: int, fitted: Fitted) -> None:
         path = self.folder / f"head-{depth}.safetensors"
         state = {name: tensor.cpu().contiguous() for name, tensor in fitted.head.state_dict().items()}
-        save_file(state, path.with_suffix(".fresh"), {"agreement": json.dumps(fitted.agreement)})
-        os.replace(path.with_suffix(".fresh"), path)
+        write_atomically(path, save(state, {"agreement": json.dumps(fitted.agreement)}))
 
     def finish(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, name: str, text: str) -> None:
-        fresh = self.folder / f"{name}.fresh"
-        fresh.write_text(text, "utf-8")
-        os.replace(fresh, self.folder / name)
+        write_atomically(self.folder / name, text.encode())

@@ -38,8 +38,7 @@ class CalibratedPolicy(ExitPolicy):
         self.max_pending = file.max_pending
         self.num_layers = window.num_layers
         self.vocabulary = None if file.vocabulary is None else file.vocabulary.to(device)
-        nothing = torch.zeros(1, window.hidden_dim, device=device, dtype=dtype)
-        self.vocab_size = 0 if self.vocabulary is None else window.head(nothing).shape[-1]
+        self.vocab_size = 0 if self.vocabulary is None else window.vocab_size
         self.watches = tuple(sorted({depth for own in map(self._watched, self.exits.items()) for depth in own}))
 
     def _watched(self, place: tuple[int, Exit]) -> list[int]:

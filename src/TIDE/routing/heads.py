@@ -168,13 +168,13 @@ class MemoryHead(nn.Module):
         for _ in range(steps):
             x = self.enter(shallow, _later(before, 1, dim=1), jitter)
             q, k, v = self.project(x, positions)
-            keys.append(self._spread(k))
-            values.append(self._spread(v))
+            keys.append(self.for_queries(k))
+            values.append(self.for_queries(v))
             before = self.leave(x, _attend_unrolled(q, keys, values))
             guesses.append(before)
         return guesses
 
-    def _spread(self, x: torch.Tensor) -> torch.Tensor:
+    def for_queries(self, x: torch.Tensor) -> torch.Tensor:
         """K/V for each query head."""
         return x.repeat_interleave(self.sizes.heads // self.sizes.kv_heads, 1)
 

@@ -94,8 +94,7 @@ class HeadMemory:
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         """(n, width, kv_heads * d) -> (n, heads, width, d)"""
         sizes = self.head.sizes
-        split = x.view(*x.shape[:2], sizes.kv_heads, sizes.head_dim).transpose(1, 2)
-        return split.repeat_interleave(sizes.heads // sizes.kv_heads, 1)
+        return self.head.for_queries(x.view(*x.shape[:2], sizes.kv_heads, sizes.head_dim).transpose(1, 2))
 
     def _make_room(self, length: int) -> None:
         room = self._shallow.shape[1]
