@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from families import build
-from TIDE.calibration.self_texts import _Author, answer_prompts, builtin_prompts, chat_frame, write_texts
+from TIDE.calibration.self_texts import _Author, answer_prompts, builtin_prompts, chat_frame, texts_per_sample, write_texts
 from TIDE.calibration.text import Text
 
 PROMPTS = ["Where is the sea?", "Count to three.", "Hi"]
@@ -119,3 +119,16 @@ def test_a_template_that_hides_the_user_is_refused(chatty):
         patch.setattr(chatty, "chat_template", "<s>hello")
         with pytest.raises(ValueError, match=r"does not show what the user says.*chat_template = None"):
             chat_frame(chatty)
+
+
+@pytest.mark.parametrize(("weights", "texts"), [(135_000_000, 4), (900_000_000, 2), (8_000_000_000, 1)])
+def test_small_models_on_a_gpu_write_several_texts_for_a_sample(weights, texts):
+    class Model:
+        device = torch.device("cuda")
+
+        def num_parameters(self):
+            return weights
+
+    assert texts_per_sample(Model()) == texts
+    Model.device = torch.device("cpu")
+    assert texts_per_sample(Model()) == 1

@@ -2,7 +2,7 @@
 
     texts  →  shards of similar length  →  window.run(0, L, taps=depths)  →  the model's device, then disk
 
-A shard is what one pass computes. States stay on the model's device until the budget is used up (a quarter of a GPU's
+A shard is what one pass computes. States stay on the model's device until the budget is used up (0.4 of a GPU's
 memory, 1 GiB without one); the rest goes to files, one per shard and depth, and is read back when asked for. A
 candidate's states are added for the time it is tried and dropped again, so that memory does not grow with candidates.
 """
@@ -26,7 +26,7 @@ from TIDE.calibration.text import Text
 SHARD_TOKENS = 65536  # tokens of one pass, padding included
 CPU_SHARD_TOKENS = 8192  # where there is no GPU
 HOST_BUDGET = 1 << 30  # bytes of states kept in memory where there is no GPU
-DEVICE_SHARE = 0.25  # of a GPU's memory
+DEVICE_SHARE = 0.4  # of a GPU's memory
 
 
 @dataclass

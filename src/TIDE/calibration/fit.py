@@ -1,6 +1,6 @@
 """Fitting exit heads: they learn the full model's distribution from the states the engine will show them.
 
-    loss = Σ over draft steps s of 0.9^s · ( KL(full ‖ exit) + ½ · |normed guess − normed deep state| )
+    loss = Σ over draft steps s of 0.8^s · ( KL(full ‖ exit) + ½ · |normed guess − normed deep state| )
 
 Heads learn from all of a text; what counts when they are compared, on prompts held out from training, is what the
 model wrote. The model's final norm and LM head take part through the window and are never changed.
@@ -24,7 +24,7 @@ from TIDE.adapters.window import Window
 from TIDE.calibration.collect import Collection, Shard
 from TIDE.routing.heads import HeadSizes, Jitter, MemoryHead, build_head, memory_depths, normed
 
-STEP_DECAY = 0.9
+STEP_DECAY = 0.8
 STATE_WEIGHT = 0.5
 MEASURED = 20000  # states from which a head takes centre and spread
 
@@ -33,12 +33,13 @@ MEASURED = 20000  # states from which a head takes centre and spread
 class Schedule:
     """How long and how hard to train."""
 
-    epochs: float = 12
-    batch_tokens: int = 16384
-    positions: int = 12288  # of a batch whose logits are compared
+    epochs: float = 3
+    least_steps: int = 600  # few texts are seen more often
+    batch_tokens: int = 8192
+    positions: int = 6144  # of a batch whose logits are compared
     learning_rate: float = 3e-3
     weight_decay: float = 0.05
-    jitter: float = 0.5  # noise on what a memory head is given
+    jitter: float = 0.2  # noise on what a memory head is given
     draft_steps: int = 3
     checks: int = 5  # looks at the held-out prompts
     patience: int = 2  # looks without progress before training ends
@@ -78,7 +79,7 @@ def fit_head(window: Window, head: nn.Module, split: Split, exits: Exits, schedu
     head = head.to(device, torch.float32).train()
     _measure(window, head, split.train, exits.depth)
     order, noise = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed)
-    steps = max(schedule.checks, round(schedule.epochs * split.train.batch_count(schedule.batch_tokens)))
+    steps = max(schedule.least_steps, schedule.checks, round(schedule.epochs * split.train.batch_count(schedule.batch_tokens)))
     optimizers = _optimizers(head, schedule, device)
     schedulers = [
         torch.optim.lr_scheduler.OneCycleLR(own, schedule.learning_rate, total_steps=steps, pct_start=0.1, cycle_momentum=False)
@@ -165,18 +166,18 @@ def _backward(
     deep = shard.states(window.num_layers)[rows][chosen]
     if not len(deep):
         return
-    full = window.head(deep, exits.vocabulary).float().softmax(-1)
-    target = normed(deep)
+    full, target = window.head(deep, exits.vocabulary).softmax(-1), normed(deep)
     jitter = Jitter(schedule.jitter, noise) if schedule.jitter else None
     found = [guess[chosen] for guess in guesses(window, head, shard, rows, exits.depth, schedule.draft_steps, jitter)]
-    leaves = [guess.detach().requires_grad_() for guess in found]
-    for step, leaf in enumerate(leaves):
-        weight = STEP_DECAY**step
+    pulls = []
+    for step, guess in enumerate(found):
+        leaf = guess.detach().requires_grad_()
         logits = window.head(leaf.to(window.model.dtype), exits.vocabulary, with_grad=True)
-        towards = logits.detach().float().softmax(-1).sub_(full).mul_(weight / len(deep))
-        state_loss = weight * STATE_WEIGHT * F.smooth_l1_loss(normed(leaf), target)
-        torch.autograd.backward([logits, state_loss], [towards.to(logits.dtype), torch.ones_like(state_loss)])
-    torch.autograd.backward(found, [leaf.grad for leaf in leaves])
+        towards = logits.detach().softmax(-1).sub_(full)
+        (by_logits,) = torch.autograd.grad(logits, leaf, towards)
+        (by_state,) = torch.autograd.grad(F.smooth_l1_loss(normed(leaf), target), leaf)
+        pulls.append(STEP_DECAY**step * (by_logits / len(deep) + STATE_WEIGHT * by_state))
+    torch.autograd.backward(found, pulls)
 
 
 def _some(usable: torch.Tensor, count: int, noise: torch.Generator) -> torch.Tensor:

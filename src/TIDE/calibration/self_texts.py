@@ -1,10 +1,11 @@
 """Texts the model writes itself: the distribution an exit has to know is the one the model produces.
 
-    wave 1   answers to the built-in prompts, and continuations of built-in openings
-    wave 2   openings of its own: what a user might say, sampled from the model in the user's place
-    wave 3   answers to those, and to tasks about the passages of wave 1 (summarise, translate, question …)
+    wave 1   openings of its own: what a user might say, sampled from the model in the user's place
+    wave 2   answers to those and to the built-in prompts; continuations of built-in openings
+    wave 3   answers to tasks about passages of wave 2 (summarise, translate, question …)
 
-Most answers are greedy, the rest sampled. With one seed the texts are the same.
+Most answers are greedy, the rest sampled. With one seed the texts are the same. Where writing is quick a sample is several
+texts: a head learns more from more texts than from seeing them again.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
+from TIDE.calibration.grouped_attention import grouped
 from TIDE.calibration.roomy_cache import roomy_cache
 from TIDE.calibration.text import Text
 
 ANSWER = 256  # longest answer, in tokens
 OPENING = 64  # longest opening of its own
-FIRST_WAVE = 1000  # most answers to built-in prompts
+MOST_BUILTIN = 1000  # answers to built-in prompts
 SAMPLED = 0.25  # share of answers that are sampled rather than greedy
 TEMPERATURES = (0.6, 0.8, 1.0)
 CPU_TOKENS = 8192  # tokens of a batch where there is no GPU
 MATERIAL = 768  # most tokens of passages put into a task
+PER_SAMPLE = 4  # most texts of a sample
+QUICK_WEIGHTS = 2_000_000_000  # a GPU writes one text of so many weights in the time it should take for a sample
 
 
 @dataclass(frozen=True)
@@ -55,14 +59,19 @@ def builtin_prompts() -> dict[str, list[str]]:
 def write_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: int, seed: int, answer: int = ANSWER
 ) -> list[Text]:
-    """Let the model write `samples` texts."""
-    author = _Author(model, tokenizer, seed, answer)
-    third = max(1, min(samples // 3, FIRST_WAVE))
-    first = author.answers(author.builtin_orders(third), "texts 1/3: answers to built-in prompts")
-    openings = author.openings((samples - third) // 2, "texts 2/3: openings of its own")
-    orders = author.task_orders(first, samples - third - len(openings)) + openings
-    texts = first + author.answers(orders, "texts 3/3: answers to those")
-    return texts[:samples]
+    """Let the model write `samples` times `texts_per_sample` texts."""
+    author, count = _Author(model, tokenizer, seed, answer), samples * texts_per_sample(model)
+    third = max(1, min(count // 3, MOST_BUILTIN))
+    orders = author.builtin_orders(third) + author.openings((count - third) // 2, "texts 1/3: openings of its own")
+    texts = author.answers(orders, "texts 2/3: answers to those and to built-in prompts")
+    return texts + author.answers(author.task_orders(texts, count - len(texts)), "texts 3/3: tasks about these")
+
+
+def texts_per_sample(model: PreTrainedModel) -> int:
+    """One without a GPU and for large models, more for small ones."""
+    if model.device.type != "cuda":
+        return 1
+    return max(1, min(PER_SAMPLE, QUICK_WEIGHTS // model.num_parameters()))
 
 
 class _Author:
@@ -162,7 +171,8 @@ class _Author:
         mask = torch.tensor([[0] * (width - len(o.prompt)) + [1] * len(o.prompt) for o in orders], device=device)
         heats = _Heats(torch.tensor([order.temperature for order in orders], device=device))
         # cuDNN's attention makes a new plan for every new length, which takes longer than the step itself
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        with sdpa_kernel(backends), grouped(self.model):
             out = self.model.generate(
                 ids,
                 attention_mask=mask,
@@ -233,14 +243,14 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 def _tokens_that_fit(model: PreTrainedModel) -> int:
-    """Tokens whose K/V fit into a quarter of the device's memory."""
+    """Tokens whose K/V fit into 0.3 of the device's memory."""
     if model.device.type != "cuda":
         return CPU_TOKENS
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
-    return int(torch.cuda.mem_get_info(model.device)[1]) // 4 // per_token
+    return int(torch.cuda.mem_get_info(model.device)[1] * 0.3) // per_token
 
 
 def _until_end(ids: list[int], ends: set[int]) -> list[int]:

@@ -30,8 +30,7 @@ MEMORIES = 3  # depths at which a memory head sees finished tokens
 
 def normed(x: torch.Tensor) -> torch.Tensor:
     """Scaled to a root mean square of 1, in fp32."""
-    x = x.float()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return F.rms_norm(x.float(), x.shape[-1:], eps=1e-6)
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class HeadSizes:
 
 
 class Jitter(NamedTuple):
-    """Normal noise on coordinates of spread 1. Unlike dropout it cannot take away the few that carry a state's size."""
+    """Normal noise on coordinates. Unlike dropout it cannot take away the few that carry a state's size."""
 
     size: float
     generator: torch.Generator
@@ -86,8 +85,8 @@ class LensHead(nn.Module):
 class MemoryHead(nn.Module):
     """One decoder block that remembers what finished tokens came to.
 
-    It works in coordinates of centre 0 and spread 1: a few coordinates of a model's states are often a hundred times
-    larger than the rest.
+    It works in coordinates of centre 0 and a spread of at most 1: a few coordinates of a model's states are often a
+    hundred times larger than the rest.
     """
 
     shallow_center: torch.Tensor
@@ -129,11 +128,12 @@ class MemoryHead(nn.Module):
 
     @torch.no_grad()
     def measure(self, shallow: torch.Tensor, deep: torch.Tensor) -> None:
-        """Take centre and spread of each coordinate from (n, hidden) states."""
+        """Take centre and spread of each coordinate from (n, hidden) states; small ones are not blown up to size 1."""
         for name, states in (("shallow", shallow), ("deep", deep)):
             x = normed(states)
             getattr(self, f"{name}_center").copy_(x.mean(0))
-            getattr(self, f"{name}_spread").copy_(x.std(0).clamp(min=1e-3))
+            square = x.var(0)
+            getattr(self, f"{name}_spread").copy_((square + square.mean()).sqrt().clamp(min=1e-3))
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(n, q, hidden) -> queries (n, heads, q, d), keys and values (n, kv_heads, q, d), turned to their positions."""
