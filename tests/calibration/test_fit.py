@@ -51,7 +51,9 @@ def test_the_gradient_is_that_of_the_loss_in_the_docstring(window, strategy, tmp
     shard, rows = split.train.shards[0], torch.arange(8)
     vocabulary = torch.arange(0, 128, 2)
     with fit.frozen(window.model):
-        fit._backward(window, head, shard, rows, Exits(DEPTH, vocabulary), schedule, torch.Generator())
+        fit._backward(
+            window, head, shard, rows, Exits(DEPTH, vocabulary), schedule, fit.Dice(torch.Generator(), torch.Generator())
+        )
         found = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
         head.zero_grad()
         learned = shard.learned[rows]

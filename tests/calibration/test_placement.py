@@ -85,7 +85,8 @@ def test_a_perfect_exit_at_no_depth_drafts_as_long_as_it_may_and_a_hopeless_one_
     hopeless = Candidate(Trace(everything, everything < 0, same_text), 0.1)
     assert best_setting({0: perfect}, (0,), COSTS).max_pending == 8
     assert best_setting({0: perfect}, (0,), COSTS).tokens_per_second * COSTS.full_step > 3
-    order = place({0: hopeless, 4: perfect}, COSTS)
+    candidates = {0: hopeless, 4: perfect}
+    order = place(candidates, [best_setting(candidates, (depth,), COSTS) for depth in candidates], COSTS)
     assert order[0].checkpoints == (4,)
 
 

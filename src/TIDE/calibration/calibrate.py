@@ -26,6 +26,7 @@ from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, fit_head, fresh
 from TIDE.calibration.fit_router import FittedRouter, fit_router
 from TIDE.calibration.placement import Candidate, Placed, best_setting, place
 from TIDE.calibration.self_texts import ANSWER
+from TIDE.calibration.text import Text
 from TIDE.calibration.texts import load_texts
 from TIDE.calibration.timing import Costs, machine, measure_costs, measure_head
 from TIDE.calibration.vocabulary import MANY, draft_vocabulary
@@ -41,6 +42,7 @@ from TIDE.routing.storage import check_suffix
 
 logger = logging.getLogger(__name__)
 WORTH = 0.03  # a draft vocabulary has to save this share of a step
+MEASURED = 400  # held-out texts that are measured on, at most
 
 
 @dataclass(frozen=True)
@@ -126,16 +128,16 @@ class _Job:
         depths = memory_depths(layers, self.sizes.memories) if strategy == "memory" else [layers]
         self.split = Split(
             collect(self.window, [t for t in texts if not t.is_held_out], depths, self.budget, "states to learn from"),
-            collect(self.window, [t for t in texts if t.is_held_out], depths, self.budget, "states to measure on"),
+            collect(self.window, _some([t for t in texts if t.is_held_out]), depths, self.budget, "states to measure on"),
         )
         self.key = f"{self.made_for.weights}|{machine(self.window)}"
         self.costs = measure_costs(self.window, self.key)
         self.vocabulary = self._draft_vocabulary()
         exits, candidates, tried = self._try_all(strategy)
-        placed = place(candidates, self.costs)
+        placed = place(candidates, tried, self.costs)
         return self._file(exits, placed, tried, len(texts))
 
-    def _texts(self) -> list[Any]:
+    def _texts(self) -> list[Text]:
         texts = self.work.texts()
         if texts is None:
             samples = min(self.config.calibration_samples, self.effort.samples)
@@ -245,6 +247,10 @@ class _Job:
             facts=facts,
             figures=figures,
         )
+
+
+def _some(texts: list[Text]) -> list[Text]:
+    return texts[:: -(-len(texts) // MEASURED) or 1]
 
 
 def _milliseconds(costs: Costs) -> dict[str, Any]:

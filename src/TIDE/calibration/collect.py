@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from TIDE.adapters.window import Feed, Window
+from TIDE.calibration.grouped_attention import without_plans
 from TIDE.calibration.text import Text
 
 SHARD_TOKENS = 65536  # tokens of one pass, padding included
@@ -36,7 +37,7 @@ class Shard:
     ids: torch.Tensor  # (n, T)
     lengths: list[int]
     asked: torch.Tensor  # (n, T) positions whose prediction counts: those that predict what the model wrote
-    learned: torch.Tensor  # (n, T) positions a head may learn from: all whose next token is there
+    learned: torch.Tensor  # (n, T) positions a head may learn from: all whose next token is there; on the CPU
     best: torch.Tensor  # (n, T) the full model's top-1 after each position
     _states: dict[int, torch.Tensor | Path] = field(default_factory=dict)
 
@@ -75,7 +76,7 @@ class Collection:
         """How many batches `batches` gives, nearly."""
         return sum(shard.parts(tokens) for shard in self.shards)
 
-    def in_order(self, tokens: int = SHARD_TOKENS // 4) -> Iterator[tuple[Shard, torch.Tensor]]:
+    def in_order(self, tokens: int = SHARD_TOKENS // 2) -> Iterator[tuple[Shard, torch.Tensor]]:
         """Every text once, in the order they are stored."""
         for shard in self.shards:
             for part in torch.arange(len(shard.lengths), device=shard.ids.device).chunk(shard.parts(tokens)):
@@ -139,7 +140,8 @@ def extended(window: Window, collections: Iterable[Collection], depth: int, budg
 def _run(window: Window, shard: Shard, stop: int, depths: list[int]) -> dict[int, torch.Tensor]:
     positions = torch.arange(shard.ids.shape[1], device=shard.ids.device).expand(len(shard.ids), -1)
     taps = tuple(depth for depth in depths if depth < stop)
-    passed = window.run(0, stop, Feed(shard.ids, positions, None, None), taps=taps)
+    with without_plans():
+        passed = window.run(0, stop, Feed(shard.ids, positions, None, None), taps=taps)
     return {**passed.taps, stop: passed.states}
 
 
@@ -163,7 +165,7 @@ def _laid_out(texts: list[Text], device: torch.device) -> Shard:
         learned[row, 1 : len(text.ids) - 1] = True
         asked[row, max(text.start - 1, 0) : len(text.ids) - 1] = True
     ids = ids.to(device)
-    return Shard(ids, [len(text.ids) for text in texts], asked.to(device), learned.to(device), torch.zeros_like(ids))
+    return Shard(ids, [len(text.ids) for text in texts], asked.to(device), learned, torch.zeros_like(ids))
 
 
 def _best(window: Window, states: torch.Tensor, at_once: int = 4096) -> torch.Tensor:

@@ -66,6 +66,13 @@ class Exits(NamedTuple):
     vocabulary: torch.Tensor | None
 
 
+class Dice(NamedTuple):
+    """Random numbers on either side."""
+
+    host: torch.Generator  # texts and positions: known without waiting for the device
+    device: torch.Generator  # noise
+
+
 class Fitted(NamedTuple):
     """A trained head and how it does on prompts it has not seen."""
 
@@ -78,7 +85,7 @@ def fit_head(window: Window, head: nn.Module, split: Split, exits: Exits, schedu
     device = window.model.device
     head = head.to(device, torch.float32).train()
     _measure(window, head, split.train, exits.depth)
-    order, noise = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed)
+    dice = Dice(torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed))
     steps = max(schedule.least_steps, schedule.checks, round(schedule.epochs * split.train.batch_count(schedule.batch_tokens)))
     optimizers = _optimizers(head, schedule, device)
     schedulers = [
@@ -87,9 +94,9 @@ def fit_head(window: Window, head: nn.Module, split: Split, exits: Exits, schedu
     ]
     best, since = Fitted(head, []), 0
     with frozen(window.model), tqdm(total=steps, desc=title, unit="step") as bar:
-        for step, (shard, rows) in enumerate(itertools.islice(_forever(split.train, schedule, order), steps), 1):
+        for step, (shard, rows) in enumerate(itertools.islice(_forever(split.train, schedule, dice.host), steps), 1):
             head.zero_grad(set_to_none=True)
-            _backward(window, head, shard, rows.to(device), exits, schedule, noise)
+            _backward(window, head, shard, rows, exits, schedule, dice)
             nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                 optimizer.step()
@@ -156,19 +163,23 @@ def best_tokens(window: Window, guess: torch.Tensor, vocabulary: torch.Tensor | 
 
 
 def _backward(
-    window: Window, head: nn.Module, shard: Shard, rows: torch.Tensor, exits: Exits, schedule: Schedule, noise: torch.Generator
+    window: Window, head: nn.Module, shard: Shard, rows: torch.Tensor, exits: Exits, schedule: Schedule, dice: Dice
 ) -> None:
-    """Gradients of the loss, step by step: logits are what takes memory, and time.
+    """Gradients of the loss for rows (on the CPU) of a shard, step by step: logits are what takes memory, and time.
 
-    The gradient of KL(full ‖ exit) at the exit's logits is exit − full, so the loss itself is never computed.
+    The gradient of KL(full ‖ exit) at the exit's logits is exit − full, so the loss itself is never computed. Nothing
+    here waits for the device.
     """
-    chosen = _some(shard.learned[rows], schedule.positions, noise)
-    deep = shard.states(window.num_layers)[rows][chosen]
-    if not len(deep):
+    device = window.model.device
+    chosen = _some(shard.learned[rows], schedule.positions, dice.host).to(device)
+    if not len(chosen):
         return
+    rows = rows.to(device)
+    deep = shard.states(window.num_layers)[rows].flatten(0, 1)[chosen]
     full, target = window.head(deep, exits.vocabulary).softmax(-1), normed(deep)
-    jitter = Jitter(schedule.jitter, noise) if schedule.jitter else None
-    found = [guess[chosen] for guess in guesses(window, head, shard, rows, exits.depth, schedule.draft_steps, jitter)]
+    jitter = Jitter(schedule.jitter, dice.device) if schedule.jitter else None
+    guessed = guesses(window, head, shard, rows, exits.depth, schedule.draft_steps, jitter)
+    found = [guess.flatten(0, 1)[chosen] for guess in guessed]
     pulls = []
     for step, guess in enumerate(found):
         leaf = guess.detach().requires_grad_()
@@ -180,10 +191,10 @@ def _backward(
     torch.autograd.backward(found, pulls)
 
 
-def _some(usable: torch.Tensor, count: int, noise: torch.Generator) -> torch.Tensor:
-    """(n, T) about `count` of the usable positions, drawn at random."""
-    share = count / max(1, int(usable.sum()))
-    return usable & (torch.rand(usable.shape, generator=noise, device=usable.device) < share)
+def _some(usable: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
+    """Places of at most `count` of the usable positions (n, T), counted through all rows."""
+    places = usable.flatten().nonzero()[:, 0]
+    return places[torch.randperm(len(places), generator=generator)[:count]]
 
 
 def _measure(window: Window, head: nn.Module, data: Collection, depth: int) -> None:

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
-from TIDE.calibration.grouped_attention import grouped
+from TIDE.calibration.grouped_attention import grouped, without_plans
 from TIDE.calibration.roomy_cache import roomy_cache
 from TIDE.calibration.text import Text
 
@@ -170,9 +169,7 @@ class _Author:
         ids = torch.tensor([[pad] * (width - len(o.prompt)) + o.prompt for o in orders], device=device)
         mask = torch.tensor([[0] * (width - len(o.prompt)) + [1] * len(o.prompt) for o in orders], device=device)
         heats = _Heats(torch.tensor([order.temperature for order in orders], device=device))
-        # cuDNN's attention makes a new plan for every new length, which takes longer than the step itself
-        backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        with sdpa_kernel(backends), grouped(self.model):
+        with without_plans(), grouped(self.model):
             out = self.model.generate(
                 ids,
                 attention_mask=mask,
