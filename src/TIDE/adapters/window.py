@@ -65,6 +65,7 @@ class _Task:
     vocabulary: torch.Tensor | None = None
     with_grad: bool = False
     states: torch.Tensor | None = None
+    is_through: bool = False  # fused layers have taken the whole span at its first door
     tapped: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -88,6 +89,7 @@ class Window:
         self.layers = list(model.get_submodule(self.family.layers).children())
         self._kept_rows: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]] | None = None
         self._forward_takes = set(inspect.signature(model.forward).parameters)
+        self.fused: Any = None  # runs spans in compiled code: see engine/fused.py
         self._tasks = threading.local()  # another thread may use the model as ever while we run
         try:
             for index, layer in enumerate(self.layers):
@@ -194,11 +196,15 @@ class Window:
         """What happens at the door of a decoder layer."""
         given = args[0] if args else kwargs.pop("hidden_states")
         states = task.hidden if index == 0 and task.hidden is not None else given
-        if index in task.taps:
+        if index in task.taps and not task.is_through:
             task.tapped[index] = states
-        if task.start <= index < task.stop:
-            if index == task.start:
-                self._lend_shared_kv(task, kwargs)
+        if index == task.start < task.stop:
+            self._lend_shared_kv(task, kwargs)
+            if self.fused is not None and not task.kv_only and self.fused.takes(states, task.cache):
+                span, angles = range(task.start, task.stop), kwargs["position_embeddings"]
+                states, task.tapped = self.fused.run(span, states, angles, task.cache, task.taps)
+                task.is_through = True
+        if task.start <= index < task.stop and not task.is_through:
             states = self._run_layer(index, task, functools.partial(call, states, *args[1:], **kwargs), states)
         if index == task.stop - 1 or task.start == task.stop:
             task.states = states
@@ -232,14 +238,23 @@ class Window:
             return args[0][..., :0]
         picked = _pick(args[0], task.keep)
         rows = None if task.vocabulary is None else self._head_rows(task.vocabulary)
+        if self.fused is not None and not task.with_grad and self._head_is_plain:
+            weight, bias = rows or (self.model.get_output_embeddings().weight, self.model.get_output_embeddings().bias)
+            if bias is None and self.fused.multiplies(picked, weight):
+                return self.fused.linear(picked, weight)
         return call(picked, *args[1:], **kwargs) if rows is None else nn.functional.linear(picked, *rows)
+
+    @property
+    def _head_is_plain(self) -> bool:
+        head = self.model.get_output_embeddings()
+        return self.is_known and type(head).__mro__[1] is nn.Linear and not head.weight.is_meta
 
     def _head_rows(self, vocabulary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Weight and bias of the LM head for some tokens, kept for the next call; None where it is no plain linear layer."""
-        head = self.model.get_output_embeddings()
-        if not self.is_known or type(head).__mro__[1] is not nn.Linear or head.weight.is_meta:
+        if not self._head_is_plain:
             return None
         if self._kept_rows is None or self._kept_rows[0] is not vocabulary:
+            head = self.model.get_output_embeddings()
             with torch.inference_mode(False), torch.no_grad():
                 bias = None if head.bias is None else head.bias[vocabulary].clone()
                 self._kept_rows = vocabulary, (head.weight[vocabulary].clone(), bias)

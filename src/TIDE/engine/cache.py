@@ -167,6 +167,14 @@ class SegmentCache(Cache):
         keys, values = source.keys[view.rows], source.values[view.rows]
         return tuple(x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (keys, values))
 
+    def room(self, layer: int, heads: int, dim: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of a layer, (rows, heads, columns, dim), for a pass that writes them itself."""
+        own = self.layers[layer]
+        if not own.is_initialized:
+            nothing = like.new_empty(1, heads, 0, dim)
+            own.lazy_initialization(nothing, nothing)
+        return own.keys, own.values
+
     def _owner(self, layer: int) -> SegmentLengths:
         """The segment a layer belongs to."""
         return next(segment for segment in self.segments if layer in segment.layers)

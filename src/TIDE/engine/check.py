@@ -25,24 +25,33 @@ TOLERANCE_HALF = 0.1
 def check_unknown(window: Window) -> None:
     """Refuse a model whose layers cannot be caught up, naming the first of them."""
     name = type(window.model).__name__
-    rows = [_some_tokens(window, row, count + TOGETHER) for row, count in PREFIX.items()]
     try:
-        with window.grad_off():
-            expected = [_alone(window, ids) for ids in rows]
-            found = _caught_up(window, rows)
+        layer = first_difference(window)
     except Exception as problem:
         raise ValueError(
             f"TIDE does not know {name} and cannot run its layers one span at a time ({type(problem).__name__}: {problem}). "
             f"Run it with model.generate."
         ) from problem
-    for layer, states in enumerate(found):
-        for row, own in enumerate(states):
-            if not _close(own, expected[row][layer]):
-                raise ValueError(
-                    f"TIDE does not know {name}, and its layer {layer} ({type(window.layers[layer]).__name__}) gives other "
-                    f"states when tokens are caught up than when a text runs alone: it keeps something between tokens that "
-                    f"is not K/V by position, or takes positions from the cache. Run it with model.generate."
-                )
+    if layer is not None:
+        raise ValueError(
+            f"TIDE does not know {name}, and its layer {layer} ({type(window.layers[layer]).__name__}) gives other "
+            f"states when tokens are caught up than when a text runs alone: it keeps something between tokens that "
+            f"is not K/V by position, or takes positions from the cache. Run it with model.generate."
+        )
+
+
+def first_difference(window: Window) -> int | None:
+    """The first layer whose states are not those of the model, when its tokens are caught up."""
+    rows = [_some_tokens(window, row, count + TOGETHER) for row, count in PREFIX.items()]
+    with window.grad_off():
+        expected = [_alone(window, ids) for ids in rows]
+        found = _caught_up(window, rows)
+    wrong = (
+        layer
+        for layer, states in enumerate(found)
+        if not all(_close(own, expected[row][layer]) for row, own in enumerate(states))
+    )
+    return next(wrong, None)
 
 
 def _some_tokens(window: Window, row: int, count: int) -> torch.Tensor:

@@ -24,6 +24,7 @@ from TIDE.engine.batch import Batch
 from TIDE.engine.check import check_unknown
 from TIDE.engine.decoder import Decoder
 from TIDE.engine.forward import forward
+from TIDE.engine.fused import fuse, still_fused
 from TIDE.engine.plan import make_plan
 from TIDE.engine.request import (
     Request,
@@ -66,6 +67,7 @@ class TIDE:
         try:
             if not self.window.is_known:
                 check_unknown(self.window)
+            fuse(self.window)
             self.policy = file.policy(self.window) if file else policy
             self.plan = make_plan(self.config, self.policy, self.window)
         except BaseException:
@@ -137,6 +139,8 @@ class TIDE:
 
     def _prepare(self, input_ids: torch.Tensor, generation_config: GenerationConfig | None, options: dict[str, Any]) -> Request:
         self._check_usable()
+        if self.window.fused is not None and not still_fused(self.window):
+            self.window.fused = None
         ids = check_ids(self.model, input_ids)
         padding = left_padding(options.get("attention_mask"), ids)
         check_context(self.model, [ids.shape[1] - pad for pad in padding], room_for=1)

@@ -1,0 +1,88 @@
+"""What a decoder layer of a Llama-like family is made of, for the fused layer.
+
+The table names the layer classes; what they do differently (biases, fused projections, norms of queries and keys, norms
+around 1, windows, multipliers) is read from the modules. A layer with anything else (adapters, quantized projections,
+biases in the MLP) has no features and runs as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from TIDE.kernels.layer import GELU, GELU_TANH, SILU, Layer
+
+LLAMA_LIKE = {
+    "GemmaDecoderLayer",
+    "GraniteDecoderLayer",
+    "LlamaDecoderLayer",
+    "MistralDecoderLayer",
+    "Phi3DecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen3DecoderLayer",
+    "SmolLM3DecoderLayer",
+}
+ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH, "GELUActivation": GELU}
+AROUND_ONE = {"GemmaRMSNorm"}
+
+
+def layer_features(layer: nn.Module, config: Any) -> Layer | None:
+    """Weights, in place, and features of a layer; None where the fused layer cannot stand in for it."""
+    if type(layer).__name__ not in LLAMA_LIKE:
+        return None
+    attention: Any = layer.self_attn
+    mlp: Any = layer.mlp
+    activation = ACTIVATIONS.get(type(getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)).__name__)
+    linears = [module for module in layer.modules() if hasattr(module, "weight") and getattr(module, "weight").ndim == 2]
+    if activation is None or any(type(module) is not nn.Linear for module in linears):
+        return None
+    if any(module.bias is not None for module in mlp.modules() if type(module) is nn.Linear):
+        return None
+    q, k, v = _split(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), config)
+    gate, up = _split(mlp, "gate_up_proj", ("gate_proj", "up_proj"), config)
+    none = torch.zeros(0)
+    norm = layer.input_layernorm
+    window = attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None)
+    return Layer(
+        input_norm=norm.weight,
+        mlp_norm=layer.post_attention_layernorm.weight,  # type: ignore[arg-type, union-attr]
+        q=q[0],
+        k=k[0],
+        v=v[0],
+        o=attention.o_proj.weight,
+        gate=gate[0],
+        up=up[0],
+        down=mlp.down_proj.weight,
+        q_bias=q[1],
+        k_bias=k[1],
+        v_bias=v[1],
+        o_bias=none if attention.o_proj.bias is None else attention.o_proj.bias,
+        q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else none,
+        k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else none,
+        head_dim=int(attention.head_dim),
+        eps=float(getattr(norm, "variance_epsilon", None) or norm.eps),  # type: ignore[arg-type, union-attr]
+        norm_offset=float(type(norm).__name__ in AROUND_ONE),
+        scaling=float(attention.scaling),
+        residual=float(getattr(layer, "residual_multiplier", 1.0)),  # type: ignore[arg-type]
+        window=int(window or 0),
+        activation=activation,
+        rotary=bool(getattr(attention, "use_rope", True)),
+    )
+
+
+def _split(module: Any, joined: str, parts: tuple[str, ...], config: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weight and bias of projections, of their own or as rows of one."""
+    none = torch.zeros(0)
+    if not hasattr(module, joined):
+        own = [getattr(module, name) for name in parts]
+        return [(each.weight, none if each.bias is None else each.bias) for each in own]
+    whole = getattr(module, joined)
+    if len(parts) == 2:
+        sizes = [whole.out_features // 2] * 2
+    else:
+        shared = config.num_key_value_heads * module.head_dim
+        sizes = [whole.out_features - 2 * shared, shared, shared]
+    biases = [none] * len(parts) if whole.bias is None else whole.bias.split(sizes)
+    return list(zip(whole.weight.split(sizes), biases, strict=True))

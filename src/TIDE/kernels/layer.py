@@ -1,0 +1,57 @@
+"""The fused layer: 1 to 16 tokens of one or more rows through one decoder layer, on the engine's cache.
+
+    x  →  norm → q, k, v → rotary → K/V into the cache → attention → o  →  + x
+       →  norm → gate, up → activation → down                           →  + x
+
+What Llama-like families do differently is a few features, kept in `Layer`; the tokens of a pass are in `Pass`. Backends
+are functions `decoder_layer(layer, tokens, keys, values)` that change `tokens.x`, `keys` and `values` in place: `reference.py` says
+in torch what they compute, `cpu_ops.py` does it in compiled code.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+MOST_TOKENS = 16
+
+SILU, GELU_TANH, GELU = range(3)
+
+
+class Layer(NamedTuple):
+    """Weights and features of one decoder layer. Arrays that a layer does not have are empty."""
+
+    input_norm: Any  # (hidden,)
+    mlp_norm: Any
+    q: Any  # (heads * head_dim, hidden)
+    k: Any  # (kv_heads * head_dim, hidden)
+    v: Any
+    o: Any  # (hidden, heads * head_dim)
+    gate: Any  # (inner, hidden)
+    up: Any
+    down: Any  # (hidden, inner)
+    q_bias: Any
+    k_bias: Any
+    v_bias: Any
+    o_bias: Any
+    q_norm: Any  # (head_dim,)
+    k_norm: Any
+    head_dim: int
+    eps: float
+    norm_offset: float  # added to the weights of norms: 1 in Gemma
+    scaling: float  # of attention scores
+    residual: float  # what is added to the states is multiplied by it
+    window: int  # columns a token sees; 0: all
+    activation: int
+    rotary: bool
+
+
+class Pass(NamedTuple):
+    """The tokens of a pass: `rows` of `width` tokens each, token i of a row at column start + i."""
+
+    x: Any  # (rows * width, hidden) states, changed in place
+    cos: Any  # (rows * width, rotary_dim)
+    sin: Any
+    rows: Any  # (n,) rows of the cache
+    origins: Any  # (n,) the first column of each row
+    start: int
+    width: int
