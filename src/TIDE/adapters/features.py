@@ -28,17 +28,17 @@ ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH, "GEL
 AROUND_ONE = {"GemmaRMSNorm"}
 
 
-def layer_features(layer: nn.Module, config: Any) -> Layer | None:
+def layer_features(layer: Any, config: Any) -> Layer | None:
     """Weights, in place, and features of a layer; None where the fused layer cannot stand in for it."""
     if type(layer).__name__ not in LLAMA_LIKE:
         return None
     attention: Any = layer.self_attn
     mlp: Any = layer.mlp
     activation = ACTIVATIONS.get(type(getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)).__name__)
-    linears = [module for module in layer.modules() if hasattr(module, "weight") and getattr(module, "weight").ndim == 2]
-    if activation is None or any(type(module) is not nn.Linear for module in linears):
+    projections = [part for own in (attention, mlp) for name, part in own.named_children() if name.endswith("_proj")]
+    if activation is None or any(type(part) is not nn.Linear for part in projections):
         return None
-    if any(module.bias is not None for module in mlp.modules() if type(module) is nn.Linear):
+    if mlp.down_proj.bias is not None:
         return None
     q, k, v = _split(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), config)
     gate, up = _split(mlp, "gate_up_proj", ("gate_proj", "up_proj"), config)
@@ -47,7 +47,7 @@ def layer_features(layer: nn.Module, config: Any) -> Layer | None:
     window = attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None)
     return Layer(
         input_norm=norm.weight,
-        mlp_norm=layer.post_attention_layernorm.weight,  # type: ignore[arg-type, union-attr]
+        mlp_norm=layer.post_attention_layernorm.weight,
         q=q[0],
         k=k[0],
         v=v[0],
@@ -62,10 +62,10 @@ def layer_features(layer: nn.Module, config: Any) -> Layer | None:
         q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else none,
         k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else none,
         head_dim=int(attention.head_dim),
-        eps=float(getattr(norm, "variance_epsilon", None) or norm.eps),  # type: ignore[arg-type, union-attr]
+        eps=float(getattr(norm, "variance_epsilon", None) or norm.eps),
         norm_offset=float(type(norm).__name__ in AROUND_ONE),
         scaling=float(attention.scaling),
-        residual=float(getattr(layer, "residual_multiplier", 1.0)),  # type: ignore[arg-type]
+        residual=float(getattr(layer, "residual_multiplier", 1.0)),
         window=int(window or 0),
         activation=activation,
         rotary=bool(getattr(attention, "use_rope", True)),

@@ -121,9 +121,11 @@ def _has_hooks(layer: nn.Module) -> bool:
 
 def _plain(values: Iterable[Any]) -> bool:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return all(x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous() for x in tensors)
+    kinds = torch.Tensor, nn.Parameter  # not the tensors of quantization
+    return all(type(x) in kinds and x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous() for x in tensors)
 
 
 def _arrays(layer: Layer) -> Layer:
     """The same weights as numpy arrays, in place."""
-    return Layer(*[value.detach().numpy() if isinstance(value, torch.Tensor) else value for value in layer])
+    arrays: dict[str, Any] = {name: x.detach().numpy() for name, x in layer._asdict().items() if isinstance(x, torch.Tensor)}
+    return layer._replace(**arrays)

@@ -4,8 +4,8 @@
        →  norm → gate, up → activation → down                           →  + x
 
 What Llama-like families do differently is a few features, kept in `Layer`; the tokens of a pass are in `Pass`. Backends
-are functions `decoder_layer(layer, tokens, keys, values)` that change `tokens.x`, `keys` and `values` in place: `reference.py` says
-in torch what they compute, `cpu_ops.py` does it in compiled code.
+are functions `decoder_layer(layer, tokens, keys, values)` that change `tokens.x`, `keys` and `values` in place:
+`reference.py` says in torch what they compute, `cpu_ops.py` does it in compiled code.
 """
 
 from __future__ import annotations

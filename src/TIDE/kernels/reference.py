@@ -11,7 +11,7 @@ ACTIVATIONS = {SILU: F.silu, GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
 
 
 def decoder_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """One layer for the tokens of a pass; `tokens.x`, `keys` and `values` (rows, kv_heads, columns, head_dim) change in place."""
+    """One layer for the tokens of a pass; `tokens.x`, `keys` and `values`, (rows, kv_heads, columns, head_dim), change."""
     x, (kv_heads, _, dim) = tokens.x, keys.shape[1:]
     h = _norm(x, layer.input_norm, layer)
     q = _linear(h, layer.q, layer.q_bias).view(len(x), -1, dim)

@@ -1,0 +1,106 @@
+"""Fused layers: used where they may be, equal to the model's own layers, and given up when they may not be."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+
+import TIDE
+from families import FAMILIES, build
+from TIDE.adapters.features import LLAMA_LIKE, layer_features
+from TIDE.engine import fused
+
+pytest.importorskip("numba")
+
+FUSED = ["gemma", "granite", "llama", "mistral", "phi3", "phi3-sliding", "qwen2", "qwen2-sliding", "qwen3", "smollm3"]
+
+
+def written(engine, prompts, **options):
+    ids, mask = prompts
+    return engine.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=0, **options)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_llama_like_families_are_fused_and_write_what_the_model_writes(name, prompts):
+    model = build(name)
+    expected = written(model, prompts)
+    with TIDE.TIDE(model) as engine:
+        assert engine.window.fused is not None
+        assert torch.equal(written(engine, prompts), expected)
+
+
+def test_the_table_is_covered():
+    assert {type(build(name).get_decoder().layers[0]).__name__ for name in FUSED} == LLAMA_LIKE
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(FUSED)))
+def test_other_families_run_their_own_layers(name):
+    model = build(name)
+    with TIDE.TIDE(model) as engine:
+        assert engine.window.fused is None
+
+
+def test_weights_are_read_in_place(llama, prompts):
+    with TIDE.TIDE(llama) as engine:
+        before = written(engine, prompts)
+        with torch.no_grad():
+            llama.model.layers[1].mlp.down_proj.weight.mul_(-2)
+        assert engine.window.fused is not None
+        after = written(engine, prompts)
+        assert not torch.equal(before, after)
+        assert torch.equal(after, written(llama, prompts))
+
+
+def test_hooks_of_the_user_fire(llama, prompts):
+    seen = []
+    with TIDE.TIDE(llama) as engine:
+        expected = written(engine, prompts)
+        hook = llama.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+        assert torch.equal(written(engine, prompts), expected)
+        assert len(seen) == 24
+        hook.remove()
+
+
+def test_a_layer_that_was_exchanged_is_not_overlooked(llama, prompts):
+    with TIDE.TIDE(llama) as engine:
+        written(engine, prompts)
+        other = copy.deepcopy(llama.model.layers[0].mlp)
+        with torch.no_grad():
+            other.up_proj.weight.neg_()
+        llama.model.layers[0].mlp = other
+        assert torch.equal(written(engine, prompts), written(llama, prompts))
+
+
+def test_a_fused_layer_that_differs_is_given_up_and_named(llama, prompts, monkeypatch, caplog):
+    right = layer_features
+
+    def wrong(layer, config):
+        found = right(layer, config)
+        return found._replace(scaling=2 * found.scaling) if layer is llama.model.layers[2] else found
+
+    monkeypatch.setattr(fused, "layer_features", wrong)
+    with caplog.at_level(logging.WARNING), TIDE.TIDE(llama) as engine:
+        assert engine.window.fused is None
+        assert torch.equal(written(engine, prompts), written(llama, prompts))
+    assert "layer 2 (LlamaDecoderLayer)" in caplog.text
+
+
+def test_kernels_can_be_forbidden(llama, monkeypatch):
+    monkeypatch.setenv("TIDE_NO_KERNELS", "1")
+    with TIDE.TIDE(llama) as engine:
+        assert engine.window.fused is None
+
+
+@pytest.mark.parametrize("change", ["lora", "mlp bias", "half"])
+def test_what_has_no_features_runs_as_it_is(change, prompts):
+    model = build("llama", mlp_bias=change == "mlp bias")
+    if change == "half":
+        model = model.to(torch.bfloat16)
+    if change == "lora":
+        model.model.layers[1].self_attn.q_proj = torch.nn.Sequential(model.model.layers[1].self_attn.q_proj)
+    with TIDE.TIDE(model) as engine:
+        assert engine.window.fused is None
+        assert torch.equal(written(engine, prompts), written(model, prompts))

@@ -1,0 +1,125 @@
+"""The fused layer in compiled CPU code gives what the reference gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from TIDE.kernels import reference
+from TIDE.kernels.layer import GELU, GELU_TANH, SILU, Layer, Pass
+
+pytest.importorskip("numba")
+from TIDE.kernels import cpu_ops
+
+HIDDEN, HEADS, KV_HEADS, DIM, INNER, COLUMNS, ROWS = 24, 4, 2, 10, 38, 40, 3
+
+
+def a_layer(generator, *, bias=False, norms=False, **features):
+    def some(*shape, around=0.0):
+        return around + 0.3 * torch.randn(*shape, generator=generator)
+
+    def maybe(wanted, size):
+        return some(size) if wanted else torch.zeros(0)
+
+    q, kv = HEADS * DIM, KV_HEADS * DIM
+    plain = dict(eps=1e-5, norm_offset=0.0, scaling=DIM**-0.5, residual=1.0, window=0, activation=SILU, rotary=True)
+    return Layer(
+        *[some(HIDDEN, around=1.0) for _ in range(2)],
+        *[some(size, HIDDEN) for size in (q, kv, kv)],
+        some(HIDDEN, q),
+        some(INNER, HIDDEN),
+        some(INNER, HIDDEN),
+        some(HIDDEN, INNER),
+        *[maybe(bias, size) for size in (q, kv, kv, HIDDEN)],
+        *[maybe(norms, DIM) for _ in range(2)],
+        head_dim=DIM,
+        **{**plain, **features},
+    )
+
+
+def a_pass(generator, rows, width, start, rotary_dim=DIM):
+    angles = 6 * torch.rand(len(rows) * width, rotary_dim // 2, generator=generator).repeat(1, 2)
+    states = torch.randn(len(rows) * width, HIDDEN, generator=generator)
+    origins = torch.randint(0, start + 1, (len(rows),), generator=generator)
+    return Pass(states, angles.cos(), angles.sin(), torch.tensor(rows), origins, start, width)
+
+
+def arrays(values):
+    return type(values)(*[value.numpy().copy() if isinstance(value, torch.Tensor) else value for value in values])
+
+
+def both(layer, tokens, generator):
+    """States, keys and values from either."""
+    cache = torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator)
+    fused, own = arrays(tokens), cache.numpy().copy()
+    cpu_ops.decoder_layer(arrays(layer), fused, own[0], own[1])
+    reference.decoder_layer(layer, tokens, cache[0], cache[1])
+    return (torch.from_numpy(fused.x), torch.from_numpy(own)), (tokens.x, cache)
+
+
+def assert_same(layer, tokens, generator):
+    found, expected = both(layer, tokens, generator)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=ROWS, unique=True),
+    width=st.integers(1, 16),
+    start=st.integers(0, COLUMNS - 16),
+    seed=st.integers(0, 100),
+)
+def test_any_rows_tokens_and_columns(rows, width, start, seed):
+    generator = torch.Generator().manual_seed(seed)
+    width = min(width, 16 // len(rows))
+    assert_same(a_layer(generator), a_pass(generator, rows, width, start), generator)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        dict(bias=True),
+        dict(norms=True),
+        dict(norms=True, norm_offset=1.0),
+        dict(scaling=0.7, residual=0.2),
+        dict(window=3),
+        dict(activation=GELU_TANH),
+        dict(activation=GELU),
+        dict(rotary=False),
+        dict(eps=1e-2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("width", [1, 2, 4, 7])
+def test_every_feature(features, width):
+    generator = torch.Generator().manual_seed(3)
+    assert_same(a_layer(generator, **features), a_pass(generator, [2, 0], width, 9), generator)
+
+
+def test_part_of_a_head_is_turned():
+    generator = torch.Generator().manual_seed(4)
+    assert_same(a_layer(generator), a_pass(generator, [1], 4, 9, rotary_dim=6), generator)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 16])
+@pytest.mark.parametrize("outputs", [1, 2, 5, 31, 64])
+def test_products_of_odd_shapes(tokens, outputs):
+    x, weight = torch.randn(tokens, 19), torch.randn(outputs, 19)
+    found = torch.from_numpy(cpu_ops.linear(x.numpy(), weight.numpy()))
+    torch.testing.assert_close(found, x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_row_does_not_see_does_not_matter():
+    generator = torch.Generator().manual_seed(5)
+    layer, tokens = a_layer(generator), a_pass(generator, [0], 2, 9)._replace(origins=torch.tensor([4]))
+    cache = torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator)
+    found = []
+    for junk in (0.0, float("nan")):
+        own, fused = cache.numpy().copy(), arrays(tokens)
+        own[:, 0, :, :4], own[:, 0, :, 11:], own[:, 1:] = junk, junk, junk
+        cpu_ops.decoder_layer(arrays(layer), fused, own[0], own[1])
+        found.append(torch.from_numpy(fused.x))
+    assert torch.equal(*found)
