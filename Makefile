@@ -34,7 +34,7 @@ python-is-new-enough:
 $(VENV)/ready: pyproject.toml constraints.txt | python-is-new-enough
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[default-model,plots,dev]"
+	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[default-model,cpu,plots,dev]"
 	touch $@
 
 $(OLDEST)/ready: pyproject.toml constraints-oldest.txt | python-is-new-enough

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import functools
+import os
+
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # the models are tiny and two workers share the machine
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ import torch
 from characters import TEMPLATE, characters
 from families import FAMILIES, VOCAB, build
 
-torch.set_num_threads(1)  # the models are tiny and two workers share the machine
+torch.set_num_threads(1)
 
 
 family = functools.cache(build)
