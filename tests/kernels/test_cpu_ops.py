@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from TIDE.kernels import reference
-from TIDE.kernels.layer import GELU, GELU_TANH, SILU, Layer, Pass
+from TIDE.kernels.layer import GELU, GELU_TANH, Layer, Pass
 
 pytest.importorskip("numba")
 from TIDE.kernels import cpu_ops
@@ -24,7 +24,6 @@ def a_layer(generator, *, bias=False, norms=False, **features):
         return some(size) if wanted else torch.zeros(0)
 
     q, kv = HEADS * DIM, KV_HEADS * DIM
-    plain = dict(eps=1e-5, norm_offset=0.0, scaling=DIM**-0.5, residual=1.0, window=0, activation=SILU, rotary=True)
     return Layer(
         *[some(HIDDEN, around=1.0) for _ in range(2)],
         *[some(size, HIDDEN) for size in (q, kv, kv)],
@@ -35,7 +34,7 @@ def a_layer(generator, *, bias=False, norms=False, **features):
         *[maybe(bias, size) for size in (q, kv, kv, HIDDEN)],
         *[maybe(norms, DIM) for _ in range(2)],
         head_dim=DIM,
-        **{**plain, **features},
+        **{"eps": 1e-5, "scaling": DIM**-0.5, **features},
     )
 
 

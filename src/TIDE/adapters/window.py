@@ -154,6 +154,8 @@ class Window:
         """
         assert 0 <= start <= stop <= self.num_layers, (start, stop)
         assert hidden is not None or start == 0, "states are needed to start above the embedding"
+        if start == stop == 0 and keep is None and self.fused is not None and self.fused.embedding is not None:
+            return Passed(self.fused.embedding(feed.ids), None, {})
         task = _Task(start, stop, hidden, keep, kv_only, feed.cache, taps)
         inputs: dict[str, Any] = dict(input_ids=feed.ids, attention_mask=feed.mask, past_key_values=feed.cache)
         inputs["use_cache"] = feed.cache is not None
@@ -172,6 +174,8 @@ class Window:
             vocabulary: the token ids whose logits are wanted; None: all.
             with_grad: let gradients through to `states`.
         """
+        if not with_grad and self.fused is not None and self.fused.norm is not None:
+            return self._short_head(states, vocabulary)
         n = states.shape[0]
         keep = torch.zeros(n, 1, dtype=torch.long, device=states.device)
         task = _Task(self.num_layers, self.num_layers, states[:, None], keep, False, None)
@@ -238,20 +242,36 @@ class Window:
             return args[0][..., :0]
         picked = _pick(args[0], task.keep)
         rows = None if task.vocabulary is None else self._head_rows(task.vocabulary)
-        if self.fused is not None and not task.with_grad and self._head_is_plain:
-            weight, bias = rows or (self.model.get_output_embeddings().weight, self.model.get_output_embeddings().bias)
-            if bias is None and self.fused.multiplies(picked, weight):
-                return self.fused.linear(picked, weight)
+        weight = rows[0] if rows is not None and rows[1] is None else self.plain_head
+        if self.fused is not None and not task.with_grad and weight is not None and self.fused.multiplies(picked, weight):
+            return self.fused.linear(picked, weight)
         return call(picked, *args[1:], **kwargs) if rows is None else nn.functional.linear(picked, *rows)
 
+    def _short_head(self, states: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
+        """`head` without the model's `forward` around norm and product."""
+        rows = None if vocabulary is None else self._head_rows(vocabulary)
+        weight = self.plain_head if rows is None else rows[0]
+        assert weight is not None
+        with self.grad_off():
+            normed = self.fused.norm(states)[None]
+            if not self.fused.multiplies(normed, weight):
+                return nn.functional.linear(normed[0], weight)
+            return self.fused.linear(normed, weight)[0]
+
     @property
-    def _head_is_plain(self) -> bool:
+    def plain_head(self) -> torch.Tensor | None:
+        """The weight of the LM head, where it is a linear layer without bias."""
         head = self.model.get_output_embeddings()
-        return self.is_known and type(head).__mro__[1] is nn.Linear and not head.weight.is_meta
+        return head.weight if self._head_is_linear and head.bias is None else None
+
+    @property
+    def _head_is_linear(self) -> bool:
+        head = self.model.get_output_embeddings()
+        return self.is_known and self._head_has_door and type(head).__mro__[1] is nn.Linear and not head.weight.is_meta
 
     def _head_rows(self, vocabulary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Weight and bias of the LM head for some tokens, kept for the next call; None where it is no plain linear layer."""
-        if not self._head_is_plain:
+        if not self._head_is_linear:
             return None
         if self._kept_rows is None or self._kept_rows[0] is not vocabulary:
             head = self.model.get_output_embeddings()

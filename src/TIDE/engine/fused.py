@@ -7,9 +7,7 @@ them, and a check on a few tokens gives the states its own layers give. Everythi
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,21 +16,27 @@ import torch
 from torch import nn
 
 from TIDE.adapters.features import layer_features
-from TIDE.adapters.window import Window
+from TIDE.adapters.window import Feed, Window
 from TIDE.engine.check import first_difference
+from TIDE.kernels.dispatch import arrays, compiled_ops
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass
 
 logger = logging.getLogger(__name__)
 
 
 class FusedLayers:
-    """The decoder layers of a model, run by compiled CPU code."""
+    """The decoder layers of a model, run by compiled CPU code.
 
-    def __init__(self, layers: list[Layer]) -> None:
-        from TIDE.kernels import cpu_ops  # compiled code is imported where it is used
+    Attributes:
+        embedding, norm: the model's own, where nothing else happens to ids before the first layer and to states between the
+            last one and the LM head; None where something does.
+    """
 
-        self.ops = cpu_ops
-        self.layers = [_arrays(layer) for layer in layers]
+    def __init__(self, layers: list[Layer], ops: Any) -> None:
+        self.ops = ops
+        self.layers = [arrays(layer) for layer in layers]
+        self.embedding: nn.Module | None = None
+        self.norm: nn.Module | None = None
 
     def takes(self, states: torch.Tensor, cache: Any) -> bool:
         """Whether a pass is small enough, and has a cache to work on."""
@@ -67,10 +71,11 @@ class FusedLayers:
 
 def fuse(window: Window) -> None:
     """Let a window run fused layers, if that is possible and gives what the model's own layers give."""
-    layers = None if _unwanted(window) else _features(window)
+    ops = compiled_ops(window.model.device, window.model.dtype)
+    layers = None if ops is None else _features(window)
     if layers is None:
         return
-    window.fused = FusedLayers(layers)
+    window.fused = FusedLayers(layers, ops)
     different = first_difference(window)
     if different is not None:
         window.fused = None
@@ -80,6 +85,23 @@ def fuse(window: Window) -> None:
             different,
             type(window.layers[different]).__name__,
         )
+        return
+    _take_short_cuts(window)
+
+
+@torch.no_grad()
+def _take_short_cuts(window: Window) -> None:
+    """Leave out the model's `forward` where embedding or norm alone give the same."""
+    ids = torch.arange(3, 7)[:, None]
+    states = window.run(0, 0, Feed(ids, torch.zeros_like(ids), None, None)).states
+    logits = window.head(states[:, 0])
+    embedding, norm = window.model.get_input_embeddings(), getattr(window.model.get_decoder(), "norm", None)
+    if torch.equal(embedding(ids), states):
+        window.fused.embedding = embedding
+    if norm is not None and window.plain_head is not None:
+        found = window.fused.linear(norm(states), window.plain_head)
+        if torch.allclose(found[:, 0], logits, rtol=1e-4, atol=1e-4):
+            window.fused.norm = norm
 
 
 def still_fused(window: Window) -> bool:
@@ -97,35 +119,21 @@ def still_fused(window: Window) -> bool:
     )
 
 
-def _unwanted(window: Window) -> str | None:
-    """Why a model is not fused."""
-    if os.environ.get("TIDE_NO_KERNELS") == "1":
-        return "TIDE_NO_KERNELS=1"
-    if window.model.device.type != "cpu" or window.model.dtype != torch.float32:
-        return "compiled code is for fp32 on a CPU"
-    if importlib.util.find_spec("numba") is None:
-        return "numba is not installed"
-    return None
-
-
 def _features(window: Window) -> list[Layer] | None:
-    config = window.model.config.get_text_config(decoder=True)
-    found = [None if _has_hooks(layer) else layer_features(layer, config) for layer in window.layers]
+    config, model = window.model.config.get_text_config(decoder=True), window.model
+    around = [model.get_input_embeddings(), model.get_output_embeddings(), getattr(model.get_decoder(), "norm", None)]
+    if any(_has_hooks(module) for module in (*around, *window.layers) if module is not None):
+        return None
+    found = [layer_features(layer, config) for layer in window.layers]
     whole = [layer for layer in found if layer is not None]
     return whole if len(whole) == len(found) and all(_plain(layer) for layer in whole) else None
 
 
-def _has_hooks(layer: nn.Module) -> bool:
-    return any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
+def _has_hooks(whole: nn.Module) -> bool:
+    return any(module._forward_hooks or module._forward_pre_hooks for module in whole.modules())
 
 
 def _plain(values: Iterable[Any]) -> bool:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     kinds = torch.Tensor, nn.Parameter  # not the tensors of quantization
     return all(type(x) in kinds and x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous() for x in tensors)
-
-
-def _arrays(layer: Layer) -> Layer:
-    """The same weights as numpy arrays, in place."""
-    arrays: dict[str, Any] = {name: x.detach().numpy() for name, x in layer._asdict().items() if isinstance(x, torch.Tensor)}
-    return layer._replace(**arrays)

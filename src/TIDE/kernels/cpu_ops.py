@@ -20,6 +20,13 @@ from TIDE.kernels.layer import GELU_TANH, SILU, Layer, Pass
 
 ZERO = np.float32(0)
 
+# Compiled code is kept for as long as this file does not change, so this file says what it was compiled for.
+assert " ".join(Layer._fields) == (
+    "input_norm mlp_norm q k v o gate up down q_bias k_bias v_bias o_bias q_norm k_norm head_dim eps scaling norm_offset "
+    "residual window activation rotary"
+)
+assert " ".join(Pass._fields) == "x cos sin rows origins start width"
+
 
 def decoder_layer(layer: Layer, tokens: Pass, keys: np.ndarray, values: np.ndarray) -> None:
     """One layer for the tokens of a pass, all numpy views: `reference.decoder_layer` says what it computes."""

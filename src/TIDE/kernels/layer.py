@@ -37,12 +37,12 @@ class Layer(NamedTuple):
     k_norm: Any
     head_dim: int
     eps: float
-    norm_offset: float  # added to the weights of norms: 1 in Gemma
     scaling: float  # of attention scores
-    residual: float  # what is added to the states is multiplied by it
-    window: int  # columns a token sees; 0: all
-    activation: int
-    rotary: bool
+    norm_offset: float = 0.0  # added to the weights of norms: 1 in Gemma
+    residual: float = 1.0  # what is added to the states is multiplied by it
+    window: int = 0  # columns a token sees; 0: all
+    activation: int = SILU
+    rotary: bool = True
 
 
 class Pass(NamedTuple):

@@ -19,18 +19,21 @@ what `step` does token by token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from TIDE.kernels.layer import Layer
+
+EPS = 1e-6
 MEMORIES = 3  # depths at which a memory head sees finished tokens
 
 
 def normed(x: torch.Tensor) -> torch.Tensor:
     """Scaled to a root mean square of 1, in fp32."""
-    return F.rms_norm(x.float(), x.shape[-1:], eps=1e-6)
+    return F.rms_norm(x.float(), x.shape[-1:], eps=EPS)
 
 
 @dataclass(frozen=True)
@@ -141,15 +144,27 @@ class MemoryHead(nn.Module):
         qkv = self.qkv(self._gained(x, self.attention_gain))
         qkv = qkv.view(*x.shape[:2], sizes.heads + 2 * sizes.kv_heads, sizes.head_dim).transpose(1, 2)
         q, k, v = qkv.split([sizes.heads, sizes.kv_heads, sizes.kv_heads], 1)
-        cos, sin = self._angles(positions, q.dtype)
+        cos, sin = self.angles(positions, q.dtype)
         return _turn(q, cos, sin), _turn(k, cos, sin), v
 
     def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The rest of the block: (n, heads, q, d) attention results -> (n, q, hidden)."""
         x = x + self.o(attended.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self._gained(x, self.mlp_gain)).chunk(2, -1)
-        x = x + self.down(F.silu(gate) * up)
+        return self.outward(x + self.down(F.silu(gate) * up))
+
+    def outward(self, x: torch.Tensor) -> torch.Tensor:
+        """From the block's coordinates to those of deep states."""
         return x * self.deep_spread + self.deep_center
+
+    def as_layer(self) -> Layer:
+        """The block as a decoder layer like others."""
+        sizes, none = self.sizes, torch.zeros(0)
+        q, k, v = self.qkv.weight.split([n * sizes.head_dim for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads)])
+        gate, up = self.gate_up.weight.chunk(2)
+        weights: list[Any] = [self.attention_gain, self.mlp_gain, q, k, v, self.o.weight, gate, up, self.down.weight]
+        figures: list[Any] = [sizes.head_dim, EPS, sizes.head_dim**-0.5]
+        return Layer(*weights, *[none] * 6, *figures)
 
     def unroll(self, shallow: torch.Tensor, deep: torch.Tensor, steps: int, jitter: Jitter | None = None) -> list[torch.Tensor]:
         """Guesses for whole texts at draft steps 1 … `steps`, given the text.
@@ -181,7 +196,7 @@ class MemoryHead(nn.Module):
     def _gained(self, x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
         return (normed(x) * gain.float()).to(self.fuse.weight.dtype)
 
-    def _angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(n, q) positions -> cosines and sines, (n, 1, q, d)."""
         half = torch.arange(0, self.sizes.head_dim, 2, device=positions.device).float() / self.sizes.head_dim
         angles = positions.float()[:, None, :, None] * self.sizes.rope_theta**-half

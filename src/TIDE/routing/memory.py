@@ -11,9 +11,12 @@ positions from `fed` to the newest: those with true memories in one pass, drafte
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
+from TIDE.kernels.dispatch import arrays, compiled_ops
+from TIDE.kernels.layer import MOST_TOKENS, Pass
 from TIDE.routing.heads import MemoryHead, memory_depths
 
 ROOM = 256  # positions
@@ -32,8 +35,10 @@ class HeadMemory:
         self._shallow = weight.new_zeros(rows, 0, sizes.hidden_dim)
         self._deep = weight.new_zeros(rows, 0, sizes.memories * sizes.hidden_dim)
         self._before = weight.new_zeros(rows, 0, sizes.hidden_dim)
-        self._keys = weight.new_zeros(rows, 0, sizes.kv_heads * sizes.head_dim)
-        self._values = weight.new_zeros(rows, 0, sizes.kv_heads * sizes.head_dim)
+        self._keys = weight.new_zeros(rows, sizes.kv_heads, 0, sizes.head_dim)
+        self._values = weight.new_zeros(rows, sizes.kv_heads, 0, sizes.head_dim)
+        self._ops = compiled_ops(weight.device, weight.dtype)
+        self._layer = arrays(head.as_layer()) if self._ops is not None else None
 
     def observe(self, depth: int, row: int, position: int, states: torch.Tensor) -> None:
         """States of a row's tokens from `position` on. Deep states make what was guessed from guesses be fed again."""
@@ -74,30 +79,41 @@ class HeadMemory:
         at = torch.tensor([[min(span.start + i, span[-1]) for i in range(width)] for span in spans], device=device)
         before = self._before[where, (at - 1).clamp(min=0)] * (at > 0)[..., None]
         x = self.head.enter(self._shallow[where, at], before)
-        q, k, v = self.head.project(x, at)
-        self._keys[where, at] = k.transpose(1, 2).flatten(2)
-        self._values[where, at] = v.transpose(1, 2).flatten(2)
-        y = self.head.leave(x, self._attend(q, where[:, 0], at))
+        y = self._through_compiled(x, rows[0], at) if len(rows) == 1 and self._takes(width) else self._through(x, where, at)
         for index, (row, span) in enumerate(zip(rows, spans, strict=True)):
             first = max(span.start, self.known[row])  # true memories stay
             if first < span.stop:
                 self._before[row, first : span.stop] = y[index, first - span.start : len(span)]
         return y[torch.arange(len(rows), device=device), torch.tensor([len(span) - 1 for span in spans], device=device)]
 
+    def _through(self, x: torch.Tensor, where: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """(n, q, hidden) inputs of the block -> guesses; K/V are kept."""
+        q, k, v = self.head.project(x, at)
+        self._keys[where, :, at] = k.transpose(1, 2)
+        self._values[where, :, at] = v.transpose(1, 2)
+        return self.head.leave(x, self._attend(q, where[:, 0], at))
+
+    def _takes(self, width: int) -> bool:
+        return self._ops is not None and width <= MOST_TOKENS
+
+    def _through_compiled(self, x: torch.Tensor, row: int, at: torch.Tensor) -> torch.Tensor:
+        """The same for one row, by the fused layer."""
+        assert self._ops is not None
+        cos, sin = (part[0, 0].numpy() for part in self.head.angles(at, x.dtype))
+        states, start = x[0].clone(), int(at[0, 0])
+        tokens = Pass(states.numpy(), cos, sin, np.array([row]), np.array([0]), start, len(states))
+        self._ops.decoder_layer(self._layer, tokens, self._keys.numpy(), self._values.numpy())
+        return self.head.outward(states)[None]
+
     def _attend(self, q: torch.Tensor, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """(n, heads, q, d): every position sees those up to itself."""
         width = int(at.max()) + 1
-        keys, values = (self._by_head(x[rows, :width]) for x in (self._keys, self._values))
+        keys, values = (self.head.for_queries(x[rows, :, :width]) for x in (self._keys, self._values))
         seen = torch.arange(width, device=at.device) <= at[:, None, :, None]
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
 
-    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, width, kv_heads * d) -> (n, heads, width, d)"""
-        sizes = self.head.sizes
-        return self.head.for_queries(x.view(*x.shape[:2], sizes.kv_heads, sizes.head_dim).transpose(1, 2))
-
     def _make_room(self, length: int) -> None:
-        room = self._shallow.shape[1]
+        room = self._shallow.shape[1]  # positions are the last dimension but one of everything kept
         if length > room:
             more = max(length + ROOM, 2 * room) - room
             for name in ("_shallow", "_deep", "_before", "_keys", "_values"):

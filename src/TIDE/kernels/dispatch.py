@@ -1,0 +1,26 @@
+"""Which compiled code serves a device and dtype."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+def compiled_ops(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """The module with compiled layers, or None: then everything runs as torch has it."""
+    if os.environ.get("TIDE_NO_KERNELS") == "1" or importlib.util.find_spec("numba") is None:
+        return None
+    if device.type != "cpu" or dtype != torch.float32:
+        return None
+    from TIDE.kernels import cpu_ops  # takes a second, so it is imported where it is used
+
+    return cpu_ops
+
+
+def arrays(values: Any) -> Any:
+    """A named tuple with its tensors as numpy arrays, in place."""
+    return values._replace(**{name: x.detach().numpy() for name, x in values._asdict().items() if isinstance(x, torch.Tensor)})
