@@ -55,7 +55,7 @@ class Effort:
 
 
 FULL = Effort()
-QUICK = Effort(64, 120, Schedule(epochs=4, least_steps=0, batch_tokens=1024, positions=384, draft_steps=2, checks=2))
+QUICK = Effort(64, 120, Schedule(epochs=4, batch_tokens=1024, positions=384, draft_steps=2, checks=2))
 
 
 def calibrate(

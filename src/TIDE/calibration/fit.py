@@ -45,11 +45,11 @@ class Schedule:
     patience: int = 2  # looks without progress before training ends
 
     def fitted_to(self, hidden_dim: int, vocabulary: int, device: torch.device) -> Schedule:
-        """Smaller batches for wide models and large vocabularies; AdamW's rate where Muon is not used."""
+        """Smaller batches for wide models and large vocabularies; without a GPU no more steps than asked for, and AdamW's rate."""
         tokens = min(self.batch_tokens, (64 << 20) // hidden_dim)
         positions = min(self.positions, tokens, (768 << 20) // vocabulary)
-        rate = self.learning_rate if device.type == "cuda" else self.learning_rate / 2
-        return replace(self, batch_tokens=tokens, positions=positions, learning_rate=rate)
+        fitted = replace(self, batch_tokens=tokens, positions=positions)
+        return fitted if device.type == "cuda" else replace(fitted, least_steps=0, learning_rate=self.learning_rate / 2)
 
 
 class Split(NamedTuple):
