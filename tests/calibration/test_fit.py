@@ -73,7 +73,7 @@ def test_training_helps_and_leaves_the_model_alone(window, tmp_path):
     split, head = a_split(window, tmp_path), a_head(window, "memory")
     before = {name: weight.clone() for name, weight in window.model.state_dict().items()}
     trainable = [parameter.requires_grad for parameter in window.model.parameters()]
-    schedule = Schedule(epochs=30, batch_tokens=128, positions=128, draft_steps=2, learning_rate=2e-3)
+    schedule = Schedule(epochs=30, least_steps=0, batch_tokens=128, positions=128, draft_steps=2, learning_rate=2e-3)
     start = agreement(window, head, split.train, Exits(DEPTH, None), 2)
     fitted = fit_head(window, head, Split(split.train, split.train), Exits(DEPTH, None), schedule, 0, "")
     assert fitted.agreement[0] > start[0] + 0.3
@@ -89,7 +89,7 @@ def test_the_best_state_on_held_out_prompts_is_kept(window, tmp_path, monkeypatc
     split, head = a_split(window, tmp_path), a_head(window, "memory")
     told = iter([[0.2], [0.5], [0.3], [0.4], [0.45]])
     monkeypatch.setattr(fit, "agreement", lambda *_: next(told))
-    schedule = Schedule(epochs=5, batch_tokens=512, checks=5, patience=2)
+    schedule = Schedule(epochs=5, least_steps=0, batch_tokens=512, checks=5, patience=2)
     fitted = fit_head(window, head, split, Exits(DEPTH, None), schedule, 0, "")
     assert fitted.agreement == [0.5]
     assert next(told) == [0.45], "two looks without progress end the training"
@@ -97,7 +97,7 @@ def test_the_best_state_on_held_out_prompts_is_kept(window, tmp_path, monkeypatc
 
 def test_the_same_seed_gives_the_same_head(window, tmp_path):
     split = a_split(window, tmp_path)
-    schedule = Schedule(epochs=2, batch_tokens=128)
+    schedule = Schedule(epochs=2, least_steps=0, batch_tokens=128)
     found = [fit_head(window, a_head(window, "memory"), split, Exits(DEPTH, None), schedule, 7, "").head for _ in range(2)]
     for one, other in zip(found[0].parameters(), found[1].parameters(), strict=True):
         assert torch.equal(one, other)

@@ -45,7 +45,7 @@ class Schedule:
     patience: int = 2  # looks without progress before training ends
 
     def fitted_to(self, hidden_dim: int, vocabulary: int, device: torch.device) -> Schedule:
-        """Smaller batches for wide models and large vocabularies; without a GPU no more steps than asked for, and AdamW's rate."""
+        """Smaller batches for wide models and large vocabularies; AdamW's rate and no extra steps without a GPU."""
         tokens = min(self.batch_tokens, (64 << 20) // hidden_dim)
         positions = min(self.positions, tokens, (768 << 20) // vocabulary)
         fitted = replace(self, batch_tokens=tokens, positions=positions)
