@@ -44,7 +44,7 @@ def test_exact_mode_writes_the_models_text_with_memory_heads_in_every_family(nam
     layers = window.num_layers
     policy = CalibratedPolicy(a_file(model, "memory", (0, layers // 2), 0.0), window)
     window.close()
-    with TIDE(model, policy) as engine:
+    with TIDE(model, policy, TIDEConfig(exit_threshold=0.0)) as engine:
         found = engine.generate(ids, **options)
         assert engine.last_stats.drafted > 0
     assert texts_of(found, mask) == texts_of(expected, mask)
@@ -113,7 +113,7 @@ def test_what_a_router_sees_in_the_engine_is_what_it_saw_in_calibration(pending,
         return out
 
     monkeypatch.setattr(calibrated._Request, "score", watched)
-    with TIDE(llama, saved(file, tmp_path), TIDEConfig(max_pending=pending)) as engine:
+    with TIDE(llama, saved(file, tmp_path), TIDEConfig(exit_threshold=0.0, max_pending=pending)) as engine:
         text = engine.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None)
         window, layers = engine.window, engine.window.num_layers
         positions = torch.arange(text.shape[1])[None]

@@ -25,7 +25,7 @@ def test_it_is_small_whole_and_says_how_it_was_made():
 def test_its_exits_are_right_more_often_than_not_and_the_text_stays_the_models(embedded):
     model, tokenizer = embedded
     drafted = accepted = 0
-    with TIDE.TIDE(model, TIDE.default_router(), TIDE.TIDEConfig(max_pending=3)) as engine:
+    with TIDE.TIDE(model, TIDE.default_router(), TIDE.TIDEConfig(exit_threshold=0.5, max_pending=3)) as engine:
         for prompt in PROMPTS:
             messages = [{"role": "user", "content": prompt}]
             inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -8,12 +8,14 @@ at the first difference, mode "fast" looks at the newest one only.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import torch
 
 from TIDE.adapters.window import Window
 from TIDE.engine.batch import Batch
+from TIDE.engine.drafting import Drafting, Pace
 from TIDE.engine.plan import Plan
 from TIDE.engine.sampling import Chooser, Draft
 from TIDE.engine.segments import Segments
@@ -26,7 +28,14 @@ class Decoder:
     """Runs one request step by step."""
 
     def __init__(
-        self, window: Window, plan: Plan, policy: ExitPolicy | None, batch: Batch, chooser: Chooser, capacity: int
+        self,
+        window: Window,
+        plan: Plan,
+        policy: ExitPolicy | None,
+        batch: Batch,
+        chooser: Chooser,
+        capacity: int,
+        pace: Pace | None = None,
     ) -> None:
         self.window = window
         self.plan = plan
@@ -37,6 +46,9 @@ class Decoder:
         self.segments = Segments(window, plan, batch, capacity, self.stats, self.policy)
         self.verifier = Verifier(batch, chooser, self.segments, self.stats)
         self.exits_in_a_row = [0] * len(batch)
+        self.drafting = Drafting(len(batch), pace or Pace()) if plan.weighs else None
+        self.round_began = [0.0] * len(batch)
+        self.asked_before = False  # the first exit after a pause has to catch up with the text and says nothing about others
 
     def run(self) -> Iterator[None]:
         """Step until every row is finished."""
@@ -49,15 +61,22 @@ class Decoder:
             self._step(self.batch.unfinished())
 
     def _step(self, going: list[int]) -> None:
+        began = time.perf_counter()
         self._start_over_where_rope_switches(going)
-        deciding = list(going)
+        deciding, asked = list(going), False
         for segment in range(self.segments.last):
             self.segments.run(segment, self._counts(segment, going))
-            leaving = self._ask(segment + 1, [row for row in deciding if self._may_leave(row)])
+            candidates = [row for row in deciding if self._may_leave(row)]
+            asked |= bool(candidates)
+            leaving = self._ask(segment + 1, candidates)
             going, deciding = self._leave(segment + 1, leaving, going, deciding)
             if not going:
-                return
-        self._finish(going, deciding)
+                break
+        if asked and self.asked_before and self.drafting is not None:
+            self.drafting.pace.exit.add(time.perf_counter() - began)
+        self.asked_before = asked
+        if going:
+            self._finish(going, deciding, began, asked)
 
     def _counts(self, segment: int, rows: list[int]) -> dict[int, int]:
         """How many tokens each row takes through a segment: all that wait, but never a draft that ended the text."""
@@ -68,7 +87,8 @@ class Decoder:
         size, switch = self.batch.size[row], self.window.rope.switches_at
         prefilled = size > self.batch.prompt[row]
         same_rope = switch is None or size < switch
-        return prefilled and same_rope and row not in self.verifier.closed and self.exits_in_a_row[row] < self.plan.max_pending
+        allowed = row not in self.verifier.closed and self.exits_in_a_row[row] < self.plan.max_pending
+        return prefilled and same_rope and allowed and (self.drafting is None or self.drafting.may_ask(row, size))
 
     def _start_over_where_rope_switches(self, rows: list[int]) -> None:
         switch, starts_over = self.window.rope
@@ -88,12 +108,19 @@ class Decoder:
             raise ValueError(
                 f"an exit policy must give one score per candidate: expected ({len(rows)},), found {tuple(scores.shape)}."
             )
-        chosen = (scores >= self.plan.threshold(candidates.depth)).nonzero()[:, 0].tolist()
+        chosen = self._chosen(candidates, scores)
         if not chosen:
             return None
         return Candidates(
             candidates.depth, candidates.states[chosen], [rows[i] for i in chosen], [positions[i] for i in chosen]
         )
+
+    def _chosen(self, candidates: Candidates, scores: torch.Tensor) -> list[int]:
+        """Which candidates leave."""
+        if self.drafting is None:
+            return (scores >= self.plan.threshold(candidates.depth)).nonzero()[:, 0].tolist()
+        drafting = self.drafting
+        return [i for i, score in enumerate(scores.tolist()) if drafting.leaves(candidates.rows[i], score)]
 
     def _leave(
         self, segment: int, leaving: Candidates | None, going: list[int], deciding: list[int]
@@ -126,10 +153,10 @@ class Decoder:
             for row in leaving.rows:
                 self.segments.settle(row)
 
-    def _finish(self, going: list[int], deciding: list[int]) -> None:
+    def _finish(self, going: list[int], deciding: list[int], began: float, asked: bool) -> None:
         """Run the last segment and take what the full model says."""
-        last = self.segments.last
-        counts = self._counts(last, going)
+        last, final = self.segments.last, list(self.batch.final)
+        counts, deep_began = self._counts(last, going), time.perf_counter()
         if self.plan.exact:
             wanted = {row: self.batch.final[row] - 1 for row in going}
         else:
@@ -143,6 +170,25 @@ class Decoder:
             self.segments.settle(row)
         for row in deciding:
             self.exits_in_a_row[row] = 0
+        if self.drafting is not None:
+            self._note(
+                self.drafting, {row: self.batch.final[row] - final[row] for row in going}, counts, began, deep_began, asked
+            )
+
+    def _note(
+        self, drafting: Drafting, gained: dict[int, int], counts: dict[int, int], began: float, deep_began: float, asked: bool
+    ) -> None:
+        """Keep what a round brought and what it took; prompts are none."""
+        now, tokens = time.perf_counter(), max(counts.values())
+        is_prompt = tokens > self.plan.max_pending + 1
+        if not is_prompt:
+            drafting.pace.saw_pass(tokens, now - deep_began)
+            if tokens == 1 and not asked:
+                drafting.pace.step.add(now - began)
+        for row, count in gained.items():
+            if not is_prompt:
+                drafting.verified(row, self.batch.size[row], count, now - self.round_began[row])
+            self.round_began[row] = now
 
     def _decide(self, rows: list[int], logits: dict[int, torch.Tensor]) -> None:
         """The newest tokens that did not exit are decided by the full model."""

@@ -23,6 +23,7 @@ from TIDE.config import TIDEConfig
 from TIDE.engine.batch import Batch
 from TIDE.engine.check import check_unknown
 from TIDE.engine.decoder import Decoder
+from TIDE.engine.drafting import Pace
 from TIDE.engine.forward import forward
 from TIDE.engine.fused import fuse, still_fused
 from TIDE.engine.plan import make_plan
@@ -73,6 +74,7 @@ class TIDE:
         except BaseException:
             self.window.close()
             raise
+        self.pace = Pace()
         self.last_stats = ExitStats(self.window.num_layers)
 
     def generate(
@@ -159,7 +161,7 @@ class TIDE:
         chooser = Chooser(request.processors, request.config.do_sample, batch)
         wanted = request.config.max_length or request.ids.shape[1]
         capacity = min(wanted, request.ids.shape[1] + FIRST_ROOM) + self.plan.max_pending
-        decoder = Decoder(self.window, self.plan, self.policy, batch, chooser, capacity)
+        decoder = Decoder(self.window, self.plan, self.policy, batch, chooser, capacity, self.pace)
         self.last_stats = decoder.stats
         return decoder
 

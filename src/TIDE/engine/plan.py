@@ -28,6 +28,7 @@ class Plan:
     compaction_threshold: float
     exit_thresholds: Mapping[int, float]  # of checkpoints that have their own
     spans: tuple[range, ...]  # the layers of each segment; a checkpoint stands before each but the first
+    weighs: bool = False  # drafts are made where they are worth their time, whatever the thresholds
 
     def threshold(self, depth: int) -> float:
         """The score needed to exit at a checkpoint."""
@@ -52,6 +53,7 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, window: Window) -> 
         compaction_threshold=config.compaction_threshold,
         exit_thresholds=_exit_thresholds(config, policy),
         spans=tuple(range(start, stop) for start, stop in pairwise(edges)),
+        weighs=config.mode == "exact" and config.exit_threshold is None and policy is not None and policy.weighs,
     )
 
 

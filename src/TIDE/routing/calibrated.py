@@ -25,6 +25,7 @@ UNLIKELY = 20.0  # how far below an exit's worst token those lie that it cannot 
 class CalibratedPolicy(ExitPolicy):
     """Exits as calibrated. Heads and routers are put where the model is, heads in its dtype."""
 
+    weighs = True
     fast_threshold = 0.95  # scores are shares: nineteen in twenty exits agree
 
     def __init__(self, file: RouterFile, window: Window) -> None:

@@ -31,6 +31,7 @@ class HeadMemory:
         self.depths = memory_depths(num_layers, head.sizes.memories)
         self.known = [0] * rows
         self.fed = [0] * rows
+        self._fresh: list[list[range]] = [[] for _ in range(rows)]  # deep states that wait to be made memories
         sizes, weight = head.sizes, head.fuse.weight
         self._shallow = weight.new_zeros(rows, 0, sizes.hidden_dim)
         self._deep = weight.new_zeros(rows, 0, sizes.memories * sizes.hidden_dim)
@@ -51,16 +52,18 @@ class HeadMemory:
         place = self.depths.index(depth) * states.shape[1]
         self._deep[row, position:stop, place : place + states.shape[1]] = states
         if depth == self.depths[-1]:
-            self._before[row, position:stop] = self.head.remember(self._deep[row, position:stop])
+            self._fresh[row].append(range(position, stop))
             self.fed[row] = min(self.fed[row], position + 1)
             self.known[row] = stop
 
     def forget(self, row: int, length: int) -> None:
         self.known[row] = min(self.known[row], length)
+        self._fresh[row] = [range(span.start, min(span.stop, length)) for span in self._fresh[row] if span.start < length]
         self.fed[row] = min(self.fed[row], length)
 
     def guess(self, rows: list[int], positions: list[int]) -> torch.Tensor:
         """(n, hidden) guesses for the tokens at these positions, each the newest of its row."""
+        self._recall(rows)
         found: dict[int, torch.Tensor] = {}
         fed = {row: min(self.fed[row], at) for row, at in zip(rows, positions, strict=True)}
         newest = dict(zip(rows, positions, strict=True))
@@ -71,6 +74,14 @@ class HeadMemory:
                 if span.stop > newest[row]:
                     found[row] = own
         return torch.stack([found[row] for row in newest])
+
+    def _recall(self, rows: list[int]) -> None:
+        """Make memories of deep states, now that a guess needs them."""
+        for row in rows:
+            for span in self._fresh[row]:
+                own = slice(span.start, span.stop)
+                self._before[row, own] = self.head.remember(self._deep[row, own])
+            self._fresh[row].clear()
 
     def _feed(self, rows: list[int], spans: list[range]) -> torch.Tensor:
         """Take spans of positions through the head, shorter ones padded with their last position; (n, hidden) at the ends."""

@@ -37,10 +37,12 @@ class ExitPolicy(ABC):
         exit_thresholds: by depth, where checkpoints have thresholds of their own.
         fast_threshold: the least of all of these in mode "fast", which does not look back.
         watches: depths whose states the policy wants to see, of all tokens.
+        weighs: scores are the shares of exits that agree, so mode "exact" may weigh them against time instead of thresholds.
     """
 
     checkpoints: tuple[int, ...] = ()
     watches: tuple[int, ...] = ()
+    weighs: bool = False
     exit_threshold: float = 0.5
     exit_thresholds: Mapping[int, float] = MappingProxyType({})
     fast_threshold: float = 0.0

@@ -1,0 +1,104 @@
+"""Drafting: decisions follow from scores and seconds, and losing rows rest."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from TIDE.engine.drafting import FIRST_REST, LONGEST_REST, ROUNDS, Drafting, Pace, Running
+
+
+def a_pace(step=1.0, exit_=0.1, passes=(1.0, 1.1, 1.2, 1.3, 2.3)) -> Pace:
+    """Deep passes of 1 to 5 tokens; the fifth is dear."""
+    pace = Pace()
+    pace.step.add(step)
+    pace.exit.add(exit_)
+    for tokens, seconds in enumerate(passes, 1):
+        pace.saw_pass(tokens, seconds)
+    return pace
+
+
+def test_nothing_is_asked_before_a_full_step_was_timed():
+    drafting = Drafting(1, Pace())
+    assert not drafting.may_ask(0, 10)
+    drafting.pace.step.add(1.0)
+    assert drafting.may_ask(0, 10)
+
+
+def test_a_token_becomes_a_draft_if_it_is_likely_to_save_more_than_its_place_costs():
+    drafting = Drafting(1, a_pace())
+    assert not drafting.leaves(0, 0.09)
+    assert drafting.leaves(0, 0.5)
+    assert not drafting.leaves(0, 0.19)  # 0.5 · 0.19 of a step is less than 0.1
+    assert drafting.leaves(0, 0.9)
+    assert drafting.leaves(0, 0.9)
+    assert not drafting.leaves(0, 0.99)  # the fifth place costs a whole step
+
+
+def test_exits_are_asked_while_the_usual_score_pays_for_exit_and_place():
+    drafting = Drafting(1, a_pace(exit_=0.3))
+    drafting.usual.add(0.5)
+    assert drafting.may_ask(0, 10)
+    assert drafting.leaves(0, 0.5)
+    assert not drafting.may_ask(0, 11)  # 0.5 · 0.5 of a step is less than 0.3 + 0.1
+    drafting.verified(0, 12, tokens=2, seconds=1.2)
+    assert drafting.may_ask(0, 12)
+
+
+def test_rows_decide_for_themselves():
+    drafting = Drafting(2, a_pace(exit_=0.3))
+    drafting.usual.add(0.5)
+    assert drafting.leaves(1, 0.5)
+    assert drafting.may_ask(0, 10)
+    assert not drafting.may_ask(1, 10)
+
+
+def test_a_row_that_loses_rests_longer_each_time_and_tries_again():
+    drafting, size, rests = Drafting(1, a_pace()), 0, []
+    for _ in range(8):
+        while drafting.may_ask(0, size):
+            drafting.verified(0, size, tokens=1, seconds=1.5)
+        asleep = size
+        while not drafting.may_ask(0, size):
+            size += 1
+        rests.append(size - asleep)
+    assert rests == [min(FIRST_REST * 2**i, LONGEST_REST) for i in range(8)]
+
+
+def test_a_row_that_wins_does_not_rest():
+    drafting = Drafting(1, a_pace())
+    for size in range(50):
+        drafting.verified(0, size, tokens=3, seconds=1.6)
+        assert drafting.may_ask(0, size)
+
+
+def test_one_bad_round_is_no_reason_to_rest():
+    drafting = Drafting(1, a_pace())
+    for size in range(ROUNDS - 1):
+        drafting.verified(0, size, tokens=1, seconds=5.0)
+        assert drafting.may_ask(0, size)
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=30))
+def test_a_mean_stays_within_what_it_saw(values):
+    mean = Running()
+    for value in values:
+        mean.add(value)
+    assert min(values) * (1 - 1e-9) <= mean.mean <= max(values) * (1 + 1e-9)
+
+
+def test_an_outlier_counts_for_twice_the_mean_at_most():
+    mean = Running()
+    mean.add(1.0)
+    mean.add(1000.0)
+    assert mean.mean == pytest.approx(1.2)
+
+
+def test_a_place_between_measured_passes_costs_its_part():
+    pace = Pace()
+    pace.step.add(1.0)
+    pace.saw_pass(1, 1.0)
+    pace.saw_pass(5, 1.8)
+    assert pace.place(1) == pace.place(4) == pytest.approx(0.2)
+    assert pace.place(5) == pytest.approx(0.1)  # not measured: a guess
