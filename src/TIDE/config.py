@@ -23,10 +23,11 @@ class TIDEConfig:
 
     Attributes:
         mode: "exact" writes the text of the full model; "fast" emits at the exit without looking back.
-        exit_threshold: router score, in [0, 1], needed to exit.
+        exit_threshold: router score, in [0, 1], needed to exit. None: as the exit policy says; with a router file, mode
+            "exact" then drafts where scores and the time it takes make it worthwhile.
         min_layers: smallest depth at which a token may exit.
         checkpoint_interval: calibration: candidate checkpoints every so many layers.
-        calibration_samples: calibration: how many texts.
+        calibration_samples: calibration: how many texts; small models on a GPU write up to four for each.
         calibration_dataset: calibration: "self" (the model writes them), "wikitext" or another data set of the hub,
             or the path of a .txt or .jsonl file.
         label: calibration: what a router learns to predict. "agreement": the exit's token is the full model's;
