@@ -88,6 +88,20 @@ def test_a_fused_layer_that_differs_is_given_up_and_named(llama, prompts, monkey
     assert "layer 2 (LlamaDecoderLayer)" in caplog.text
 
 
+def test_compiled_code_uses_as_many_threads_as_torch(llama, prompts, monkeypatch):
+    import numba
+
+    asked = []
+    with TIDE.TIDE(llama) as engine:
+        monkeypatch.setattr(engine.window.fused.ops, "set_num_threads", asked.append)
+        monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 8)
+        for threads in (1, 3, 64):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            written(engine, prompts)
+            assert set(asked) == {min(threads, 8)}
+            asked.clear()
+
+
 def test_kernels_can_be_forbidden(llama, monkeypatch):
     monkeypatch.setenv("TIDE_NO_KERNELS", "1")
     with TIDE.TIDE(llama) as engine:

@@ -46,6 +46,7 @@ class FusedLayers:
         self, span: range, states: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], cache: Any, taps: tuple[int, ...]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """(n, q, hidden) states before a span -> those after it, and at the depths of `taps`."""
+        self.ops.use_threads(torch.get_num_threads())
         rows, tokens, hidden = states.shape
         x = states.reshape(rows * tokens, hidden).clone()
         cos, sin = (part.expand(rows, -1, -1).reshape(rows * tokens, -1).numpy() for part in angles)

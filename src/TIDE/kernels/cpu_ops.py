@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit, prange
+from numba import config, njit, prange, set_num_threads
 
 from TIDE.kernels.layer import GELU_TANH, SILU, Layer, Pass
 
@@ -26,6 +26,11 @@ assert " ".join(Layer._fields) == (
     "residual window activation rotary"
 )
 assert " ".join(Pass._fields) == "x cos sin rows origins start width"
+
+
+def use_threads(count: int) -> None:
+    """Compiled code runs on so many threads from now on, or on as many as there are."""
+    set_num_threads(max(1, min(count, config.NUMBA_NUM_THREADS)))
 
 
 def decoder_layer(layer: Layer, tokens: Pass, keys: np.ndarray, values: np.ndarray) -> None:
