@@ -64,6 +64,15 @@ def test_hooks_of_the_user_fire(llama, prompts):
         hook.remove()
 
 
+def test_hooks_fire_when_the_engine_is_called_for_logits(llama):
+    seen = []
+    with TIDE.TIDE(llama) as engine:
+        hook = llama.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+        engine(torch.tensor([[5, 6, 7]]))
+        assert seen
+        hook.remove()
+
+
 def test_a_layer_that_was_exchanged_is_not_overlooked(llama, prompts):
     with TIDE.TIDE(llama) as engine:
         written(engine, prompts)

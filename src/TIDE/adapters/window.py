@@ -242,9 +242,10 @@ class Window:
             return args[0][..., :0]
         picked = _pick(args[0], task.keep)
         rows = None if task.vocabulary is None else self._head_rows(task.vocabulary)
-        weight = rows[0] if rows is not None and rows[1] is None else self.plain_head
-        if self.fused is not None and not task.with_grad and weight is not None and self.fused.multiplies(picked, weight):
-            return self.fused.linear(picked, weight)
+        if self.fused is not None and not task.with_grad:
+            weight = rows[0] if rows is not None and rows[1] is None else self.plain_head
+            if weight is not None and self.fused.multiplies(picked, weight):
+                return self.fused.linear(picked, weight)
         return call(picked, *args[1:], **kwargs) if rows is None else nn.functional.linear(picked, *rows)
 
     def _short_head(self, states: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:

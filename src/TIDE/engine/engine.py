@@ -141,8 +141,6 @@ class TIDE:
 
     def _prepare(self, input_ids: torch.Tensor, generation_config: GenerationConfig | None, options: dict[str, Any]) -> Request:
         self._check_usable()
-        if self.window.fused is not None and not still_fused(self.window):
-            self.window.fused = None
         ids = check_ids(self.model, input_ids)
         padding = left_padding(options.get("attention_mask"), ids)
         check_context(self.model, [ids.shape[1] - pad for pad in padding], room_for=1)
@@ -155,6 +153,8 @@ class TIDE:
             raise RuntimeError("this engine is closed. Make a new one with TIDE.TIDE(model, ...).")
         if self.model.training:
             raise ValueError("the model is in train mode, where dropout makes every run different. Call model.eval() first.")
+        if self.window.fused is not None and not still_fused(self.window):
+            self.window.fused = None
 
     def _decoder(self, request: Request) -> Decoder:
         batch = Batch(request.ids, request.padding, request.criteria, context_limit(self.model))

@@ -108,15 +108,10 @@ def _take_short_cuts(window: Window) -> None:
 def still_fused(window: Window) -> bool:
     """Whether the modules a fused window stands for are as they were: same weights, no hooks."""
     layers = _features(window)
-    fused = window.fused
-    return (
-        fused is not None
-        and layers is not None
-        and all(
-            theirs.ctypes.data == ours.data_ptr()
-            for old, new in zip(fused.layers, layers, strict=True)
-            for theirs, ours in zip(old[:9], new[:9], strict=True)
-        )
+    return layers is not None and all(
+        theirs.ctypes.data == ours.data_ptr()
+        for old, new in zip(window.fused.layers, layers, strict=True)
+        for theirs, ours in zip(old[:9], new[:9], strict=True)
     )
 
 
