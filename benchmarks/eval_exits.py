@@ -22,7 +22,8 @@ from TIDE.calibration.collect import Budget, collect, extended
 from TIDE.calibration.figures import router_figures
 from TIDE.calibration.fit import Exits, guesses
 from TIDE.calibration.self_texts import answer_prompts
-from TIDE.routing.heads import memory_depths
+from TIDE.routing.calibrated import drafted_from
+from TIDE.routing.heads import input_depths, memory_depths
 
 STEPS = 4
 
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--limit", type=int, default=None)
     parser.add_argument("--answer", type=int, default=256)
+    parser.add_argument("--tokens", type=int, help="of the draft vocabulary; 0: all tokens; default: as on this machine")
     options = parser.parse_args()
     lines = [json.loads(line) for line in Path(options.prompts).read_text("utf-8").splitlines() if line.strip()]
     prompts = [line["turns"][0] if "turns" in line else line["prompt"] for line in lines][: options.limit]
@@ -43,14 +45,17 @@ def main() -> None:
     texts = answer_prompts(model, tokenizer, prompts, 0, options.answer)
     found = {}
     window = Window(model)
+    vocabulary = drafted_from(file.vocabulary, window)
+    if options.tokens is not None:
+        vocabulary = file.vocabulary[: options.tokens].to(model.device) if options.tokens else None
     with tempfile.TemporaryDirectory() as folder:
         budget = Budget(model.device, Path(folder))
         layers = window.num_layers
         data = collect(window, texts, memory_depths(layers, 3), budget, "states")
         for depth, at in file.exits.items():
-            with extended(window, [data], depth, budget):
-                found[depth] = evaluate(window, data, depth, at, file.vocabulary)
-    print(f"{len(prompts)} prompts, {data.tokens} positions")
+            with extended(window, [data], input_depths(depth, at.sizes.inputs), budget):
+                found[depth] = evaluate(window, data, depth, at, vocabulary)
+    print(f"{len(prompts)} prompts, {data.tokens} positions, {'all' if vocabulary is None else len(vocabulary)} tokens")
     for depth, figures in found.items():
         print(f"depth {depth:2}  {figures}")
     print(json.dumps({"router": Path(options.router).name, "positions": data.tokens, "exits": found}))
@@ -59,7 +64,6 @@ def main() -> None:
 @torch.no_grad()
 def evaluate(window, data, depth, at, vocabulary) -> dict:
     device = window.model.device
-    vocabulary = None if vocabulary is None else vocabulary.to(device)
     head, router = at.head.to(device, torch.float32), at.router.to(device)
     where = Exits(depth, vocabulary)
     scores, hits = [], []

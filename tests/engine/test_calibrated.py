@@ -24,7 +24,7 @@ def a_file(model, strategy: str, checkpoints: tuple[int, ...], threshold: float,
     hidden = config.hidden_size
     exits = {}
     for depth in checkpoints:
-        head = build_head(strategy, head_sizes(strategy, config, hidden)).eval().requires_grad_(False)
+        head = build_head(strategy, head_sizes(strategy, config, hidden, depth)).eval().requires_grad_(False)
         exits[depth] = Exit(head, Router(hidden, 8, SIGNALS).requires_grad_(False), threshold)
     return RouterFile(strategy, exits, checkpoints, 3, vocabulary, fingerprint(model))
 
@@ -118,11 +118,11 @@ def test_what_a_router_sees_in_the_engine_is_what_it_saw_in_calibration(pending,
         window, layers = engine.window, engine.window.num_layers
         positions = torch.arange(text.shape[1])[None]
         depths = memory_depths(layers, 3)
-        taps = tuple({depth, *depths} - {layers})
+        taps = tuple({0, depth, *depths} - {layers})
         passed = window.run(0, layers, Feed(text, positions, None, None), taps=taps)
     states = {**passed.taps, layers: passed.states}
     head = engine.policy.exits[depth].head
-    guesses = head.unroll(states[depth], torch.cat([states[d] for d in depths], -1), pending)
+    guesses = head.unroll(torch.cat([states[0], states[depth]], -1), torch.cat([states[d] for d in depths], -1), pending)
     first = {position: step for position, step in seen if step == 0}
     assert len(first) >= 4
     for position, step in seen:

@@ -11,12 +11,13 @@ from TIDE.routing.heads import HeadSizes, MemoryHead, memory_depths
 from TIDE.routing.memory import HeadMemory
 
 LAYERS, DIM, LENGTH, STEPS = 6, 16, 14, 4
+DEPTH = 1
 
 
-def a_head(memories: int) -> MemoryHead:
+def a_head(memories: int, inputs: int = 1) -> MemoryHead:
     torch.manual_seed(memories)
-    head = MemoryHead(HeadSizes(DIM, 24, heads=4, kv_heads=2, head_dim=6, memories=memories))
-    head.measure(torch.randn(50, DIM) + 1, torch.randn(50, DIM) * torch.arange(1, DIM + 1))
+    head = MemoryHead(HeadSizes(DIM, 24, heads=4, kv_heads=2, head_dim=6, memories=memories, inputs=inputs))
+    head.measure(torch.randn(50, inputs * DIM) + 1, torch.randn(50, DIM) * torch.arange(1, DIM + 1))
     return head.eval().requires_grad_(False)
 
 
@@ -26,22 +27,24 @@ class Texts:
     def __init__(self, head: MemoryHead, rows: int) -> None:
         self.depths = memory_depths(LAYERS, head.sizes.memories)
         torch.manual_seed(0)
-        self.shallow = torch.randn(rows, LENGTH, DIM)
+        self.shallow = torch.randn(rows, LENGTH, DIM * head.sizes.inputs)
         self.deep = torch.randn(rows, LENGTH, DIM * head.sizes.memories)
         self.guesses = head.unroll(self.shallow, self.deep, STEPS)
 
     def show(self, memory: HeadMemory, row: int, start: int, stop: int, deep: bool) -> None:
         if not deep:
-            memory.observe(memory.depth, row, start, self.shallow[row, start:stop])
+            for depth, states in zip(memory.inputs, self.shallow[row, start:stop].split(DIM, -1), strict=True):
+                memory.observe(depth, row, start, states)
             return
         for depth, states in zip(self.depths, self.deep[row, start:stop].split(DIM, -1), strict=True):
             memory.observe(depth, row, start, states)
 
 
+@pytest.mark.parametrize("inputs", [1, 2])
 @pytest.mark.parametrize("memories", [1, 3])
-def test_token_by_token_equals_whole_texts_at_every_draft_step(memories):
-    head = a_head(memories)
-    texts, memory = Texts(head, 1), HeadMemory(head, 1, LAYERS, 1)
+def test_token_by_token_equals_whole_texts_at_every_draft_step(memories, inputs):
+    head = a_head(memories, inputs)
+    texts, memory = Texts(head, 1), HeadMemory(head, DEPTH, LAYERS, 1)
     texts.show(memory, 0, 0, 5, deep=False)
     texts.show(memory, 0, 0, 5, deep=True)
     for step in range(STEPS):
@@ -53,9 +56,9 @@ def test_token_by_token_equals_whole_texts_at_every_draft_step(memories):
 @given(st.lists(st.tuples(st.integers(1, STEPS), st.integers(0, STEPS), st.integers(0, STEPS)), min_size=1, max_size=4))
 def test_drafts_catch_ups_and_rollbacks_of_ragged_rows_leave_only_the_truth(rounds):
     """Every row drafts a while, deep states of some drafts come in, the rest is taken back."""
-    head = a_head(3)
+    head = a_head(3, 2)
     rows = 2
-    texts, memory = Texts(head, rows), HeadMemory(head, 1, LAYERS, rows)
+    texts, memory = Texts(head, rows), HeadMemory(head, DEPTH, LAYERS, rows)
     done = [1, 3]
     for row in range(rows):
         texts.show(memory, row, 0, done[row], deep=False)
@@ -79,7 +82,7 @@ def test_drafts_catch_ups_and_rollbacks_of_ragged_rows_leave_only_the_truth(roun
 
 def test_tokens_that_exited_at_another_head_are_fed_before_a_guess():
     head = a_head(3)
-    texts, memory = Texts(head, 1), HeadMemory(head, 1, LAYERS, 1)
+    texts, memory = Texts(head, 1), HeadMemory(head, DEPTH, LAYERS, 1)
     texts.show(memory, 0, 0, 4, deep=False)
     texts.show(memory, 0, 0, 4, deep=True)
     texts.show(memory, 0, 4, 7, deep=False)  # 4 and 5 left elsewhere and come by only now
@@ -88,7 +91,7 @@ def test_tokens_that_exited_at_another_head_are_fed_before_a_guess():
 
 def test_without_catch_up_a_guess_stands_for_the_deep_state_that_never_comes():
     head = a_head(1)
-    texts, memory = Texts(head, 1), HeadMemory(head, 1, LAYERS, 1)
+    texts, memory = Texts(head, 1), HeadMemory(head, DEPTH, LAYERS, 1)
     texts.show(memory, 0, 0, 4, deep=False)
     texts.show(memory, 0, 0, 3, deep=True)
     memory.guess([0], [3])
@@ -110,3 +113,15 @@ def test_true_states_up_to_the_last_token_are_what_a_first_draft_step_uses():
     assert torch.equal(again[0][:, :8], texts.guesses[0][:, :8])
     assert not torch.equal(again[0][:, 8], texts.guesses[0][:, 8])
     assert torch.equal(again[1][:, 8], texts.guesses[1][:, 8]), "at step 2 the token before is a guess"
+
+
+def test_a_head_that_begins_as_another_says_what_that_one_says():
+    """What only the new one sees, the state at the checkpoint, counts for nothing before it is trained."""
+    before, head = a_head(3, 1), a_head(3, 2)
+    head.begin_as(before)
+    torch.manual_seed(0)
+    embeddings, states, deep = (torch.randn(2, LENGTH, width * DIM) for width in (1, 1, 3))
+    expected = before.unroll(embeddings, deep, 2)
+    found = head.unroll(torch.cat([embeddings, states], -1), deep, 2)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

@@ -29,19 +29,18 @@ from TIDE.calibration.self_texts import ANSWER
 from TIDE.calibration.text import Text
 from TIDE.calibration.texts import load_texts
 from TIDE.calibration.timing import Costs, machine, measure_costs, measure_head
-from TIDE.calibration.vocabulary import MANY, draft_vocabulary
+from TIDE.calibration.vocabulary import draft_vocabulary
 from TIDE.calibration.work import Work
 from TIDE.config import TIDEConfig
 from TIDE.engine.check import check_unknown
-from TIDE.routing.calibrated import CalibratedPolicy
+from TIDE.routing.calibrated import CalibratedPolicy, drafted_from
 from TIDE.routing.exits import Exit
 from TIDE.routing.fingerprint import Fingerprint, fingerprint
-from TIDE.routing.heads import head_sizes, memory_depths
+from TIDE.routing.heads import MEMORIES, HeadSizes, MemoryHead, head_sizes, input_depths, memory_depths
 from TIDE.routing.router_file import RouterFile
 from TIDE.routing.storage import check_suffix
 
 logger = logging.getLogger(__name__)
-WORTH = 0.03  # a draft vocabulary has to save this share of a step
 MEASURED = 400  # held-out texts that are measured on, at most
 
 
@@ -123,16 +122,15 @@ class _Job:
     def run(self) -> RouterFile:
         texts = self._texts()
         strategy, layers = self.config.exit_strategy, self.window.num_layers
-        text_config = self.window.model.config.get_text_config(decoder=True)
-        self.sizes = head_sizes(strategy, text_config, self.window.hidden_dim)
-        depths = memory_depths(layers, self.sizes.memories) if strategy == "memory" else [layers]
+        depths = memory_depths(layers, MEMORIES) if strategy == "memory" else [layers]
         self.split = Split(
             collect(self.window, [t for t in texts if not t.is_held_out], depths, self.budget, "states to learn from"),
             collect(self.window, _some([t for t in texts if t.is_held_out]), depths, self.budget, "states to measure on"),
         )
         self.key = f"{self.made_for.weights}|{machine(self.window)}"
         self.costs = measure_costs(self.window, self.key)
-        self.vocabulary = self._draft_vocabulary()
+        self.order = draft_vocabulary(self.window, self.split.train)
+        self.vocabulary = drafted_from(self.order, self.window)
         exits, candidates, tried = self._try_all(strategy)
         placed = place(candidates, tried, self.costs)
         return self._file(exits, placed, tried, len(texts))
@@ -145,14 +143,6 @@ class _Job:
             texts = load_texts(source, self.window.model, self.tokenizer, samples, self.seed, self.effort.answer)
             self.work.keep_texts(texts)
         return texts
-
-    def _draft_vocabulary(self) -> torch.Tensor | None:
-        """A smaller vocabulary where it pays."""
-        size, whole, enough = self.window.vocab_size, self.costs.lm_head[1], WORTH * self.costs.full_step
-        if whole < enough and size <= MANY:
-            return None
-        found = draft_vocabulary(self.window, self.split.train)
-        return found if size > MANY or whole * (1 - len(found) / size) >= enough else None
 
     def _depths(self) -> list[int]:
         first = 0 if self.config.exit_strategy == "memory" else self.config.checkpoint_interval
@@ -170,8 +160,8 @@ class _Job:
         candidates: dict[int, Candidate] = {}
         tried: list[Placed] = []
         for depth in self._depths():
-            with extended(self.window, self.split, depth, self.budget):
-                fitted = self._fit(strategy, depth)
+            with extended(self.window, self.split, input_depths(depth, self._sizes(depth).inputs), self.budget):
+                fitted = self._fit(strategy, depth, [*exits.values()])
                 found = self._router(fitted, depth)
             figures = {**found.figures, "agreement_by_step": [round(share, 4) for share in fitted.agreement]}
             exits[depth] = Exit(fitted.head.to("cpu", torch.bfloat16), found.router, 1.0, figures)
@@ -183,8 +173,15 @@ class _Job:
                 break
         return exits, candidates, tried
 
-    def _fit(self, strategy: str, depth: int) -> Fitted:
-        head = fresh_head(strategy, self.sizes, self.seed)
+    def _sizes(self, depth: int) -> HeadSizes:
+        text_config = self.window.model.config.get_text_config(decoder=True)
+        return head_sizes(self.config.exit_strategy, text_config, self.window.hidden_dim, depth)
+
+    def _fit(self, strategy: str, depth: int, before: list[Exit]) -> Fitted:
+        """Train a head. Memory heads begin as the one before them and see more."""
+        head = fresh_head(strategy, self._sizes(depth), self.seed)
+        if before and isinstance(head, MemoryHead):
+            head.begin_as(before[-1].head)
         if strategy == "identity":
             return Fitted(head.eval(), [])
         kept = self.work.head(depth, head)
@@ -205,7 +202,7 @@ class _Job:
         return fit_router(self.window, head, self.split, where, self.config, steps, self.seed, f"router at depth {depth}")
 
     def _head_seconds(self, strategy: str, exits: dict[int, Exit], depth: int) -> float:
-        file = RouterFile(strategy, {depth: exits[depth]}, (depth,), 1, self.vocabulary)
+        file = RouterFile(strategy, {depth: exits[depth]}, (depth,), 1, self.order)
         policy = CalibratedPolicy(file, self.window)
         vocabulary = "all" if self.vocabulary is None else len(self.vocabulary)
         seconds = measure_head(self.window, policy, depth, f"{self.key}|{strategy}|{depth}|{vocabulary}")
@@ -241,7 +238,7 @@ class _Job:
             exits=exits,
             checkpoints=best.checkpoints,
             max_pending=best.max_pending,
-            vocabulary=None if self.vocabulary is None else self.vocabulary.cpu(),
+            vocabulary=self.order.cpu(),
             fingerprint=self.made_for,
             config=asdict(self.config),
             facts=facts,

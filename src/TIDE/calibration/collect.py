@@ -124,17 +124,21 @@ def collect(window: Window, texts: list[Text], depths: list[int], budget: Budget
 
 
 @contextmanager
-def extended(window: Window, collections: Iterable[Collection], depth: int, budget: Budget) -> Iterator[None]:
-    """States at one more depth, for a while."""
-    added = [shard for own in collections for shard in own.shards if depth not in shard._states]
+def extended(window: Window, collections: Iterable[Collection], depths: list[int], budget: Budget) -> Iterator[None]:
+    """States at more depths, for a while."""
+    shards = [shard for own in collections for shard in own.shards]
+    depths = [depth for depth in depths if any(depth not in shard._states for shard in shards)]
     try:
-        for shard in tqdm(added, desc=f"states at depth {depth}", unit="shard", disable=not added):
-            shard._states[depth] = budget.keep(_run(window, shard, depth, [depth])[depth])
+        for shard in tqdm(shards, desc=f"states at depth {depths}", unit="shard", disable=not depths):
+            if depths:
+                found = _run(window, shard, depths[-1], depths)
+                shard._states |= {depth: budget.keep(found[depth]) for depth in depths}
         yield
     finally:
-        for shard in added:
-            if depth in shard._states:
-                budget.release(shard._states.pop(depth))
+        for shard in shards:
+            for depth in depths:
+                if depth in shard._states:
+                    budget.release(shard._states.pop(depth))
 
 
 def _run(window: Window, shard: Shard, stop: int, depths: list[int]) -> dict[int, torch.Tensor]:

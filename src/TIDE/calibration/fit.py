@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from TIDE.adapters.window import Window
 from TIDE.calibration.collect import Collection, Shard
-from TIDE.routing.heads import HeadSizes, Jitter, MemoryHead, build_head, memory_depths, normed
+from TIDE.routing.heads import HeadSizes, Jitter, MemoryHead, build_head, input_depths, memory_depths, normed
 
 STEP_DECAY = 0.8
 STATE_WEIGHT = 0.5
@@ -131,11 +131,11 @@ def guesses(
     """(n, T, hidden) guesses of the head for rows of a shard, by draft step."""
     device = window.model.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-        shallow = shard.states(depth)[rows]
         if not isinstance(head, MemoryHead):
-            return [head(shallow)]
+            return [head(shard.states(depth)[rows])]
+        shallow = [shard.states(d)[rows] for d in input_depths(depth, head.sizes.inputs)]
         deep = [shard.states(d)[rows] for d in memory_depths(window.num_layers, head.sizes.memories)]
-        return head.unroll(shallow, torch.cat(deep, -1), steps, jitter)
+        return head.unroll(torch.cat(shallow, -1), torch.cat(deep, -1), steps, jitter)
 
 
 def agreement(window: Window, head: nn.Module, data: Collection, exits: Exits, steps: int) -> list[float]:
@@ -203,7 +203,7 @@ def _measure(window: Window, head: nn.Module, data: Collection, depth: int) -> N
     shallow, deep = [], []
     for shard in data.shards[:: max(1, len(data.shards) // 4)]:
         places = shard.learned.nonzero()[:: max(1, int(shard.learned.sum()) * 4 // MEASURED)].unbind(1)
-        shallow.append(shard.states(depth)[places])
+        shallow.append(torch.cat([shard.states(d)[places] for d in input_depths(depth, head.sizes.inputs)], -1))
         deep.append(shard.states(window.num_layers)[places])
     head.measure(torch.cat(shallow), torch.cat(deep))
 

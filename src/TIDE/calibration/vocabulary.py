@@ -1,7 +1,8 @@
-"""The draft vocabulary: the smallest set of tokens that covers almost all of what the model would write.
+"""The draft vocabulary: the smallest set of tokens that covers almost all of what the model would write, in order.
 
 Covered is probability mass, not tokens seen: what the model considers without writing it on these texts it writes on
-others. A smaller vocabulary makes an exit's LM head cheaper and its training too; it can never draft the rest.
+others. A smaller vocabulary makes an exit's LM head cheaper and its training too; it can never draft the rest. How much
+of the list is used is for the machine that runs it to say (`routing/calibrated.py`).
 """
 
 from __future__ import annotations
@@ -13,22 +14,19 @@ from TIDE.calibration.collect import Collection
 from TIDE.calibration.self_texts import end_tokens
 
 COVERED = 0.999
-LARGEST = 32768  # where the vocabulary is larger than MANY
-MANY = 65536
+LARGEST = 32768
 POSITIONS = 100_000  # looked at
 
 
 def draft_vocabulary(window: Window, data: Collection) -> torch.Tensor:
-    """Rising ids of the tokens that cover `COVERED` of the mass the model gives at positions it wrote."""
+    """Ids of the tokens that cover `COVERED` of the mass the model gives at positions it wrote, end tokens first, then by mass."""
     mass = token_mass(window, data)
-    order = mass.argsort(descending=True)
+    ends = [token for token in sorted(end_tokens(window.model)) if token < len(mass)]
+    first = mass.clone()
+    first[ends] += mass.sum()
+    order = first.argsort(descending=True)
     count = int((mass[order].cumsum(0) < COVERED * mass.sum()).sum()) + 1
-    if len(mass) > MANY:
-        count = min(count, LARGEST)
-    kept = torch.zeros(len(mass), dtype=torch.bool, device=mass.device)
-    kept[order[:count]] = True
-    kept[[token for token in end_tokens(window.model) if token < len(mass)]] = True
-    return kept.nonzero()[:, 0]
+    return order[: max(len(ends), min(count, LARGEST))]
 
 
 def token_mass(window: Window, data: Collection) -> torch.Tensor:

@@ -105,7 +105,7 @@ class Segments:
         with self.cache.open(segment, rows, counts):
             feed = self._feed(rows, starts, counts)
             keep = None if wanted is None else _keep(wanted, counts)
-            taps = tuple(depth for depth in self.watched if start < depth < stop)
+            taps = tuple(depth for depth in self.watched if start < depth < stop or 0 == start == depth < stop)
             passed = self.window.run(start, stop, feed, hidden=hidden, keep=keep, taps=taps)
         self.stats.layers_run += (stop - start) * feed.ids.numel()
         self._show({**passed.taps, stop: passed.states}, rows, starts, counts)

@@ -47,6 +47,7 @@ class HeadSizes:
     head_dim: int = 0
     rope_theta: float = 10000.0
     memories: int = 1  # depths at which a finished token is remembered
+    inputs: int = 1  # states of this token: at the checkpoint, or at depth 0 and the checkpoint
 
 
 class Jitter(NamedTuple):
@@ -101,11 +102,11 @@ class MemoryHead(nn.Module):
         super().__init__()
         self.sizes = sizes
         dim, inner = sizes.hidden_dim, sizes.inner_dim
-        for name in ("shallow", "deep"):
-            self.register_buffer(f"{name}_center", torch.zeros(dim))
-            self.register_buffer(f"{name}_spread", torch.ones(dim))
+        for name, width in (("shallow", sizes.inputs * dim), ("deep", dim)):
+            self.register_buffer(f"{name}_center", torch.zeros(width))
+            self.register_buffer(f"{name}_spread", torch.ones(width))
         self.recall = nn.Linear(sizes.memories * dim, dim, bias=False) if sizes.memories > 1 else None
-        self.fuse = nn.Linear(2 * dim, dim, bias=False)
+        self.fuse = nn.Linear((sizes.inputs + 1) * dim, dim, bias=False)
         self.attention_gain = nn.Parameter(torch.ones(dim))
         self.qkv = nn.Linear(dim, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim, bias=False)
         self.o = nn.Linear(sizes.heads * sizes.head_dim, dim, bias=False)
@@ -117,12 +118,11 @@ class MemoryHead(nn.Module):
         """(n, q, memories * hidden) states of finished tokens -> (n, q, hidden)."""
         if self.recall is None:
             return deep
-        parts = [normed(part) for part in deep.split(self.sizes.hidden_dim, -1)]
-        return self.recall(torch.cat(parts, -1).to(self.fuse.weight.dtype))
+        return self.recall(self._normed_parts(deep).to(self.fuse.weight.dtype))
 
     def enter(self, shallow: torch.Tensor, before: torch.Tensor, jitter: Jitter | None = None) -> torch.Tensor:
-        """States of tokens and of the tokens before them, joined."""
-        shallow = (normed(shallow) - self.shallow_center.float()) / self.shallow_spread.float()
+        """(n, q, inputs * hidden) states of tokens and (n, q, hidden) of the tokens before them, joined."""
+        shallow = (self._normed_parts(shallow) - self.shallow_center.float()) / self.shallow_spread.float()
         before = (normed(before) - self.deep_center.float()) / self.deep_spread.float()
         joined = torch.cat([shallow, before], -1)
         if jitter is not None:
@@ -131,9 +131,9 @@ class MemoryHead(nn.Module):
 
     @torch.no_grad()
     def measure(self, shallow: torch.Tensor, deep: torch.Tensor) -> None:
-        """Take centre and spread of each coordinate from (n, hidden) states; small ones are not blown up to size 1."""
+        """Take centre and spread of each coordinate from states; small ones are not blown up to size 1."""
         for name, states in (("shallow", shallow), ("deep", deep)):
-            x = normed(states)
+            x = self._normed_parts(states)
             getattr(self, f"{name}_center").copy_(x.mean(0))
             square = x.var(0)
             getattr(self, f"{name}_spread").copy_((square + square.mean()).sqrt().clamp(min=1e-3))
@@ -170,7 +170,7 @@ class MemoryHead(nn.Module):
         """Guesses for whole texts at draft steps 1 … `steps`, given the text.
 
         Args:
-            shallow: (n, T, hidden) states at the checkpoint; `deep`: (n, T, memories * hidden) those to be remembered.
+            shallow: (n, T, inputs * hidden) states of the tokens; `deep`: (n, T, memories * hidden) those to be remembered.
             jitter: noise on what the block is given, for training.
 
         Returns:
@@ -193,6 +193,25 @@ class MemoryHead(nn.Module):
         """K/V for each query head."""
         return x.repeat_interleave(self.sizes.heads // self.sizes.kv_heads, 1)
 
+    @torch.no_grad()
+    def begin_as(self, other: MemoryHead) -> None:
+        """Start as a trained head that sees less of each token: what only this one sees counts for nothing at first."""
+        own, dim = self.state_dict(), self.sizes.hidden_dim
+        known = other.sizes.inputs * dim
+        for name, tensor in other.state_dict().items():
+            if name.startswith("shallow"):
+                own[name][:known] = tensor
+            elif name == "fuse.weight":
+                own[name].zero_()
+                own[name][:, :known] = tensor[:, :known]
+                own[name][:, -dim:] = tensor[:, -dim:]
+            else:
+                own[name].copy_(tensor)
+
+    def _normed_parts(self, states: torch.Tensor) -> torch.Tensor:
+        """States at several depths, side by side, each normed."""
+        return normed(states.unflatten(-1, (-1, self.sizes.hidden_dim))).flatten(-2)
+
     def _gained(self, x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
         return (normed(x) * gain.float()).to(self.fuse.weight.dtype)
 
@@ -211,8 +230,8 @@ def build_head(strategy: str, sizes: HeadSizes) -> nn.Module:
     return HEADS[strategy](sizes)
 
 
-def head_sizes(strategy: str, config: object, hidden_dim: int) -> HeadSizes:
-    """Sizes of a head for a model, given its text configuration: like one of its own layers."""
+def head_sizes(strategy: str, config: object, hidden_dim: int, depth: int = 0) -> HeadSizes:
+    """Sizes of a head at a depth of a model, given its text configuration: like one of its own layers."""
     if strategy == "identity":
         return HeadSizes(hidden_dim)
     inner = min(getattr(config, "intermediate_size", None) or 4 * hidden_dim, 4096)
@@ -223,12 +242,17 @@ def head_sizes(strategy: str, config: object, hidden_dim: int) -> HeadSizes:
     head_dim = getattr(config, "head_dim", None) or max(2, hidden_dim // heads)
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") or 10000.0 if isinstance(rope, dict) else 10000.0
-    return HeadSizes(hidden_dim, inner, heads, kv_heads, head_dim + head_dim % 2, float(theta), MEMORIES)
+    return HeadSizes(hidden_dim, inner, heads, kv_heads, head_dim + head_dim % 2, float(theta), MEMORIES, 2 if depth else 1)
 
 
 def memory_depths(num_layers: int, memories: int) -> list[int]:
     """The depths at which a finished token is remembered: evenly spaced, the last one full depth."""
     return [round(num_layers * (i + 1) / memories) for i in range(memories)]
+
+
+def input_depths(depth: int, inputs: int) -> list[int]:
+    """The depths at which a head at a checkpoint sees its token."""
+    return [depth] if inputs == 1 else [0, depth]
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

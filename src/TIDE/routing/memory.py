@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from TIDE.kernels.dispatch import arrays, compiled_ops
 from TIDE.kernels.layer import MOST_TOKENS, Pass
-from TIDE.routing.heads import MemoryHead, memory_depths
+from TIDE.routing.heads import MemoryHead, input_depths, memory_depths
 
 ROOM = 256  # positions
 
@@ -27,13 +27,13 @@ class HeadMemory:
 
     def __init__(self, head: MemoryHead, depth: int, num_layers: int, rows: int) -> None:
         self.head = head
-        self.depth = depth
+        self.inputs = input_depths(depth, head.sizes.inputs)
         self.depths = memory_depths(num_layers, head.sizes.memories)
         self.known = [0] * rows
         self.fed = [0] * rows
         self._fresh: list[list[range]] = [[] for _ in range(rows)]  # deep states that wait to be made memories
         sizes, weight = head.sizes, head.fuse.weight
-        self._shallow = weight.new_zeros(rows, 0, sizes.hidden_dim)
+        self._shallow = weight.new_zeros(rows, 0, sizes.inputs * sizes.hidden_dim)
         self._deep = weight.new_zeros(rows, 0, sizes.memories * sizes.hidden_dim)
         self._before = weight.new_zeros(rows, 0, sizes.hidden_dim)
         self._keys = weight.new_zeros(rows, sizes.kv_heads, 0, sizes.head_dim)
@@ -45,12 +45,10 @@ class HeadMemory:
         """States of a row's tokens from `position` on. Deep states make what was guessed from guesses be fed again."""
         stop = position + len(states)
         self._make_room(stop)
-        if depth == self.depth:
-            self._shallow[row, position:stop] = states
-        if depth not in self.depths:
-            return
-        place = self.depths.index(depth) * states.shape[1]
-        self._deep[row, position:stop, place : place + states.shape[1]] = states
+        for depths, kept in ((self.inputs, self._shallow), (self.depths, self._deep)):
+            if depth in depths:
+                place = depths.index(depth) * states.shape[1]
+                kept[row, position:stop, place : place + states.shape[1]] = states
         if depth == self.depths[-1]:
             self._fresh[row].append(range(position, stop))
             self.fed[row] = min(self.fed[row], position + 1)
