@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 import torch
-from bench_decode import SHAPES, random_llama
 
 import TIDE
+from bench_decode import SHAPES, random_llama
 
 
 def main() -> None:

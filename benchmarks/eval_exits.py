@@ -22,7 +22,6 @@ from TIDE.calibration.collect import Budget, collect, extended
 from TIDE.calibration.figures import router_figures
 from TIDE.calibration.fit import Exits, guesses
 from TIDE.calibration.self_texts import answer_prompts
-from TIDE.routing.calibrated import drafted_from
 from TIDE.routing.heads import input_depths, memory_depths
 
 STEPS = 4
@@ -36,7 +35,6 @@ def main() -> None:
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--limit", type=int, default=None)
     parser.add_argument("--answer", type=int, default=256)
-    parser.add_argument("--tokens", type=int, help="of the draft vocabulary; 0: all tokens; default: as on this machine")
     options = parser.parse_args()
     lines = [json.loads(line) for line in Path(options.prompts).read_text("utf-8").splitlines() if line.strip()]
     prompts = [line["turns"][0] if "turns" in line else line["prompt"] for line in lines][: options.limit]
@@ -45,9 +43,7 @@ def main() -> None:
     texts = answer_prompts(model, tokenizer, prompts, 0, options.answer)
     found = {}
     window = Window(model)
-    vocabulary = drafted_from(file.vocabulary, window)
-    if options.tokens is not None:
-        vocabulary = file.vocabulary[: options.tokens].to(model.device) if options.tokens else None
+    vocabulary = None if file.vocabulary is None else file.vocabulary.to(model.device)
     with tempfile.TemporaryDirectory() as folder:
         budget = Budget(model.device, Path(folder))
         layers = window.num_layers

@@ -33,7 +33,7 @@ from TIDE.calibration.vocabulary import draft_vocabulary
 from TIDE.calibration.work import Work
 from TIDE.config import TIDEConfig
 from TIDE.engine.check import check_unknown
-from TIDE.routing.calibrated import CalibratedPolicy, drafted_from
+from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.exits import Exit
 from TIDE.routing.fingerprint import Fingerprint, fingerprint
 from TIDE.routing.heads import MEMORIES, HeadSizes, MemoryHead, head_sizes, input_depths, memory_depths
@@ -41,6 +41,7 @@ from TIDE.routing.router_file import RouterFile
 from TIDE.routing.storage import check_suffix
 
 logger = logging.getLogger(__name__)
+LENS_EPOCHS = 2  # times as many: a lens learns slowly, and its steps are short
 MEASURED = 400  # held-out texts that are measured on, at most
 
 
@@ -129,8 +130,7 @@ class _Job:
         )
         self.key = f"{self.made_for.weights}|{machine(self.window)}"
         self.costs = measure_costs(self.window, self.key)
-        self.order = draft_vocabulary(self.window, self.split.train)
-        self.vocabulary = drafted_from(self.order, self.window)
+        self.vocabulary = draft_vocabulary(self.window, self.split.train)
         exits, candidates, tried = self._try_all(strategy)
         placed = place(candidates, tried, self.costs)
         return self._file(exits, placed, tried, len(texts))
@@ -180,7 +180,7 @@ class _Job:
     def _fit(self, strategy: str, depth: int, before: list[Exit]) -> Fitted:
         """Train a head. Memory heads begin as the one before them and see more."""
         head = fresh_head(strategy, self._sizes(depth), self.seed)
-        if before and isinstance(head, MemoryHead):
+        if before and isinstance(head, MemoryHead) and isinstance(before[-1].head, MemoryHead):
             head.begin_as(before[-1].head)
         if strategy == "identity":
             return Fitted(head.eval(), [])
@@ -189,6 +189,8 @@ class _Job:
             return Fitted(kept.head.to(self.window.model.device), kept.agreement)
         size = self.window.vocab_size if self.vocabulary is None else len(self.vocabulary)
         schedule = self.effort.schedule.fitted_to(self.window.hidden_dim, size, self.window.model.device)
+        if strategy == "lens":
+            schedule = replace(schedule, epochs=LENS_EPOCHS * schedule.epochs)
         where = Exits(depth, self.vocabulary)
         fitted = fit_head(self.window, head, self.split, where, schedule, self.seed, f"{strategy} head at depth {depth}")
         for tensor in (*fitted.head.parameters(), *fitted.head.buffers()):
@@ -202,7 +204,7 @@ class _Job:
         return fit_router(self.window, head, self.split, where, self.config, steps, self.seed, f"router at depth {depth}")
 
     def _head_seconds(self, strategy: str, exits: dict[int, Exit], depth: int) -> float:
-        file = RouterFile(strategy, {depth: exits[depth]}, (depth,), 1, self.order)
+        file = RouterFile(strategy, {depth: exits[depth]}, (depth,), 1, self.vocabulary)
         policy = CalibratedPolicy(file, self.window)
         vocabulary = "all" if self.vocabulary is None else len(self.vocabulary)
         seconds = measure_head(self.window, policy, depth, f"{self.key}|{strategy}|{depth}|{vocabulary}")
@@ -238,7 +240,7 @@ class _Job:
             exits=exits,
             checkpoints=best.checkpoints,
             max_pending=best.max_pending,
-            vocabulary=self.order.cpu(),
+            vocabulary=None if self.vocabulary is None else self.vocabulary.cpu(),
             fingerprint=self.made_for,
             config=asdict(self.config),
             facts=facts,

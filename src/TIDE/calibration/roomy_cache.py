@@ -1,7 +1,7 @@
 """A K/V cache with room to grow, for writing many texts at once.
 
 Transformers' own dynamic cache copies everything it holds for every new token, into memory it asks for anew. Here
-a layer has room for more tokens than it holds and copies only when that is used up.
+a layer has room for a whole text from the start.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ class RoomyLayer(DynamicLayer):
     keys: torch.Tensor
     values: torch.Tensor
 
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         held = self.get_seq_length()
         if not self.is_initialized:
@@ -33,7 +37,7 @@ class RoomyLayer(DynamicLayer):
         wanted = held + new.shape[-2]
         room = self.__dict__.get(name)
         if room is None or room.shape[-2] < wanted or room.shape[0] != new.shape[0]:
-            room = new.new_empty(*new.shape[:2], wanted + ROOM, new.shape[3])
+            room = new.new_empty(*new.shape[:2], max(wanted + ROOM, self.room), new.shape[3])
             if held:
                 room[:, :, :held] = old
             self.__dict__[name] = room
@@ -41,8 +45,8 @@ class RoomyLayer(DynamicLayer):
         return room[:, :, :wanted]
 
 
-def roomy_cache(model: PreTrainedModel) -> DynamicCache:
-    """The cache the model would make, with roomy layers in place of plain growing ones."""
+def roomy_cache(model: PreTrainedModel, room: int) -> DynamicCache:
+    """The cache the model would make, with roomy layers, for so many tokens, in place of plain growing ones."""
     cache = DynamicCache(config=model.config)
-    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [RoomyLayer(room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

@@ -161,6 +161,8 @@ class _Author:
                 for index, ids in zip(batch, self._continue([orders[i] for i in batch], longest), strict=True):
                     texts[index] = Text(ids, len(orders[index].prompt), orders[index].group)
                 bar.update(len(batch))
+                if self._devices():
+                    torch.cuda.empty_cache()  # the next batch has other sizes, which would not fit into what this one leaves
         return [text for text in texts if text is not None and len(text.ids) > text.start]
 
     def _continue(self, orders: list[_Order], longest: int) -> list[list[int]]:
@@ -180,7 +182,7 @@ class _Author:
                 top_k=0,
                 top_p=1.0,
                 logits_processor=LogitsProcessorList([heats]),
-                past_key_values=roomy_cache(self.model),
+                past_key_values=roomy_cache(self.model, width + longest),
             )
         ends = end_tokens(self.model)
         return [o.prompt + _until_end(row[width:], ends) for o, row in zip(orders, out.tolist(), strict=True)]
@@ -240,14 +242,14 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 def _tokens_that_fit(model: PreTrainedModel) -> int:
-    """Tokens whose K/V fit into 0.3 of the device's memory."""
+    """Tokens whose K/V fit into a quarter of the device's memory."""
     if model.device.type != "cuda":
         return CPU_TOKENS
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
-    return int(torch.cuda.mem_get_info(model.device)[1] * 0.3) // per_token
+    return int(torch.cuda.mem_get_info(model.device)[1] * 0.25) // per_token
 
 
 def _until_end(ids: list[int], ends: set[int]) -> list[int]:

@@ -1,8 +1,7 @@
-"""The draft vocabulary: the smallest set of tokens that covers almost all of what the model would write, in order.
+"""The draft vocabulary: the smallest set of tokens that covers almost all of what the model would write.
 
 Covered is probability mass, not tokens seen: what the model considers without writing it on these texts it writes on
-others. A smaller vocabulary makes an exit's LM head cheaper and its training too; it can never draft the rest. How much
-of the list is used is for the machine that runs it to say (`routing/calibrated.py`).
+others. A smaller vocabulary makes an exit's LM head cheaper and its training too; it can never draft the rest.
 """
 
 from __future__ import annotations
@@ -14,19 +13,23 @@ from TIDE.calibration.collect import Collection
 from TIDE.calibration.self_texts import end_tokens
 
 COVERED = 0.999
-LARGEST = 32768
+FEW = 65536  # tokens that a GPU can do with as they are
+LARGEST, CPU_LARGEST = 32768, 16384
 POSITIONS = 100_000  # looked at
 
 
-def draft_vocabulary(window: Window, data: Collection) -> torch.Tensor:
-    """Ids of the tokens that cover `COVERED` of the mass the model gives at positions it wrote, end tokens first, then by mass."""
+def draft_vocabulary(window: Window, data: Collection) -> torch.Tensor | None:
+    """Rising ids of the likeliest tokens, with those that end a text; None: training can afford all tokens."""
+    cuda = window.model.device.type == "cuda"
+    if cuda and window.vocab_size <= FEW:
+        return None
     mass = token_mass(window, data)
-    ends = [token for token in sorted(end_tokens(window.model)) if token < len(mass)]
-    first = mass.clone()
-    first[ends] += mass.sum()
-    order = first.argsort(descending=True)
+    order = mass.argsort(descending=True)
     count = int((mass[order].cumsum(0) < COVERED * mass.sum()).sum()) + 1
-    return order[: max(len(ends), min(count, LARGEST))]
+    kept = torch.zeros(len(mass), dtype=torch.bool, device=mass.device)
+    kept[order[: min(count, LARGEST if cuda else CPU_LARGEST)]] = True
+    kept[[token for token in end_tokens(window.model) if token < len(mass)]] = True
+    return kept.nonzero()[:, 0]
 
 
 def token_mass(window: Window, data: Collection) -> torch.Tensor:

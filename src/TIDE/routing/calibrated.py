@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from TIDE.routing.exits import Exit
     from TIDE.routing.router_file import RouterFile
 
-CPU_TOKENS = 16384  # of a draft vocabulary that are used on a CPU, where every row of the LM head costs time
-FEW = 65536  # other devices read so many rows in hardly more time than half of them
 UNLIKELY = 20.0  # how far below an exit's worst token those lie that it cannot predict
 
 
@@ -40,7 +38,7 @@ class CalibratedPolicy(ExitPolicy):
         self.exit_thresholds = {depth: at.threshold for depth, at in self.exits.items()}
         self.max_pending = file.max_pending
         self.num_layers = window.num_layers
-        self.vocabulary = drafted_from(file.vocabulary, window)
+        self.vocabulary = None if file.vocabulary is None else file.vocabulary.to(device)
         self.vocab_size = 0 if self.vocabulary is None else window.vocab_size
         self.watches = tuple(sorted({depth for own in map(self._watched, self.exits.items()) for depth in own}))
 
@@ -55,14 +53,6 @@ class CalibratedPolicy(ExitPolicy):
 
     def score(self, candidates: Candidates) -> torch.Tensor:
         raise RuntimeError("a calibrated policy decides through what `start` returns.")
-
-
-def drafted_from(vocabulary: torch.Tensor | None, window: Window) -> torch.Tensor | None:
-    """The tokens that exits predict on the machine at hand, of a draft vocabulary in order; None: all."""
-    device = window.model.device
-    if vocabulary is None or (device.type != "cpu" and window.vocab_size <= FEW):
-        return None
-    return (vocabulary[:CPU_TOKENS] if device.type == "cpu" else vocabulary).to(device)
 
 
 class _Request(ExitPolicy):

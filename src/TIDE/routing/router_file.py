@@ -54,7 +54,7 @@ class RouterFile(ModelHubMixin):
         exits: by depth (layers run), rising.
         checkpoints: the depths in use.
         max_pending: exits in a row before a token goes through all layers.
-        vocabulary: token ids an exit may predict, the likeliest first; a machine uses as many as pay there. None: all.
+        vocabulary: token ids an exit may predict; None: all.
         config, facts, figures: the configuration, how it was trained, what was measured: plain values.
         version: of TIDE, when the file was made.
         path: where it was read from.
