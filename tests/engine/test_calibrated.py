@@ -88,9 +88,13 @@ def test_a_draft_vocabulary_limits_what_exits_say_and_nothing_else(llama, prompt
     assert set(sampled[:, ids.shape[1] :].flatten().tolist()) <= {0, 1, 2, 4}, "even where no token is left to the exit"
 
 
+@pytest.mark.parametrize("kernels", [True, False], ids=["compiled", "torch"])
 @pytest.mark.parametrize("pending", [1, 3])
-def test_what_a_router_sees_in_the_engine_is_what_it_saw_in_calibration(pending, llama, prompts, tmp_path, monkeypatch):
-    """The guesses of heads while decoding, against the unrolled ones that training uses, at every draft step."""
+def test_what_a_router_sees_in_the_engine_is_what_it_saw_in_calibration(
+    pending, kernels, llama, prompts, tmp_path, monkeypatch
+):
+    """The guesses of heads while decoding, against the unrolled ones that training uses; compiled ones have weights in 8 bits."""
+    monkeypatch.setenv("TIDE_NO_KERNELS", str(int(not kernels)))
     ids = prompts[0][2:]
     depth = 2
     file = a_file(llama, "memory", (depth,), 0.0)
@@ -127,4 +131,5 @@ def test_what_a_router_sees_in_the_engine_is_what_it_saw_in_calibration(pending,
     assert len(first) >= 4
     for position, step in seen:
         if step == 0:  # later steps follow drafts, which a random head gets wrong
-            torch.testing.assert_close(seen[position, 0], guesses[0][0, position], rtol=1e-4, atol=1e-4)
+            close = dict(rtol=0.05, atol=0.05) if kernels else dict(rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(seen[position, 0], guesses[0][0, position], **close)

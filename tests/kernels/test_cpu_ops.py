@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +14,8 @@ from TIDE.kernels import reference
 from TIDE.kernels.layer import GELU, GELU_TANH, Layer, Pass
 
 pytest.importorskip("numba")
-from TIDE.kernels import cpu_ops
+from TIDE.kernels import cpu_exits, cpu_ops
+from TIDE.routing.router import signals_of
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, COLUMNS, ROWS = 24, 4, 2, 10, 38, 40, 3
 
@@ -122,3 +126,42 @@ def test_what_a_row_does_not_see_does_not_matter():
         cpu_ops.decoder_layer(arrays(layer), fused, own[0], own[1])
         found.append(torch.from_numpy(fused.x))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("tokens", [*range(1, 17), 20])
+@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+def test_products_of_any_count(tokens, rows):
+    generator = torch.Generator().manual_seed(tokens)
+    x, weight = torch.randn(tokens, 70, generator=generator), torch.randn(rows, 70, generator=generator)
+    torch.testing.assert_close(torch.from_numpy(cpu_ops.linear(x.numpy(), weight.numpy())), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 64), (3, 70), (5, 200)])
+def test_products_with_weights_in_8_bits_are_little_off(tokens, columns):
+    """Columns that do not fill a group, and one state much larger than the rest."""
+    generator = torch.Generator().manual_seed(tokens)
+    x, weight = torch.randn(tokens, columns, generator=generator), torch.randn(40, columns, generator=generator)
+    x[:, 3] *= 30
+    found = torch.from_numpy(cpu_ops.linear(x.numpy(), cpu_ops.in_bytes(weight.numpy())))
+    expected = x @ weight.T
+    assert ((found - expected).norm() / expected.norm()) < 0.03
+    assert not torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("call", ["cpu_ops.linear(x, x)", "cpu_ops.linear(x, cpu_ops.in_bytes(x))", "cpu_exits.signals(x)"])
+def test_code_kept_compiled_runs_in_a_new_process(call):
+    """It does not start the threads it needs by itself: without them the process dies."""
+    code = f"import numpy as np; from TIDE.kernels import cpu_exits, cpu_ops; x = np.ones((3, 64), np.float32); print({call}.sum())"
+    for _ in range(2):  # the second finds it compiled, if the first did not
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_signals_are_those_of_the_router():
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(4, 5000, generator=generator)
+    logits[1, 7] = logits[1].max() + 30
+    logits[2, :2] = logits[2].max() + 1  # two tokens are best
+    logits[3] = 0
+    expected = torch.stack([signals_of(logits.double())[row] for row in range(4)]).float()
+    torch.testing.assert_close(torch.from_numpy(cpu_exits.signals(logits.numpy())), expected, rtol=1e-3, atol=2e-4)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from TIDE.routing.compiled_head import compiled_head
 from TIDE.routing.heads import HeadSizes, MemoryHead, memory_depths
 from TIDE.routing.memory import HeadMemory
 
@@ -125,3 +126,24 @@ def test_a_head_that_begins_as_another_says_what_that_one_says():
     found = head.unroll(torch.cat([embeddings, states], -1), deep, 2)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(("memories", "inputs"), [(1, 1), (3, 2)])
+def test_compiled_code_guesses_nearly_the_same_at_every_draft_step(memories, inputs):
+    """Its weights have 8 bits. Long spans and short ones, drafts and what is fed again after them."""
+    pytest.importorskip("numba")
+    head = a_head(memories, inputs)
+    texts, memory = Texts(head, 1), HeadMemory(head, DEPTH, LAYERS, 1, compiled_head(head))
+    start = 0
+    for finished in (1, 2, 6):
+        texts.show(memory, 0, start, finished, deep=False)
+        texts.show(memory, 0, start, finished, deep=True)
+        for step in range(STEPS):
+            at = finished + step
+            texts.show(memory, 0, at, at + 1, deep=False)
+            found, expected = memory.guess([0], [at])[0], texts.guesses[step][0, at]
+            assert torch.cosine_similarity(found, expected, dim=0) > 0.999
+            assert (found - expected).norm() < 0.03 * expected.norm()
+        start = finished
+        memory.forget(0, finished)
+    assert memory.compiled is not None

@@ -167,13 +167,24 @@ class Window:
             return Passed(task.states, None, task.tapped)
         return Passed(task.states, output.logits if self._head_has_door else _pick(output.logits, keep), task.tapped)
 
-    def head(self, states: torch.Tensor, vocabulary: torch.Tensor | None = None, *, with_grad: bool = False) -> torch.Tensor:
+    def head(
+        self,
+        states: torch.Tensor,
+        vocabulary: torch.Tensor | None = None,
+        *,
+        with_grad: bool = False,
+        roughly: bool = False,
+    ) -> torch.Tensor:
         """(n, hidden) states -> (n, vocabulary) logits by the model's final norm and LM head: the identity exit.
 
         Args:
             vocabulary: the token ids whose logits are wanted; None: all.
             with_grad: let gradients through to `states`.
+            roughly: for exits: weights in 8 bits will do where they are quicker.
         """
+        if roughly and self.fused is not None and self.fused.norm is not None:
+            with self.grad_off():
+                return self.fused.rough_head(states, self.plain_head, vocabulary)
         if not with_grad and self.fused is not None and self.fused.norm is not None:
             return self._short_head(states, vocabulary)
         n = states.shape[0]

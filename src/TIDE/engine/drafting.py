@@ -3,11 +3,12 @@
 A draft that stands saves a full step. One that falls costs the asking at its exit and its place in the deep pass. With p
 the probability that a draft stands, and P that all before it in the row do:
 
-    ask once more      if  P · p'  · step  >  exit + place       p' what scores usually are
-    leave it drafted   if  P · p   · step  >  place              place: what one more token in the deep pass costs
+    leave it drafted   if  P · p · step  >  place           place: what one more token in the deep pass costs
+    ask once more      if  P · what asking usually gains at P = 1  >  exit
 
 Seconds are those of the passes just run, on this machine; nothing is assumed about it. And whatever the scores say, a row
-whose rounds gave fewer tokens a second than full steps would have rests for a while, longer each time.
+whose rounds gave fewer tokens a second than full steps would have rests for a while, longer each time. So does one whose exits
+take too long; then it tries again, for a machine that was busy may be idle now.
 """
 
 from __future__ import annotations
@@ -15,34 +16,43 @@ from __future__ import annotations
 from itertools import pairwise
 
 NEWEST = 0.2  # weight of the newest measurement
+FIRST_GAIN = 0.5  # before any score was seen
 FIRST_REST, LONGEST_REST = 16, 256  # tokens
+TRIAL = 2  # times an exit is asked after a rest: the first has to catch up with the text and is not timed
 ROUNDS = 4  # that are seen before a row rests
 GUESS = 0.1  # of a full step: what a place costs before it was measured
 
 
 class Running:
-    """A mean that forgets. One measurement counts for twice the mean at most: the machine may have looked away."""
+    """A mean that forgets."""
 
     def __init__(self) -> None:
         self.mean: float | None = None
 
     def add(self, value: float) -> None:
-        if self.mean is None:
+        self.mean = value if self.mean is None else self.mean + NEWEST * (value - self.mean)
+
+
+class Seconds(Running):
+    """The machine may look away, but it never runs ahead: long times count for twice the mean at most, short ones at once."""
+
+    def add(self, value: float) -> None:
+        if self.mean is None or value < self.mean / 2:
             self.mean = value
         else:
-            self.mean += NEWEST * (min(value, 2 * self.mean) - self.mean)
+            super().add(min(value, 2 * self.mean))
 
 
 class Pace:
     """What steps, exits and deep passes take, in seconds."""
 
     def __init__(self) -> None:
-        self.step = Running()  # one token, no exit asked
-        self.exit = Running()  # up to and with an exit
-        self.passes: dict[int, Running] = {}  # what comes after the exits, by tokens
+        self.step = Seconds()  # one token, no exit asked
+        self.exit = Seconds()  # up to and with an exit
+        self.passes: dict[int, Seconds] = {}  # what comes after the exits, by tokens
 
     def saw_pass(self, tokens: int, seconds: float) -> None:
-        self.passes.setdefault(tokens, Running()).add(seconds)
+        self.passes.setdefault(tokens, Seconds()).add(seconds)
 
     def place(self, tokens: int) -> float:
         """Seconds that one more token costs in a deep pass that has so many."""
@@ -60,25 +70,36 @@ class Drafting:
         self.pace = pace
         self.odds = [1.0] * rows  # that all drafts of the row stand
         self.drafts = [0] * rows
-        self.usual = Running()
-        self._seconds, self._tokens = [Running() for _ in range(rows)], [Running() for _ in range(rows)]
+        self.gain = Running()  # of asking: a share of a step
+        self.gain.mean = FIRST_GAIN
+        self._seconds, self._tokens = [Seconds() for _ in range(rows)], [Running() for _ in range(rows)]
         self._rounds = [0] * rows
         self._rest, self._until = [FIRST_REST] * rows, [0] * rows
+        self._trials = [TRIAL] * rows
 
     def may_ask(self, row: int, size: int) -> bool:
         """Whether asking an exit about the newest of `size` tokens is likely to pay."""
         step, exit_ = self.pace.step.mean, self.pace.exit.mean
         if step is None or size < self._until[row]:
             return False
-        if exit_ is None or self.usual.mean is None:
+        assert self.gain.mean is not None
+        if exit_ is None or self.odds[row] * self.gain.mean * step > exit_:
             return True
-        return self.odds[row] * self.usual.mean * step > exit_ + self.pace.place(1 + self.drafts[row])
+        if self.drafts[row]:
+            return False
+        if not self._trials[row]:
+            self._take_rest(row, size)
+            return False
+        self._trials[row] -= 1
+        return True
 
     def leaves(self, row: int, score: float) -> bool:
         """Whether a token with this score becomes a draft."""
-        self.usual.add(score)
-        assert self.pace.step.mean is not None
-        if self.odds[row] * score * self.pace.step.mean <= self.pace.place(1 + self.drafts[row]):
+        step = self.pace.step.mean
+        assert step is not None
+        place = self.pace.place(1 + self.drafts[row])
+        self.gain.add(max(0.0, score - place / step))
+        if self.odds[row] * score * step <= place:
             return False
         self.odds[row] *= score
         self.drafts[row] += 1
@@ -94,8 +115,12 @@ class Drafting:
         if step is None or own_seconds.mean is None or own_tokens.mean is None or self._rounds[row] < ROUNDS:
             return
         if own_seconds.mean > own_tokens.mean * step:
-            self._until[row] = size + self._rest[row]
-            self._rest[row] = min(2 * self._rest[row], LONGEST_REST)
-            self._seconds[row], self._tokens[row], self._rounds[row] = Running(), Running(), 0
+            self._take_rest(row, size)
         elif tokens > 1:
             self._rest[row] = FIRST_REST
+
+    def _take_rest(self, row: int, size: int) -> None:
+        self._until[row] = size + self._rest[row]
+        self._rest[row] = min(2 * self._rest[row], LONGEST_REST)
+        self._seconds[row], self._tokens[row], self._rounds[row] = Seconds(), Running(), 0
+        self._trials[row] = TRIAL

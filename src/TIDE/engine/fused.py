@@ -37,6 +37,7 @@ class FusedLayers:
         self.layers = [arrays(layer) for layer in layers]
         self.embedding: nn.Module | None = None
         self.norm: nn.Module | None = None
+        self._rough: tuple[torch.Tensor | None, Any] | None = None  # the LM head in 8 bits, and for which tokens
 
     def takes(self, states: torch.Tensor, cache: Any) -> bool:
         """Whether a pass is small enough, and has a cache to work on."""
@@ -68,6 +69,14 @@ class FusedLayers:
         """(n, q, hidden), (m, hidden) -> (n, q, m)"""
         found = self.ops.linear(states.flatten(0, 1).numpy(), weight.detach().numpy())
         return torch.from_numpy(found).view(*states.shape[:2], -1)
+
+    def rough_head(self, states: torch.Tensor, weight: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
+        """(n, hidden) states -> (n, vocabulary) logits by norm and LM head, its weights in 8 bits."""
+        assert self.norm is not None
+        if self._rough is None or self._rough[0] is not vocabulary:
+            rows = weight if vocabulary is None else weight[vocabulary]
+            self._rough = vocabulary, self.ops.in_bytes(rows.detach().numpy())
+        return torch.from_numpy(self.ops.linear(self.norm(states).numpy(), self._rough[1]))
 
 
 def fuse(window: Window) -> None:

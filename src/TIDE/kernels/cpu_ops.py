@@ -1,13 +1,4 @@
-"""The fused layer in compiled CPU code (numba), fp32.
-
-Decoding reads every weight once for a handful of tokens, so products are arranged by how memory likes to be read:
-
-    tokens 1, 2    a thread streams through the rows of a weight, one after the other
-    3, 4           two rows from the two halves of the matrix: two streams
-    5 to 16        four neighbouring rows and four tokens at a time: arithmetic is the limit here
-
-Tokens are padded to 4, 8, 12 or 16; what is computed for padding is thrown away.
-"""
+"""The fused layer in compiled CPU code (numba), fp32. `cpu_products.py` has the products, where the time goes."""
 
 from __future__ import annotations
 
@@ -16,9 +7,11 @@ import math
 import numpy as np
 from numba import config, njit, prange, set_num_threads
 
-from TIDE.kernels.layer import GELU_TANH, SILU, Layer, Pass
+from TIDE.kernels import cpu_products
+from TIDE.kernels.cpu_products import ZERO, _dot, _padded, _products
+from TIDE.kernels.layer import GELU_TANH, GROUP, SILU, Bytes, Layer, Pass
 
-ZERO = np.float32(0)
+VERSION = 1  # counts changes of what is compiled here, for those who keep it compiled into their own code
 
 # Compiled code is kept for as long as this file does not change, so this file says what it was compiled for.
 assert " ".join(Layer._fields) == (
@@ -26,6 +19,7 @@ assert " ".join(Layer._fields) == (
     "residual window activation rotary"
 )
 assert " ".join(Pass._fields) == "x cos sin rows origins start width"
+assert cpu_products.VERSION == 1
 
 
 def use_threads(count: int) -> None:
@@ -38,9 +32,19 @@ def decoder_layer(layer: Layer, tokens: Pass, keys: np.ndarray, values: np.ndarr
     _decoder_layer(layer, tokens, keys, values)
 
 
-def linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def linear(x: np.ndarray, weight: np.ndarray | Bytes) -> np.ndarray:
     """(n, k), (m, k) -> (n, m)"""
     return _linear(_padded(x), weight, x[:0, 0])[: len(x)]
+
+
+def in_bytes(weight: np.ndarray) -> Bytes:
+    """A weight in 8 bits, a scale for each row."""
+    rows, columns = weight.shape
+    scales = np.maximum(np.abs(weight).max(1, initial=0), np.float32(1e-30)) / np.float32(127)
+    groups = -(-columns // GROUP)
+    values = np.zeros((rows, groups * GROUP), np.int8)
+    values[:, :columns] = np.rint(weight / scales[:, None])
+    return Bytes(values.reshape(rows, groups, GROUP), scales)
 
 
 @njit(fastmath=True, cache=True)
@@ -69,132 +73,14 @@ def _decoder_layer(layer, tokens, keys, values):  # type: ignore[no-untyped-def]
     _add(x, _linear(gate, layer.down, none), np.float32(layer.residual))
 
 
-@njit(cache=True)
-def _padded(x):  # type: ignore[no-untyped-def]
-    """A copy with as many rows as products want."""
-    count = len(x) if len(x) <= 2 else (len(x) + 3) // 4 * 4
-    out = np.zeros((count, x.shape[1]), np.float32)
-    out[: len(x)] = x
-    return out
-
-
 @njit(fastmath=True, cache=True)
 def _linear(x, weight, bias):  # type: ignore[no-untyped-def]
-    out = np.empty((len(x), len(weight)), np.float32)
-    if len(x) == 1:
-        _products_1(x, weight, out)
-    elif len(x) == 2:
-        _products_2(x, weight, out)
-    elif len(x) == 4:
-        _products_4(x, weight, out)
-    else:
-        _products_many(x, weight, out)
+    out = _products(x, weight)
     if len(bias):
         for t in range(len(x)):
-            for o in range(len(weight)):
+            for o in range(out.shape[1]):
                 out[t, o] += bias[o]
     return out
-
-
-@njit(fastmath=True, parallel=True, cache=True)
-def _products_1(x, weight, out):  # type: ignore[no-untyped-def]
-    x0 = x[0]
-    for o in prange(len(weight)):
-        out[0, o] = _dot(weight[o], x0)
-
-
-@njit(fastmath=True, parallel=True, cache=True)
-def _products_2(x, weight, out):  # type: ignore[no-untyped-def]
-    x0, x1 = x[0], x[1]
-    for o in prange(len(weight)):
-        w = weight[o]
-        a0 = a1 = ZERO
-        for k in range(len(w)):
-            a0 += w[k] * x0[k]
-            a1 += w[k] * x1[k]
-        out[0, o], out[1, o] = a0, a1
-
-
-@njit(fastmath=True, parallel=True, cache=True)
-def _products_4(x, weight, out):  # type: ignore[no-untyped-def]
-    half = len(weight) // 2
-    for o in prange(half):
-        _two_by_four(x, weight, 0, o, o + half, out)
-    if len(weight) % 2:
-        for t in range(4):
-            out[t, -1] = _dot(weight[-1], x[t])
-
-
-@njit(fastmath=True, parallel=True, cache=True)
-def _products_many(x, weight, out):  # type: ignore[no-untyped-def]
-    quarter = len(weight) // 4
-    for block in prange(quarter):
-        for t in range(0, len(x), 4):
-            _four_by_four(x, weight, t, 4 * block, out)
-    for o in range(4 * quarter, len(weight)):
-        for t in range(len(x)):
-            out[t, o] = _dot(weight[o], x[t])
-
-
-@njit(fastmath=True, inline="always", cache=True)
-def _dot(a, b):  # type: ignore[no-untyped-def]
-    total = ZERO
-    for k in range(len(a)):
-        total += a[k] * b[k]
-    return total
-
-
-@njit(fastmath=True, inline="always", cache=True)
-def _two_by_four(x, weight, t, o, p, out):  # type: ignore[no-untyped-def]
-    """Rows o and p with tokens t to t + 3."""
-    w0, w1, x0, x1, x2, x3 = weight[o], weight[p], x[t], x[t + 1], x[t + 2], x[t + 3]
-    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = ZERO
-    for k in range(len(w0)):
-        v, w = w0[k], w1[k]
-        a0 += v * x0[k]
-        b0 += w * x0[k]
-        a1 += v * x1[k]
-        b1 += w * x1[k]
-        a2 += v * x2[k]
-        b2 += w * x2[k]
-        a3 += v * x3[k]
-        b3 += w * x3[k]
-    out[t, o], out[t + 1, o], out[t + 2, o], out[t + 3, o] = a0, a1, a2, a3
-    out[t, p], out[t + 1, p], out[t + 2, p], out[t + 3, p] = b0, b1, b2, b3
-
-
-@njit(fastmath=True, inline="always", cache=True)
-def _four_by_four(x, weight, t, o, out):  # type: ignore[no-untyped-def]
-    """Rows o to o + 3 with tokens t to t + 3."""
-    w0, w1, w2, w3 = weight[o], weight[o + 1], weight[o + 2], weight[o + 3]
-    x0, x1, x2, x3 = x[t], x[t + 1], x[t + 2], x[t + 3]
-    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = ZERO
-    for k in range(len(w0)):
-        p, q, r, s = w0[k], w1[k], w2[k], w3[k]
-        v = x0[k]
-        a0 += p * v
-        b0 += q * v
-        c0 += r * v
-        d0 += s * v
-        v = x1[k]
-        a1 += p * v
-        b1 += q * v
-        c1 += r * v
-        d1 += s * v
-        v = x2[k]
-        a2 += p * v
-        b2 += q * v
-        c2 += r * v
-        d2 += s * v
-        v = x3[k]
-        a3 += p * v
-        b3 += q * v
-        c3 += r * v
-        d3 += s * v
-    out[t, o], out[t, o + 1], out[t, o + 2], out[t, o + 3] = a0, b0, c0, d0
-    out[t + 1, o], out[t + 1, o + 1], out[t + 1, o + 2], out[t + 1, o + 3] = a1, b1, c1, d1
-    out[t + 2, o], out[t + 2, o + 1], out[t + 2, o + 2], out[t + 2, o + 3] = a2, b2, c2, d2
-    out[t + 3, o], out[t + 3, o + 1], out[t + 3, o + 2], out[t + 3, o + 3] = a3, b3, c3, d3
 
 
 @njit(fastmath=True, cache=True)
@@ -234,27 +120,82 @@ def _attend(q, keys, values, tokens, scaling, window):  # type: ignore[no-untype
     heads = q.shape[1] // dim
     for job in prange(len(tokens.x) * heads):
         t, head = job // heads, job % heads
-        row, column = tokens.rows[t // tokens.width], tokens.start + t % tokens.width
+        row, stop = tokens.rows[t // tokens.width], tokens.start + t % tokens.width + 1
         first = tokens.origins[t // tokens.width]
         if window:
-            first = max(first, column + 1 - window)
-        own_keys, own_values = keys[row, head * kv_heads // heads], values[row, head * kv_heads // heads]
+            first = max(first, stop - window)
         query = q[t, head * dim : (head + 1) * dim]
-        scores = np.empty(column + 1 - first, np.float32)
-        highest = np.float32(-np.inf)
-        for c in range(len(scores)):
-            scores[c] = _dot(own_keys[first + c], query) * scaling
-            highest = max(highest, scores[c])
-        total = ZERO
-        for c in range(len(scores)):
-            scores[c] = math.exp(scores[c] - highest)
-            total += scores[c]
-        for k in range(dim):
-            query[k] = ZERO
-        for c in range(len(scores)):
-            share, value = scores[c] / total, own_values[first + c]
-            for k in range(dim):
-                query[k] += share * value[k]
+        weights = np.zeros((stop - first + 3) // 4 * 4, np.float32)
+        _compare(query, keys[row, head * kv_heads // heads, first:stop], weights)
+        total = _softmax(weights, stop - first, scaling)
+        _mix(query, values[row, head * kv_heads // heads, first:stop], weights, np.float32(1) / total)
+
+
+@njit(fastmath=True, inline="always", cache=True)
+def _compare(query, keys, out):  # type: ignore[no-untyped-def]
+    """Products of a query with keys, four at a time; past the last one, with it."""
+    last = len(keys) - 1
+    for c in range(0, len(out), 4):
+        k0, k1, k2, k3 = keys[c], keys[min(c + 1, last)], keys[min(c + 2, last)], keys[min(c + 3, last)]
+        a0 = a1 = a2 = a3 = ZERO
+        for k in range(len(query)):
+            x = query[k]
+            a0 += x * k0[k]
+            a1 += x * k1[k]
+            a2 += x * k2[k]
+            a3 += x * k3[k]
+        out[c], out[c + 1], out[c + 2], out[c + 3] = a0, a1, a2, a3
+
+
+@njit(fastmath=True, inline="always", cache=True)
+def _mix(out, values, weights, scale):  # type: ignore[no-untyped-def]
+    """The weighed sum of values, four at a time; weights past the last one are 0."""
+    last = len(values) - 1
+    for k in range(len(out)):
+        out[k] = ZERO
+    for c in range(0, len(weights), 4):
+        v0, v1, v2, v3 = values[c], values[min(c + 1, last)], values[min(c + 2, last)], values[min(c + 3, last)]
+        a0, a1, a2, a3 = weights[c] * scale, weights[c + 1] * scale, weights[c + 2] * scale, weights[c + 3] * scale
+        for k in range(len(out)):
+            out[k] += a0 * v0[k] + a1 * v1[k] + a2 * v2[k] + a3 * v3[k]
+
+
+@njit(fastmath=True, inline="always", cache=True)
+def _softmax(x, count, scaling):  # type: ignore[no-untyped-def]
+    """The first `count` become e^(scaling · (x - the highest)), the others 0. Returns the sum."""
+    highest = x[0]
+    for c in range(count):
+        highest = max(highest, x[c])
+    for c in range(len(x)):
+        x[c] = (x[c] - highest) * scaling
+    _exp(x)
+    total = ZERO
+    for c in range(count):
+        total += x[c]
+    x[count:] = ZERO
+    return total
+
+
+@njit(fastmath=True, inline="always", cache=True)
+def _exp(x):  # type: ignore[no-untyped-def]
+    """e^x in place, to the last digit or two of fp32: 2^whole · 2^rest, the latter by its series. A loop that runs in vectors,
+    which a call of math.exp would not."""
+    powers = np.empty(len(x), np.int32)
+    for c in range(len(x)):
+        y = min(max(x[c] * np.float32(1.4426950408889634), np.float32(-126)), np.float32(126))
+        whole = np.floor(y + np.float32(0.5))
+        rest = (y - whole) * np.float32(0.6931471805599453)
+        powers[c] = (np.int32(whole) + np.int32(127)) << np.int32(23)
+        series = np.float32(1 / 720)
+        series = series * rest + np.float32(1 / 120)
+        series = series * rest + np.float32(1 / 24)
+        series = series * rest + np.float32(1 / 6)
+        series = series * rest + np.float32(0.5)
+        series = series * rest + np.float32(1)
+        x[c] = series * rest + np.float32(1)
+    whole_powers = powers.view(np.float32)
+    for c in range(len(x)):
+        x[c] *= whole_powers[c]
 
 
 @njit(fastmath=True, parallel=True, cache=True)

@@ -21,6 +21,15 @@ def compiled_ops(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     return cpu_ops
 
 
+def compiled_exits(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """The module with compiled exits, or None."""
+    if compiled_ops(device, dtype) is None:
+        return None
+    from TIDE.kernels import cpu_exits
+
+    return cpu_exits
+
+
 def arrays(values: Any) -> Any:
     """A named tuple with its tensors as numpy arrays, in place."""
     return values._replace(**{name: x.detach().numpy() for name, x in values._asdict().items() if isinstance(x, torch.Tensor)})

@@ -13,12 +13,32 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 MOST_TOKENS = 16
+GROUP = 64  # columns of a weight in 8 bits that share a scale of the states
 
 SILU, GELU_TANH, GELU = range(3)
 
 
+class Bytes(NamedTuple):
+    """A weight in 8 bits, for exits: what they say is verified or certified, so it may be a little off. Columns are padded."""
+
+    values: Any  # (rows, groups, GROUP) int8
+    scales: Any  # (rows,)
+
+
+class Entry(NamedTuple):
+    """How a memory head joins what it sees: see `routing/heads.py`."""
+
+    shallow_center: Any  # (inputs * hidden,)
+    shallow_spread: Any
+    deep_center: Any  # (hidden,)
+    deep_spread: Any
+    fuse: Any  # (hidden, (inputs + 1) * hidden)
+    recall: Any  # (hidden, memories * hidden)
+    eps: float
+
+
 class Layer(NamedTuple):
-    """Weights and features of one decoder layer. Arrays that a layer does not have are empty."""
+    """Weights and features of one decoder layer. Arrays that a layer does not have are empty; matrices may be `Bytes`."""
 
     input_norm: Any  # (hidden,)
     mlp_norm: Any

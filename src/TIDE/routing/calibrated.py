@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from TIDE.routing.compiled_head import compiled_head
 from TIDE.routing.heads import MemoryHead, input_depths, memory_depths
 from TIDE.routing.memory import HeadMemory
 from TIDE.routing.policy import Candidates, ExitPolicy, Head
@@ -34,6 +35,7 @@ class CalibratedPolicy(ExitPolicy):
         for at in self.exits.values():
             at.head.to(device, dtype)
             at.router.to(device)
+        self.compiled = {depth: compiled_head(at.head) for depth, at in self.exits.items()}
         self.checkpoints = file.checkpoints
         self.exit_thresholds = {depth: at.threshold for depth, at in self.exits.items()}
         self.max_pending = file.max_pending
@@ -65,7 +67,7 @@ class _Request(ExitPolicy):
         self.watches = policy.watches
         self.head = head
         self.memories = {
-            depth: HeadMemory(at.head, depth, policy.num_layers, rows)
+            depth: HeadMemory(at.head, depth, policy.num_layers, rows, policy.compiled[depth])
             for depth, at in policy.exits.items()
             if isinstance(at.head, MemoryHead)
         }
@@ -86,7 +88,7 @@ class _Request(ExitPolicy):
         else:
             guess = at.head(candidates.states)
         guess = guess.to(candidates.states.dtype)
-        logits = self.head(guess, self.vocabulary)
+        logits = self.head(guess, self.vocabulary, roughly=True)
         self._logits = dict(zip(candidates.rows, logits, strict=True))
         return at.router(guess, logits)
 

@@ -11,12 +11,11 @@ positions from `fed` to the newest: those with true memories in one pass, drafte
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
-from TIDE.kernels.dispatch import arrays, compiled_ops
-from TIDE.kernels.layer import MOST_TOKENS, Pass
+from TIDE.kernels.layer import MOST_TOKENS
+from TIDE.routing.compiled_head import CompiledHead
 from TIDE.routing.heads import MemoryHead, input_depths, memory_depths
 
 ROOM = 256  # positions
@@ -25,8 +24,9 @@ ROOM = 256  # positions
 class HeadMemory:
     """The state of one memory head for so many rows."""
 
-    def __init__(self, head: MemoryHead, depth: int, num_layers: int, rows: int) -> None:
+    def __init__(self, head: MemoryHead, depth: int, num_layers: int, rows: int, compiled: CompiledHead | None = None) -> None:
         self.head = head
+        self.compiled = compiled
         self.inputs = input_depths(depth, head.sizes.inputs)
         self.depths = memory_depths(num_layers, head.sizes.memories)
         self.known = [0] * rows
@@ -38,8 +38,6 @@ class HeadMemory:
         self._before = weight.new_zeros(rows, 0, sizes.hidden_dim)
         self._keys = weight.new_zeros(rows, sizes.kv_heads, 0, sizes.head_dim)
         self._values = weight.new_zeros(rows, sizes.kv_heads, 0, sizes.head_dim)
-        self._ops = compiled_ops(weight.device, weight.dtype)
-        self._layer = arrays(head.as_layer()) if self._ops is not None else None
 
     def observe(self, depth: int, row: int, position: int, states: torch.Tensor) -> None:
         """States of a row's tokens from `position` on. Deep states make what was guessed from guesses be fed again."""
@@ -78,41 +76,41 @@ class HeadMemory:
         for row in rows:
             for span in self._fresh[row]:
                 own = slice(span.start, span.stop)
-                self._before[row, own] = self.head.remember(self._deep[row, own])
+                quick = self.compiled if len(span) <= MOST_TOKENS else None
+                self._before[row, own] = (quick or self.head).remember(self._deep[row, own])
             self._fresh[row].clear()
 
     def _feed(self, rows: list[int], spans: list[range]) -> torch.Tensor:
-        """Take spans of positions through the head, shorter ones padded with their last position; (n, hidden) at the ends."""
+        """Take spans of positions through the head; (n, hidden) at their ends."""
+        if self.compiled is not None and max(map(len, spans)) <= MOST_TOKENS:
+            found = [self._through_compiled(self.compiled, row, span) for row, span in zip(rows, spans, strict=True)]
+        else:
+            found = self._through(rows, spans)
+        for row, span, guesses in zip(rows, spans, found, strict=True):
+            first = max(span.start, self.known[row])  # true memories stay
+            if first < span.stop:
+                self._before[row, first : span.stop] = guesses[first - span.start : len(span)]
+        return torch.stack([guesses[len(span) - 1] for span, guesses in zip(spans, found, strict=True)])
+
+    def _through(self, rows: list[int], spans: list[range]) -> list[torch.Tensor]:
+        """Guesses for spans in one pass, shorter ones padded with their last position; K/V are kept."""
         device, width = self._shallow.device, max(map(len, spans))
         where = torch.tensor(rows, device=device)[:, None]
         at = torch.tensor([[min(span.start + i, span[-1]) for i in range(width)] for span in spans], device=device)
         before = self._before[where, (at - 1).clamp(min=0)] * (at > 0)[..., None]
         x = self.head.enter(self._shallow[where, at], before)
-        y = self._through_compiled(x, rows[0], at) if len(rows) == 1 and self._takes(width) else self._through(x, where, at)
-        for index, (row, span) in enumerate(zip(rows, spans, strict=True)):
-            first = max(span.start, self.known[row])  # true memories stay
-            if first < span.stop:
-                self._before[row, first : span.stop] = y[index, first - span.start : len(span)]
-        return y[torch.arange(len(rows), device=device), torch.tensor([len(span) - 1 for span in spans], device=device)]
-
-    def _through(self, x: torch.Tensor, where: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """(n, q, hidden) inputs of the block -> guesses; K/V are kept."""
         q, k, v = self.head.project(x, at)
         self._keys[where, :, at] = k.transpose(1, 2)
         self._values[where, :, at] = v.transpose(1, 2)
-        return self.head.leave(x, self._attend(q, where[:, 0], at))
+        return list(self.head.leave(x, self._attend(q, where[:, 0], at)))
 
-    def _takes(self, width: int) -> bool:
-        return self._ops is not None and width <= MOST_TOKENS
-
-    def _through_compiled(self, x: torch.Tensor, row: int, at: torch.Tensor) -> torch.Tensor:
-        """The same for one row, by the fused layer."""
-        assert self._ops is not None
-        cos, sin = (part[0, 0].numpy() for part in self.head.angles(at, x.dtype))
-        states, start = x[0].clone(), int(at[0, 0])
-        tokens = Pass(states.numpy(), cos, sin, np.array([row]), np.array([0]), start, len(states))
-        self._ops.decoder_layer(self._layer, tokens, self._keys.numpy(), self._values.numpy())
-        return self.head.outward(states)[None]
+    def _through_compiled(self, compiled: CompiledHead, row: int, span: range) -> torch.Tensor:
+        """The same for one row, by compiled code."""
+        before = self._before[row, max(0, span.start - 1) : span.stop - 1]
+        if span.start == 0:
+            before = F.pad(before, (0, 0, 1, 0))
+        shallow = self._shallow[row, span.start : span.stop]
+        return compiled.feed(span.start, shallow, before, self._keys[row], self._values[row])
 
     def _attend(self, q: torch.Tensor, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """(n, heads, q, d): every position sees those up to itself."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-Head = Callable[..., torch.Tensor]  # (n, hidden) states [, (v,) token ids] -> (n, vocabulary or v) logits
+Head = Callable[..., torch.Tensor]  # (n, hidden) states [, (v,) token ids, roughly=] -> (n, vocabulary or v) logits
 
 
 class Candidates(NamedTuple):

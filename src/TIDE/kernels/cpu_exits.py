@@ -1,0 +1,116 @@
+"""Exits in compiled CPU code (numba), fp32, weights in 8 bits: the memory head's block, and what a router looks at.
+
+`MemoryHead` and `signals_of` say in torch what is computed here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit, prange
+
+from TIDE.kernels import cpu_ops, cpu_products
+from TIDE.kernels.cpu_ops import _decoder_layer, _linear
+from TIDE.kernels.cpu_products import ZERO, _dot, _padded
+from TIDE.kernels.layer import Entry, Layer, Pass
+
+FAINT = np.float32(-16)  # tokens so far below the best one do not count in signals
+PARTS = 8
+
+# Compiled code is kept for as long as this file does not change, so this file says what it was compiled for.
+assert cpu_ops.VERSION == cpu_products.VERSION == 1
+assert " ".join(Entry._fields) == "shallow_center shallow_spread deep_center deep_spread fuse recall eps"
+
+
+def remember(entry: Entry, deep: np.ndarray) -> np.ndarray:
+    """(n, memories * hidden) states of finished tokens -> (n, hidden): `MemoryHead.remember`."""
+    return _remember(entry, deep)
+
+
+def memory_block(
+    entry: Entry, layer: Layer, tokens: Pass, shallow: np.ndarray, before: np.ndarray, keys: np.ndarray, values: np.ndarray
+) -> None:
+    """A memory head for the tokens of a pass: guesses in `tokens.x`, K/V kept. `MemoryHead` says what it computes.
+
+    Args:
+        shallow: (n, inputs * hidden) states of the tokens; `before`: (n, hidden) those of the tokens before them.
+    """
+    _memory_block(entry, layer, tokens, shallow, before, keys, values)
+
+
+def signals(logits: np.ndarray) -> np.ndarray:
+    """(n, vocabulary) -> (n, 4): `router.signals_of`."""
+    out = np.empty((len(logits), 4), np.float32)
+    _signals(logits, out)
+    return out
+
+
+@njit(fastmath=True, cache=True)
+def _memory_block(entry, layer, tokens, shallow, before, keys, values):  # type: ignore[no-untyped-def]
+    x, dim, eps = tokens.x, tokens.x.shape[1], np.float32(entry.eps)
+    width = shallow.shape[1]
+    joined = np.empty((len(x), width + dim), np.float32)
+    _normed_parts(shallow, joined[:, :width], dim, eps)
+    _normed_parts(before, joined[:, width:], dim, eps)
+    for t in range(len(x)):
+        for k in range(width):
+            joined[t, k] = (joined[t, k] - entry.shallow_center[k]) / entry.shallow_spread[k]
+        for k in range(dim):
+            joined[t, width + k] = (joined[t, width + k] - entry.deep_center[k]) / entry.deep_spread[k]
+    x[:] = _linear(_padded(joined), entry.fuse, entry.deep_center[:0])[: len(x)]
+    _decoder_layer(layer, tokens, keys, values)
+    for t in range(len(x)):
+        for k in range(dim):
+            x[t, k] = x[t, k] * entry.deep_spread[k] + entry.deep_center[k]
+
+
+@njit(fastmath=True, cache=True)
+def _remember(entry, deep):  # type: ignore[no-untyped-def]
+    normed = np.empty_like(deep)
+    _normed_parts(deep, normed, len(entry.deep_center), np.float32(entry.eps))
+    return _linear(_padded(normed), entry.recall, entry.deep_center[:0])[: len(deep)]
+
+
+@njit(fastmath=True, cache=True)
+def _normed_parts(x, out, dim, eps):  # type: ignore[no-untyped-def]
+    """Each `dim` columns scaled to a root mean square of 1."""
+    for t in range(len(x)):
+        for start in range(0, x.shape[1], dim):
+            part = x[t, start : start + dim]
+            scale = np.float32(1) / math.sqrt(_dot(part, part) / np.float32(dim) + eps)
+            for k in range(dim):
+                out[t, start + k] = part[k] * scale
+
+
+@njit(fastmath=True, cache=True)
+def _signals(logits, out):  # type: ignore[no-untyped-def]
+    for t in range(len(logits)):
+        best = np.float32(-np.inf)
+        for k in range(logits.shape[1]):
+            best = max(best, logits[t, k])
+        parts = np.zeros((PARTS, 4), np.float32)
+        _gather(logits[t], best, parts)
+        total, mixed, tops, second = parts[:, 0].sum(), parts[:, 1].sum(), parts[:, 2].sum(), parts[:, 3].max()
+        out[t, 0] = np.float32(1) / total
+        out[t, 1] = -math.log(total)
+        out[t, 2] = (np.float32(1) - (second if tops < 2 else np.float32(1))) / total
+        out[t, 3] = math.log(total) - mixed / total
+
+
+@njit(fastmath=True, parallel=True, cache=True)
+def _gather(logits, best, parts):  # type: ignore[no-untyped-def]
+    """For each part of the tokens, weighed e^gap: sum of weights, of weight times gap, how many are best, the second best."""
+    for part in prange(PARTS):
+        total = mixed = tops = second = ZERO
+        for k in range(part * len(logits) // PARTS, (part + 1) * len(logits) // PARTS):
+            gap = logits[k] - best
+            if gap > FAINT:
+                weight = np.float32(math.exp(gap))
+                total += weight
+                mixed += weight * gap
+                if gap == ZERO:
+                    tops += np.float32(1)
+                else:
+                    second = max(second, weight)
+        parts[part, 0], parts[part, 1], parts[part, 2], parts[part, 3] = total, mixed, tops, second
