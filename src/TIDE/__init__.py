@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from TIDE.calibration.analyze import analyze
     from TIDE.calibration.calibrate import calibrate
     from TIDE.calibration.certify import certify
+    from TIDE.calibration.tune import tune
     from TIDE.config import TIDEConfig
     from TIDE.engine.engine import TIDE
     from TIDE.models.default import default_router
@@ -37,6 +38,7 @@ _HOME = {
     "calibrate": "TIDE.calibration.calibrate",
     "analyze": "TIDE.calibration.analyze",
     "certify": "TIDE.calibration.certify",
+    "tune": "TIDE.calibration.tune",
 }
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "certify",
     "default_router",
     "load_model",
+    "tune",
 ]
 
 try:
