@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import TIDE
 
-PROMPTS = ["Name three uses of copper.", "Why is the sky blue?", "Write a short note to a neighbour about a lost cat."]
+PROMPTS = ["Name three uses of copper.", "Write a short note to a neighbour about a lost cat."]
 
 
 def main() -> None:
     model, tokenizer = TIDE.load_model("default")
     with TIDE.TIDE(model, TIDE.default_router()) as engine:
         found = TIDE.tune(
-            engine, PROMPTS, tokenizer=tokenizer, new_tokens=32, thresholds=(0.95, 0.8, 0.6), strategies=("exact", "propagate")
+            engine, PROMPTS, tokenizer=tokenizer, new_tokens=24, thresholds=(0.9, 0.6), strategies=("exact", "propagate")
         )
     print(found.table())
 

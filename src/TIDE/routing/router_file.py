@@ -2,7 +2,7 @@
 
 A file holds an exit head, a router and a threshold for every checkpoint that was tried, which of them are in use,
 and everything one has to know to trust it: the model's fingerprint, the configuration, training facts, measured
-figures and the version that made it.
+figures, a certificate where there is one, and the version that made it.
 
     exits.{depth}.head.{parameter}      exits.{depth}.router.{parameter}      vocabulary        tensors
     everything else                                                                             one JSON document
