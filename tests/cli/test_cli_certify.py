@@ -59,11 +59,20 @@ def test_the_certificate_is_printed_and_kept_in_the_router_file(folder, router):
 def test_another_file_may_be_written_and_the_first_stays(folder, router, tmp_path):
     before = router.read_bytes()
     strategy = ["--kv-cache-strategy", "zero_pad"]
-    done = tide("certify", *options(folder, router), *LENIENT, *strategy, "--limit", 12, "-o", tmp_path / "new.pt.safetensors")
+    done = tide("certify", *options(folder, router), *LENIENT, *strategy, "--limit", 12, "-o", tmp_path / "new.safetensors")
     assert done.exit_code == 0, done.output
     assert "mean rouge_l loss" in done.stdout and "found on 12 prompts" in done.stdout
     assert router.read_bytes() == before
-    assert RouterFile.load(tmp_path / "new.pt.safetensors").certificate.settings.kv_cache_strategy == "zero_pad"
+    assert RouterFile.load(tmp_path / "new.safetensors").certificate.settings.kv_cache_strategy == "zero_pad"
+
+
+def test_the_shipped_file_is_not_written_over(folder, router, monkeypatch):
+    monkeypatch.setattr(TIDE, "default_router", lambda: router)
+    before = router.read_bytes()
+    done = tide("certify", folder, "--router", "default", *options(folder, router)[3:], *LENIENT)
+    assert done.exit_code == 0, done.output
+    assert "not written: the shipped file stays as it is. Keep it with -o FILE." in done.stderr
+    assert router.read_bytes() == before
 
 
 def test_tune_prints_a_table_and_draws(folder, router, tmp_path):

@@ -1,6 +1,6 @@
 """Certification: how low the exit threshold of mode "fast" may go before its text differs too much from the full model's.
 
-    never exit  →  0.99  →  0.97  →  …          the deployed decoder writes all prompts at each threshold
+    never exit  →  0.995 →  0.99  →  …          the deployed decoder writes all prompts at each threshold
        loss 0      passes   fails: stop         and the mean loss is tested against the risk
 
 Thresholds are tested in a fixed order, from the safest on, each at the full level, and the first that fails ends it
@@ -27,7 +27,7 @@ from TIDE.engine.engine import TIDE
 from TIDE.engine.plan import settings
 from TIDE.routing.certificate import Certificate, Tested
 
-THRESHOLDS = (0.99, 0.97, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+THRESHOLDS = (0.995, 0.99, 0.97, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 T = TypeVar("T")
 
 
@@ -45,7 +45,7 @@ def certify(
     """Find the lowest exit threshold of mode "fast" whose mean loss is, with `confidence`, at most `risk`.
 
     It holds for prompts drawn as these were, independently of each other and of what the exits were trained on, for as many
-    new tokens, greedily, and for the engine's own kv_cache_strategy, min_layers and max_pending.
+    new tokens, greedily, a row at a time, and for the engine's own kv_cache_strategy, min_layers and max_pending.
 
     Args:
         prompts: token ids, or strings with `tokenizer`, which go into its chat template if it has one. One prompt is one unit.
