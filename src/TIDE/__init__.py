@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from TIDE.calibration.analyze import analyze
     from TIDE.calibration.calibrate import calibrate
+    from TIDE.calibration.certify import certify
+    from TIDE.calibration.tune import tune
     from TIDE.config import TIDEConfig
     from TIDE.engine.engine import TIDE
     from TIDE.models.default import default_router
     from TIDE.models.load import load_model
+    from TIDE.routing.certificate import Certificate
     from TIDE.routing.policy import Candidates, ExitPolicy
     from TIDE.routing.router_file import RouterFile
     from TIDE.stats import ExitStats
@@ -29,15 +32,19 @@ _HOME = {
     "ExitPolicy": "TIDE.routing.policy",
     "Candidates": "TIDE.routing.policy",
     "RouterFile": "TIDE.routing.router_file",
+    "Certificate": "TIDE.routing.certificate",
     "load_model": "TIDE.models.load",
     "default_router": "TIDE.models.default",
     "calibrate": "TIDE.calibration.calibrate",
     "analyze": "TIDE.calibration.analyze",
+    "certify": "TIDE.calibration.certify",
+    "tune": "TIDE.calibration.tune",
 }
 
 __all__ = [
     "TIDE",
     "Candidates",
+    "Certificate",
     "ExitPolicy",
     "ExitStats",
     "RouterFile",
@@ -45,8 +52,10 @@ __all__ = [
     "__version__",
     "analyze",
     "calibrate",
+    "certify",
     "default_router",
     "load_model",
+    "tune",
 ]
 
 try:

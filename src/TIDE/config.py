@@ -24,7 +24,8 @@ class TIDEConfig:
     Attributes:
         mode: "exact" writes the text of the full model; "fast" emits at the exit without looking back.
         exit_threshold: router score, in [0, 1], needed to exit. None: as the exit policy says; with a router file, mode
-            "exact" then drafts where scores and the time it takes make it worthwhile.
+            "exact" then drafts where scores and the time it takes make it worthwhile, and mode "fast" goes by the file's
+            certificate if it has one for these settings.
         min_layers: smallest depth at which a token may exit.
         checkpoint_interval: calibration: candidate checkpoints every so many layers.
         calibration_samples: calibration: how many texts; small models on a GPU write up to four for each.

@@ -93,7 +93,7 @@ def test_a_draft_vocabulary_limits_what_exits_say_and_nothing_else(llama, prompt
 def test_what_a_router_sees_in_the_engine_is_what_it_saw_in_calibration(
     pending, kernels, llama, prompts, tmp_path, monkeypatch
 ):
-    """The guesses of heads while decoding, against the unrolled ones that training uses; compiled ones have weights in 8 bits."""
+    """The guesses of heads while decoding, against the unrolled ones of training; compiled ones have weights in 8 bits."""
     monkeypatch.setenv("TIDE_NO_KERNELS", str(int(not kernels)))
     ids = prompts[0][2:]
     depth = 2

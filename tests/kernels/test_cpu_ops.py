@@ -151,7 +151,7 @@ def test_products_with_weights_in_8_bits_are_little_off(tokens, columns):
 @pytest.mark.parametrize("call", ["cpu_ops.linear(x, x)", "cpu_ops.linear(x, cpu_ops.in_bytes(x))", "cpu_exits.signals(x)"])
 def test_code_kept_compiled_runs_in_a_new_process(call):
     """It does not start the threads it needs by itself: without them the process dies."""
-    code = f"import numpy as np; from TIDE.kernels import cpu_exits, cpu_ops; x = np.ones((3, 64), np.float32); print({call}.sum())"
+    code = f"import numpy; from TIDE.kernels import cpu_exits, cpu_ops; x = numpy.ones((3, 64), 'float32'); {call}"
     for _ in range(2):  # the second finds it compiled, if the first did not
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ from TIDE.adapters.window import Window
 from TIDE.config import EXIT_STRATEGIES as STRATEGIES
 from TIDE.routing import storage
 from TIDE.routing.calibrated import CalibratedPolicy
+from TIDE.routing.certificate import Certificate, Settings
 from TIDE.routing.router_file import RouterFile
 
 SUFFIXES = ["safetensors", "pt"]
@@ -164,6 +165,10 @@ def edited(change=None, tensors=None) -> storage.Stored:
     return storage.Stored(json.dumps(document), {name: tensor for name, tensor in found.items() if tensor is not None})
 
 
+def certificate(threshold) -> dict:
+    return Certificate(threshold, 0.05, 0.95, "rouge_l", 100, 64, Settings("exact", 0, 5, "float32")).as_dict()
+
+
 DAMAGED = {
     "unknown format": (lambda d: d.update(format=2), {}, "has format 2, this version of TIDE reads format 1. Update with"),
     "no format": (lambda d: d.pop("format"), {}, "is damaged: it lacks 'format'"),
@@ -182,6 +187,8 @@ DAMAGED = {
     "a size that is a word": (lambda d: d["exits"]["0"]["router"].update(bottleneck_dim="8"), {}, "is damaged"),
     "not a number": (lambda d: d["exits"]["0"].update(threshold=float("nan")), {}, "it holds the number NaN"),
     "another fingerprint": (lambda d: d["fingerprint"].update(colour="blue"), {}, "is damaged"),
+    "a certificate of another kind": (lambda d: d.update(certificate={"threshold": 0.5}), {}, "is damaged"),
+    "a certificate beyond all": (lambda d: d.update(certificate=certificate(7)), {}, "a threshold from 0 to 1, found 7"),
     "another vocabulary": (lambda d: d.update(vocabulary=99), {}, "expected a vocabulary of 99 tokens"),
     "no vocabulary": (None, {"vocabulary": None}, "expected a vocabulary of 100 tokens"),
     "a tensor too few": (None, {"exits.2.router.offset": None}, r"expected exits.2.router.offset with .*, found nothing"),
@@ -203,6 +210,12 @@ def test_a_damaged_document_is_an_error_that_says_what_is_wrong(tmp_path, name, 
     with pytest.raises(ValueError, match=complaint) as caught:
         RouterFile.load(path)
     assert str(path) in str(caught.value)
+
+
+def test_files_from_before_there_were_certificates_load_without_one(tmp_path):
+    path = tmp_path / "router.safetensors"
+    storage.write(path, edited(lambda d: d.pop("certificate")))
+    assert RouterFile.load(path).certificate is None
 
 
 def test_files_of_other_kinds_are_refused_and_nothing_of_them_runs(tmp_path, capsys):

@@ -7,13 +7,17 @@ import typer
 import TIDE
 from TIDE.cli.analyze import analyze
 from TIDE.cli.calibrate import calibrate
+from TIDE.cli.certify import certify
 from TIDE.cli.demo import demo
 from TIDE.cli.inspect import inspect
+from TIDE.cli.tune import tune
 
 app = typer.Typer(help="TIDE: a frozen causal LM that does not run every layer for every token.", no_args_is_help=True)
 app.command()(analyze)
 app.command()(demo)
 app.command()(calibrate)
+app.command()(certify)
+app.command()(tune)
 app.command()(inspect)
 
 

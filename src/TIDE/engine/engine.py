@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,24 @@ class TIDE:
         check_context(self.model, [ids.shape[1] - pad for pad in padding], room_for=0)
         logits, self.last_stats = forward(self.window, self.plan, self.policy, ids, padding)
         return logits
+
+    @contextmanager
+    def using(self, config: TIDEConfig, exits: bool = True) -> Iterator[None]:
+        """Other settings for what is asked for inside; afterwards the engine is as it was, whatever happened.
+
+        Args:
+            config: takes the place of the engine's own.
+            exits: False: every token runs all layers.
+        """
+        self._check_usable()
+        held = self.config, self.policy, self.plan
+        policy = self.policy if exits else None
+        plan = make_plan(config, policy, self.window)
+        self.config, self.policy, self.plan = config, policy, plan
+        try:
+            yield
+        finally:
+            self.config, self.policy, self.plan = held
 
     def close(self) -> None:
         """Leave the model as it was handed in. The engine cannot be used afterwards."""

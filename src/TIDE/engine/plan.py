@@ -6,6 +6,7 @@ what the model's layers cannot do is refused here, once, with the layers named.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +15,10 @@ from typing import Any
 from TIDE.adapters.probe import Store
 from TIDE.adapters.window import Window
 from TIDE.config import TIDEConfig
+from TIDE.routing.certificate import Certificate, Settings
 from TIDE.routing.policy import ExitPolicy
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,15 +47,18 @@ class Plan:
 def make_plan(config: TIDEConfig, policy: ExitPolicy | None, window: Window) -> Plan:
     """Settle what the configuration leaves open."""
     _check_strategy(config, window)
-    checkpoints = () if policy is None else _checkpoints(config, policy, window.num_layers)
+    certificate = None if policy is None else _certificate(config, policy, window)
+    never = certificate is not None and certificate.threshold is None
+    checkpoints = [] if policy is None or never else _checkpoints(config, policy, window.num_layers)
     edges = [0, *checkpoints, window.num_layers]
+    asked = config.exit_threshold if certificate is None else certificate.threshold
     return Plan(
         exact=config.mode == "exact",
         kv_cache_strategy=config.kv_cache_strategy,
-        exit_threshold=_first(config.exit_threshold, policy and _at_least(policy, config.mode, policy.exit_threshold), 1.0),
+        exit_threshold=_first(asked, policy and _at_least(policy, config.mode, policy.exit_threshold), 1.0),
         max_pending=_first(config.max_pending, policy and policy.max_pending, 1),
         compaction_threshold=config.compaction_threshold,
-        exit_thresholds=_exit_thresholds(config, policy),
+        exit_thresholds={} if policy is None or asked is not None else _exit_thresholds(config, policy),
         spans=tuple(range(start, stop) for start, stop in pairwise(edges)),
         weighs=config.mode == "exact" and config.exit_threshold is None and policy is not None and policy.weighs,
     )
@@ -63,13 +70,38 @@ def _checkpoints(config: TIDEConfig, policy: ExitPolicy, num_layers: int) -> lis
         raise ValueError(
             f"checkpoints must be rising depths from 0 to {num_layers - 1} for a model of {num_layers} layers, found {asked}."
         )
-    least = config.min_layers if config.min_layers is not None else policy.min_layers
+    least = _first(config.min_layers, policy.min_layers)
     return [depth for depth in asked if depth >= least]
 
 
-def _exit_thresholds(config: TIDEConfig, policy: ExitPolicy | None) -> dict[int, float]:
-    if policy is None or config.exit_threshold is not None:
-        return {}
+def settings(config: TIDEConfig, policy: ExitPolicy, window: Window) -> Settings:
+    """What a certificate depends on."""
+    return Settings(
+        kv_cache_strategy=config.kv_cache_strategy,
+        min_layers=_first(config.min_layers, policy.min_layers),
+        max_pending=_first(config.max_pending, policy.max_pending),
+        dtype=str(window.model.dtype).removeprefix("torch."),
+    )
+
+
+def _certificate(config: TIDEConfig, policy: ExitPolicy, window: Window) -> Certificate | None:
+    """The policy's certificate, if mode "fast" is to go by it."""
+    certificate = policy.certificate
+    if certificate is None or config.mode != "fast" or config.exit_threshold is not None:
+        return None
+    if different := certificate.settings.differences(settings(config, policy, window)):
+        logger.warning(
+            "the certificate of this router file holds for other settings and is not used: found %s. Certify with these "
+            "settings (TIDE.certify), or use those of the certificate.",
+            ", ".join(different),
+        )
+        return None
+    if certificate.threshold is None:
+        logger.warning('the certificate of this router file lets no token leave in mode "fast". Use mode "exact".')
+    return certificate
+
+
+def _exit_thresholds(config: TIDEConfig, policy: ExitPolicy) -> dict[int, float]:
     return {depth: _at_least(policy, config.mode, threshold) for depth, threshold in policy.exit_thresholds.items()}
 
 

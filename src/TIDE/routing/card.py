@@ -48,8 +48,8 @@ def summary_text(file: RouterFile) -> str:
     values = file.as_dict()
     lines = _pairs(_head(file))
     lines += ["", "exits", *_indented(_aligned(_exit_rows(values)))]
-    for name in ("config", "facts", "figures"):
-        plain, tables = _sorted_out(values[name])
+    for name in ("config", "facts", "figures", "certificate"):
+        plain, tables = _sorted_out(_certified(values) if name == "certificate" else values[name])
         if plain:
             lines += ["", name, *_indented(_pairs(plain))]
         if name == "figures":
@@ -82,6 +82,8 @@ def card_text(file: RouterFile, repo_id: str | None = None, base_model: str | No
         plain, tables = _sorted_out(values[title])
         sections |= {title: _named(plain)} | tables
     sections |= _exit_tables(values)
+    plain, tables = _sorted_out(_certified(values))
+    sections |= {"certificate": _named(plain)} | tables
     for title, rows in sections.items():
         if rows:
             text += f"\n## {title[0].upper()}{title[1:]}\n\n" + "\n".join(_markdown(rows)) + "\n"
@@ -103,6 +105,16 @@ def _head(file: RouterFile) -> Row:
         "draft length": file.max_pending,
         "vocabulary": vocabulary,
     }
+
+
+def _certified(values: Row) -> Row:
+    """The certificate, where there is one."""
+    if values["certificate"] is None:
+        return {}
+    held = dict(values["certificate"])
+    if held["threshold"] is None:
+        held["threshold"] = "never exit"
+    return held | {"thresholds tested": held.pop("tested")}
 
 
 def _named(values: Row) -> list[Row]:

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from TIDE.routing.certificate import Certificate
+
 Head = Callable[..., torch.Tensor]  # (n, hidden) states [, (v,) token ids, roughly=] -> (n, vocabulary or v) logits
 
 
@@ -36,6 +38,7 @@ class ExitPolicy(ABC):
         exit_threshold, min_layers, max_pending: used where `TIDEConfig` leaves them None.
         exit_thresholds: by depth, where checkpoints have thresholds of their own.
         fast_threshold: the least of all of these in mode "fast", which does not look back.
+        certificate: what mode "fast" goes by instead, where its settings are the engine's.
         watches: depths whose states the policy wants to see, of all tokens.
         weighs: scores are the shares of exits that agree, so mode "exact" may weigh them against time instead of thresholds.
     """
@@ -46,6 +49,7 @@ class ExitPolicy(ABC):
     exit_threshold: float = 0.5
     exit_thresholds: Mapping[int, float] = MappingProxyType({})
     fast_threshold: float = 0.0
+    certificate: Certificate | None = None
     min_layers: int = 0
     max_pending: int = 8
 

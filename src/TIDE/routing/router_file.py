@@ -2,7 +2,7 @@
 
 A file holds an exit head, a router and a threshold for every checkpoint that was tried, which of them are in use,
 and everything one has to know to trust it: the model's fingerprint, the configuration, training facts, measured
-figures and the version that made it.
+figures, a certificate where there is one, and the version that made it.
 
     exits.{depth}.head.{parameter}      exits.{depth}.router.{parameter}      vocabulary        tensors
     everything else                                                                             one JSON document
@@ -24,6 +24,7 @@ from huggingface_hub import ModelCard, ModelHubMixin, hf_hub_download
 
 from TIDE.routing import storage
 from TIDE.routing.card import LIBRARY, card_text, summary_text
+from TIDE.routing.certificate import Certificate
 from TIDE.routing.exits import Exit, build_exit
 from TIDE.routing.fingerprint import Fingerprint, fingerprint
 from TIDE.routing.heads import HEADS, HeadSizes, IdentityHead
@@ -56,6 +57,7 @@ class RouterFile(ModelHubMixin):
         max_pending: exits in a row before a token goes through all layers.
         vocabulary: token ids an exit may predict; None: all.
         config, facts, figures: the configuration, how it was trained, what was measured: plain values.
+        certificate: what `TIDE.certify` found, which mode "fast" goes by.
         version: of TIDE, when the file was made.
         path: where it was read from.
     """
@@ -69,6 +71,7 @@ class RouterFile(ModelHubMixin):
     config: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
+    certificate: Certificate | None = None
     version: str = field(default_factory=_version)
     path: Path | None = None
 
@@ -143,6 +146,11 @@ class RouterFile(ModelHubMixin):
 
     def policy(self, window: Window) -> ExitPolicy:
         """The exit policy for the model of a window, if it is the one this file was made for."""
+        policy = self._policy(window)
+        policy.certificate = self.certificate
+        return policy
+
+    def _policy(self, window: Window) -> ExitPolicy:
         where = self.path or "this router file"
         if self.fingerprint is not None:
             found = fingerprint(window.model)
@@ -179,6 +187,7 @@ class RouterFile(ModelHubMixin):
             "config": self.config,
             "facts": self.facts,
             "figures": self.figures,
+            "certificate": None if self.certificate is None else self.certificate.as_dict(),
         }
         return storage.plain(values)
 
@@ -223,6 +232,20 @@ class RouterFile(ModelHubMixin):
         return cls.load(folder / HUB_FILE if folder.is_dir() else hf_hub_download(model_id, HUB_FILE, **options))
 
 
+def add_certificate(source: str | Path, certificate: Certificate, target: str | Path) -> None:
+    """Write a router file again with a certificate; exits stay as they are stored, compressed ones too."""
+    file = RouterFile.load(source)
+    file.certificate = certificate
+    stored = storage.read(Path(source))
+    if not isinstance(stored, storage.Stored):  # of the original system, which has no place for it
+        file.save(target)
+        return
+    if wrong := _wrong_with(file):
+        raise ValueError(f"this certificate was not saved: {wrong}. Certify again.")
+    document = json.loads(stored.document) | {"certificate": storage.plain(certificate.as_dict())}
+    storage.write(Path(target), stored._replace(document=json.dumps(document, sort_keys=True, allow_nan=False)))
+
+
 def _fields(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The fields of a RouterFile. Every tensor is used, or it is an error."""
     for name, tensor in tensors.items():
@@ -239,13 +262,14 @@ def _fields(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[
         exits[int(depth)] = build_exit(document["strategy"], depth, document["exits"][depth], tensors)
     if tensors:
         raise ValueError(f"it holds tensors that belong to no exit: {sorted(tensors)[:3]}")
-    made_for = document["fingerprint"]
+    made_for, certificate = document["fingerprint"], document.get("certificate")  # older files have none
     same = {name: document[name] for name in ("version", "strategy", "max_pending", "config", "facts", "figures")}
     return same | {
         "exits": exits,
         "checkpoints": tuple(document["checkpoints"]),
         "vocabulary": None if vocabulary is None else vocabulary.long(),
         "fingerprint": None if made_for is None else Fingerprint(**made_for),
+        "certificate": None if certificate is None else Certificate.from_dict(certificate),
     }
 
 
@@ -264,6 +288,8 @@ def _wrong_with(file: RouterFile) -> str | None:
         return f"expected a max_pending of at least 1, found {file.max_pending!r}"
     if not all(isinstance(values, dict) for values in (file.config, file.facts, file.figures)):
         return "expected names and values as config, facts and figures"
+    if file.certificate is not None and (wrong := file.certificate.wrong()):
+        return wrong
     for depth, at in file.exits.items():
         if wrong := at.wrong(file.strategy):
             return f"at depth {depth}, {wrong}"

@@ -1,0 +1,103 @@
+"""Certification: how low the exit threshold of mode "fast" may go before its text differs too much from the full model's.
+
+    never exit  →  0.995 →  0.99  →  …          the deployed decoder writes all prompts at each threshold
+       loss 0      passes   fails: stop         and the mean loss is tested against the risk
+
+Thresholds are tested in a fixed order, from the safest on, each at the full level, and the first that fails ends it
+(fixed-sequence testing, as in Learn then Test, Angelopoulos et al. 2021): the probability that any threshold passes whose mean
+loss is above the risk is at most 1 - confidence. That loss rises as the threshold falls is not assumed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean
+from typing import TypeVar
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from TIDE.calibration.bounds import p_values, prompts_needed
+from TIDE.calibration.losses import Loss, named_loss
+from TIDE.calibration.prompts import Prompts, check_new_tokens, continued, prompt_ids
+from TIDE.engine.engine import TIDE
+from TIDE.engine.plan import settings
+from TIDE.routing.certificate import Certificate, Tested
+
+THRESHOLDS = (0.995, 0.99, 0.97, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+T = TypeVar("T")
+
+
+def certify(
+    engine: TIDE,
+    prompts: Prompts,
+    risk: float = 0.05,
+    confidence: float = 0.95,
+    *,
+    loss: str | Loss = "rouge_l",
+    new_tokens: int = 64,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    thresholds: Sequence[float] = THRESHOLDS,
+) -> Certificate:
+    """Find the lowest exit threshold of mode "fast" whose mean loss is, with `confidence`, at most `risk`.
+
+    It holds for prompts drawn as these were, independently of each other and of what the exits were trained on, for as many
+    new tokens, greedily, a row at a time, and for the engine's own kv_cache_strategy, min_layers and max_pending.
+
+    Args:
+        prompts: token ids, or strings with `tokenizer`, which go into its chat template if it has one. One prompt is one unit.
+        risk: mean loss that is acceptable.
+        loss: "rouge_l" (1 - ROUGE-L of the token ids), "mismatch" (share of positions that differ), or a function of
+            (ids found, ids of the full model) that gives a number from 0 to 1.
+        new_tokens: how far each prompt is continued at most.
+        thresholds: in the order of the test, falling. They must not be chosen by looking at these prompts.
+    """
+    name, measure = named_loss(loss)
+    check_new_tokens(new_tokens)
+    _check_thresholds(thresholds)
+    if engine.policy is None:
+        raise ValueError(
+            "this engine has no exits to certify. Make it with a router file: TIDE.TIDE(model, 'router.safetensors')."
+        )
+    asked = _mixed(prompt_ids(prompts, tokenizer))
+    if len(asked) < (needed := prompts_needed(risk, confidence)):
+        raise ValueError(
+            f"{len(asked)} prompts are too few: even without any loss, a risk of {risk:g} with confidence {confidence:g} needs "
+            f"{needed}. Give more prompts, or ask for a higher risk or less confidence."
+        )
+    fast = replace(engine.config, mode="fast")
+    with engine.using(fast, exits=False):
+        full = [continued(engine, prompt, new_tokens) for prompt in tqdm(asked, desc="full model", unit="prompt")]
+    tested: list[Tested] = []
+    for threshold in thresholds:
+        with engine.using(replace(fast, exit_threshold=threshold)):
+            bar = tqdm(zip(asked, full, strict=True), desc=f"threshold {threshold:g}", total=len(asked), unit="prompt")
+            losses = [measure(continued(engine, prompt, new_tokens), own) for prompt, own in bar]
+        found = p_values(losses, risk, confidence)
+        tested.append(Tested(threshold, fmean(losses), *found, passed=found.both <= 1 - confidence))
+        if not tested[-1].passed:
+            break
+    return Certificate(
+        threshold=next((row.threshold for row in reversed(tested) if row.passed), None),
+        risk=risk,
+        confidence=confidence,
+        loss=name,
+        prompts=len(asked),
+        new_tokens=new_tokens,
+        settings=settings(engine.config, engine.policy, engine.window),
+        tested=tuple(tested),
+    )
+
+
+def _mixed(prompts: list[T]) -> list[T]:
+    """In an order that has nothing to do with what they ask: one of the p-values reads losses one after the other."""
+    return random.Random(0).sample(prompts, len(prompts))
+
+
+def _check_thresholds(thresholds: Sequence[float]) -> None:
+    falling = all(one > other for one, other in pairwise(thresholds))
+    if not thresholds or not falling or not all(0 <= threshold <= 1 for threshold in thresholds):
+        raise ValueError(f"thresholds must fall, from at most 1 to at least 0, found {list(thresholds)}.")

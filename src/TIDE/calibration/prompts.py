@@ -1,0 +1,82 @@
+"""Prompts to measure an engine on: from strings or a file to token ids, and how the engine continues them.
+
+    {"prompt": ...}   {"question": ...}   {"turns": [...]}   {"messages": [...]}        a line of a .jsonl file
+
+A string is what a user says: it is put into the tokenizer's chat template where there is one. Answers in a file are left out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from TIDE.calibration.self_texts import chat_frame
+from TIDE.calibration.texts import _json_lines
+from TIDE.engine.engine import TIDE
+
+Prompts = Sequence[str] | Sequence[Sequence[int]]
+
+
+def prompt_ids(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
+    """Token ids of every prompt.
+
+    Args:
+        tokenizer: for prompts that are strings.
+    """
+    if isinstance(prompts, str):
+        raise ValueError("prompts must be a list of prompts, found one string. Put it into a list.")
+    found = []
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            found.append([int(token) for token in prompt])
+        elif tokenizer is None:
+            raise ValueError("prompts are strings and there is no tokenizer. Pass tokenizer=..., or token ids.")
+        else:
+            before, after = chat_frame(tokenizer)
+            found.append(_ids(before + prompt + after, tokenizer, templated=bool(before or after)))
+    return found
+
+
+def load_prompts(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, seed: int = 0
+) -> list[list[int]]:
+    """Token ids of the prompts in a .jsonl file.
+
+    Args:
+        limit: how many at most; which ones is drawn with `seed`.
+    """
+    path = Path(path)
+    if path.suffix != ".jsonl":
+        raise ValueError(f"prompts come in a .jsonl file, an object a line, found {path.name!r}.")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}. Give a .jsonl file with a prompt a line.")
+    found = []
+    for number, document in enumerate(_json_lines(path, tokenizer), 1):
+        if not document.prompt.strip():
+            raise ValueError(f'{path}: record {number} asks nothing. Expected "prompt", "question", "turns" or "messages".')
+        found += [_ids(document.prompt, tokenizer, True)] if document.templated else prompt_ids([document.prompt], tokenizer)
+    if not found:
+        raise ValueError(f"{path} holds no prompts. Give a .jsonl file with a prompt a line.")
+    return found if limit is None or limit >= len(found) else random.Random(seed).sample(found, limit)
+
+
+def continued(engine: TIDE, prompt: Sequence[int], new_tokens: int) -> list[int]:
+    """What the engine writes after a prompt, greedily."""
+    ids = torch.tensor([list(prompt)], dtype=torch.long, device=engine.model.device)
+    # one row is never padded; where the model names no padding token, transformers would warn at every prompt
+    options = dict(attention_mask=torch.ones_like(ids), pad_token_id=0, do_sample=False)
+    text = engine.generate(ids, max_new_tokens=new_tokens, **options)
+    return text[0, len(prompt) :].tolist()
+
+
+def check_new_tokens(new_tokens: int) -> None:
+    if isinstance(new_tokens, bool) or not isinstance(new_tokens, int) or new_tokens < 1:
+        raise ValueError(f"new_tokens must be a whole number of at least 1, found {new_tokens!r}.")
+
+
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase, templated: bool) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=not templated, verbose=False)["input_ids"])

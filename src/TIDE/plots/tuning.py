@@ -1,0 +1,56 @@
+"""The figure of a tuning: speed over nearness to the full model's text, a line per way to treat skipped layers.
+
+Along a line the exit threshold falls. Exits off and mode exact are marks; both have the full model's text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from TIDE.plots.analysis import check_figure
+
+if TYPE_CHECKING:
+    from TIDE.calibration.tune import Tuning
+
+STYLE: dict[str, dict[str, Any]] = {  # colours that stay apart for colour-blind readers (Okabe and Ito)
+    "exact": dict(color="#D55E00", marker="s"),
+    "propagate": dict(color="#0072B2", marker="o"),
+    "zero_pad": dict(color="#009E73", marker="^"),
+}
+MARKS: dict[str, dict[str, Any]] = {"off": dict(color="#000000", marker="x"), "exact": dict(color="#D55E00", marker="*")}
+
+
+def plot_tuning(tuning: Tuning, path: str | Path) -> None:
+    """Draw what each setting gives and costs. The suffix of `path` says in which format."""
+    check_figure(path)
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for strategy, style in STYLE.items():
+        own = [row for row in tuning.rows if row.mode == "fast" and row.kv_cache_strategy == strategy]
+        for row in own:
+            axes.annotate(
+                f"{row.exit_threshold:g}",
+                (row.agreement, row.tokens_per_second),
+                fontsize=7,
+                xytext=(4, 4),
+                textcoords="offset points",
+            )
+        if own:
+            points = [(row.agreement, row.tokens_per_second) for row in own]
+            axes.plot(*zip(*points, strict=True), label=f"fast, {strategy}", linewidth=1.8, markersize=5, **style)
+    for row in tuning.rows:
+        if row.mode in MARKS:
+            title = "exits off" if row.mode == "off" else "exact"
+            axes.plot(row.agreement, row.tokens_per_second, linestyle="none", markersize=10, label=title, **MARKS[row.mode])
+    axes.set_xlabel("tokens that are the full model's")
+    axes.set_ylabel("tokens per second")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"{tuning.model}: {tuning.prompts} prompts; exit thresholds beside the points")
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", frameon=False)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,104 @@
+"""A certificate: down to which score tokens may leave unverified, with what risk, and for which settings that was found.
+
+`TIDE.certify` makes it, a router file carries it, and mode "fast" takes its threshold where the configuration gives none and
+the settings are those of the certificate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+
+class Settings(NamedTuple):
+    """What changes the text of mode "fast", beside the threshold and the router file."""
+
+    kv_cache_strategy: str
+    min_layers: int
+    max_pending: int
+    dtype: str  # of the model
+
+    def differences(self, other: Settings) -> list[str]:
+        """In words, where another one differs."""
+        pairs = zip(self._fields, self, other, strict=True)
+        return [f"{name} {found!r} instead of {own!r}" for name, own, found in pairs if own != found]
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A threshold that was tried: its mean loss, and the p-values of "the mean is above the risk"."""
+
+    threshold: float
+    mean_loss: float
+    hoeffding_bentkus: float
+    betting: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """With `confidence`, the mean loss of mode "fast" at `threshold` is at most `risk` on prompts like those seen.
+
+    Attributes:
+        threshold: score needed to exit, at all checkpoints; None: only "never exit" passed.
+        loss: what was measured against the full model's text, from 0 to 1.
+        prompts, new_tokens: how many were seen, and how far each was continued at most.
+        settings: those it holds for.
+        tested: thresholds in the order of the test; the last failed unless all passed.
+    """
+
+    threshold: float | None
+    risk: float
+    confidence: float
+    loss: str
+    prompts: int
+    new_tokens: int
+    settings: Settings
+    tested: tuple[Tested, ...] = ()
+
+    def summary(self) -> str:
+        """What it says, and a line for every threshold tested."""
+        seen = f"{self.prompts} prompts, up to {self.new_tokens} new tokens, {_listed(self.settings._asdict())}"
+        lines = [self._promise(), f"found on {seen}", "", "threshold  mean loss  Hoeffding-Bentkus    betting  passed"]
+        for row in self.tested:
+            lines.append(
+                f"{row.threshold:9.4g}  {row.mean_loss:9.4f}  {row.hoeffding_bentkus:17.3g}  {row.betting:9.3g}  "
+                f"{'yes' if row.passed else 'no'}"
+            )
+        return "\n".join(lines)
+
+    def _promise(self) -> str:
+        if self.threshold is None:
+            return (
+                f"no threshold keeps the mean {self.loss} loss at or below {self.risk:g} with confidence {self.confidence:g}: "
+                f'mode "fast" would never exit. Use mode "exact".'
+            )
+        return (
+            f"exit_threshold {self.threshold:g}: with confidence {self.confidence:g} the mean {self.loss} loss is at most "
+            f"{self.risk:g}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"settings": self.settings._asdict(), "tested": [asdict(row) for row in self.tested]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Certificate:
+        """What `as_dict` gave."""
+        tested = tuple(Tested(**row) for row in values["tested"])
+        return cls(**{**values, "settings": Settings(**values["settings"]), "tested": tested})
+
+    def wrong(self) -> str | None:
+        """What makes it useless."""
+        shares = {"risk": self.risk, "confidence": self.confidence}
+        if self.threshold is not None:
+            shares["threshold"] = self.threshold
+        for name, value in shares.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                return f"expected a certificate with a {name} from 0 to 1, found {value!r}"
+        return None
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
