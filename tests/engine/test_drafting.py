@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from TIDE.engine.drafting import FIRST_REST, LONGEST_REST, ROUNDS, TRIAL, Drafting, Pace, Seconds
+from TIDE.engine.drafting import FIRST_REST, LONGEST_REST, ROUNDS, TRIAL, Drafting, Pace, Timed
 
 
 def a_pace(step=1.0, exit_=0.1, passes=(1.0, 1.1, 1.2, 1.3, 2.3)) -> Pace:
@@ -82,7 +82,7 @@ def test_one_bad_round_is_no_reason_to_rest():
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=30))
 def test_a_mean_stays_within_what_it_saw(values):
-    mean = Seconds()
+    mean = Timed()
     for value in values:
         mean.add(value)
     assert min(values) * (1 - 1e-9) <= mean.mean <= max(values) * (1 + 1e-9)
@@ -109,7 +109,7 @@ def test_exits_that_seemed_too_slow_are_tried_again_after_a_rest():
 
 
 def test_a_short_time_counts_at_once_and_a_long_one_little():
-    seconds = Seconds()
+    seconds = Timed()
     for value, expected in ((8.0, 8.0), (1.0, 1.0), (100.0, 1.2)):
         seconds.add(value)
         assert seconds.mean == pytest.approx(expected)

@@ -33,7 +33,7 @@ class Running:
         self.mean = value if self.mean is None else self.mean + NEWEST * (value - self.mean)
 
 
-class Seconds(Running):
+class Timed(Running):
     """The machine may look away, but it never runs ahead: long times count for twice the mean at most, short ones at once."""
 
     def add(self, value: float) -> None:
@@ -47,15 +47,15 @@ class Pace:
     """What steps, exits and deep passes take, in seconds."""
 
     def __init__(self) -> None:
-        self.step = Seconds()  # one token, no exit asked
-        self.exit = Seconds()  # up to and with an exit
-        self.passes: dict[int, Seconds] = {}  # what comes after the exits, by tokens
+        self.step = Timed()  # one token, no exit asked
+        self.exit = Timed()  # up to and with an exit
+        self.passes: dict[int, Timed] = {}  # what comes after the exits, by tokens
 
     def saw_pass(self, tokens: int, seconds: float) -> None:
-        self.passes.setdefault(tokens, Seconds()).add(seconds)
+        self.passes.setdefault(tokens, Timed()).add(seconds)
 
     def place(self, tokens: int) -> float:
-        """Seconds that one more token costs in a deep pass that has so many."""
+        """Timed that one more token costs in a deep pass that has so many."""
         known = sorted((n, own.mean) for n, own in self.passes.items() if own.mean is not None)
         for (n, before), (m, after) in pairwise(known):
             if n <= tokens < m:
@@ -72,7 +72,7 @@ class Drafting:
         self.drafts = [0] * rows
         self.gain = Running()  # of asking: a share of a step
         self.gain.mean = FIRST_GAIN
-        self._seconds, self._tokens = [Seconds() for _ in range(rows)], [Running() for _ in range(rows)]
+        self._seconds, self._tokens = [Timed() for _ in range(rows)], [Running() for _ in range(rows)]
         self._rounds = [0] * rows
         self._rest, self._until = [FIRST_REST] * rows, [0] * rows
         self._trials = [TRIAL] * rows
@@ -122,5 +122,5 @@ class Drafting:
     def _take_rest(self, row: int, size: int) -> None:
         self._until[row] = size + self._rest[row]
         self._rest[row] = min(2 * self._rest[row], LONGEST_REST)
-        self._seconds[row], self._tokens[row], self._rounds[row] = Seconds(), Running(), 0
+        self._seconds[row], self._tokens[row], self._rounds[row] = Timed(), Running(), 0
         self._trials[row] = TRIAL

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit, prange
 
 from TIDE.kernels import cpu_ops, cpu_products
-from TIDE.kernels.cpu_ops import _decoder_layer, _linear
+from TIDE.kernels.cpu_ops import _decoder_layer, _linear, _norm, _turn, _write
 from TIDE.kernels.cpu_products import ZERO, _dot, _padded
 from TIDE.kernels.layer import Entry, Layer, Pass
 
@@ -31,7 +31,7 @@ def remember(entry: Entry, deep: np.ndarray) -> np.ndarray:
 def memory_block(
     entry: Entry, layer: Layer, tokens: Pass, shallow: np.ndarray, before: np.ndarray, keys: np.ndarray, values: np.ndarray
 ) -> None:
-    """A memory head for the tokens of a pass: guesses in `tokens.x`, K/V kept. `MemoryHead` says what it computes.
+    """A memory head for the tokens of a pass: the guess for the last one in `tokens.x`, K/V of all kept.
 
     Args:
         shallow: (n, inputs * hidden) states of the tokens; `before`: (n, hidden) those of the tokens before them.
@@ -59,10 +59,25 @@ def _memory_block(entry, layer, tokens, shallow, before, keys, values):  # type:
         for k in range(dim):
             joined[t, width + k] = (joined[t, width + k] - entry.deep_center[k]) / entry.deep_spread[k]
     x[:] = _linear(_padded(joined), entry.fuse, entry.deep_center[:0])[: len(x)]
-    _decoder_layer(layer, tokens, keys, values)
-    for t in range(len(x)):
-        for k in range(dim):
-            x[t, k] = x[t, k] * entry.deep_spread[k] + entry.deep_center[k]
+    last = len(x) - 1
+    if last:
+        _keep(layer, tokens, last, keys, values)
+    newest = Pass(x[last:], tokens.cos[last:], tokens.sin[last:], tokens.rows, tokens.origins, tokens.start + last, 1)
+    _decoder_layer(layer, newest, keys, values)
+    for k in range(dim):
+        x[last, k] = x[last, k] * entry.deep_spread[k] + entry.deep_center[k]
+
+
+@njit(fastmath=True, cache=True)
+def _keep(layer, tokens, count, keys, values):  # type: ignore[no-untyped-def]
+    """K/V of the first tokens of a pass, and nothing else."""
+    h = _padded(tokens.x[:count])
+    _norm(h, h, layer.input_norm, np.float32(layer.eps), np.float32(layer.norm_offset))
+    k, v = _linear(h, layer.k, layer.k_bias), _linear(h, layer.v, layer.v_bias)
+    _turn(k, tokens.cos[:count], tokens.sin[:count], keys.shape[3])
+    first = Pass(tokens.x[:count], tokens.cos[:count], tokens.sin[:count], tokens.rows, tokens.origins, tokens.start, count)
+    _write(k, keys, first)
+    _write(v, values, first)
 
 
 @njit(fastmath=True, cache=True)

@@ -39,14 +39,14 @@ class CompiledHead:
     def feed(
         self, start: int, shallow: torch.Tensor, before: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Guesses (n, hidden) for the tokens of a row from `start` on; their K/V are put into (kv_heads, room, d)."""
+        """The guess (hidden,) for the last of n tokens of a row from `start` on; K/V of all go into (kv_heads, room, d)."""
         stop = start + len(shallow)
         self._turn_up_to(stop)
-        guess = torch.empty(len(shallow), self.head.sizes.hidden_dim)
-        tokens = Pass(guess.numpy(), self._cos[start:stop], self._sin[start:stop], ROW, ROW, start, len(shallow))
+        states = torch.empty(len(shallow), self.head.sizes.hidden_dim)
+        tokens = Pass(states.numpy(), self._cos[start:stop], self._sin[start:stop], ROW, ROW, start, len(shallow))
         kept = keys[None].numpy(), values[None].numpy()
         self.ops.memory_block(self.entry, self.layer, tokens, shallow.numpy(), before.numpy(), *kept)
-        return guess
+        return states[-1]
 
     def _compile(self) -> None:
         """Once, before anybody waits for a token."""

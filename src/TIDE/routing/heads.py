@@ -140,12 +140,24 @@ class MemoryHead(nn.Module):
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(n, q, hidden) -> queries (n, heads, q, d), keys and values (n, kv_heads, q, d), turned to their positions."""
-        sizes = self.sizes
-        qkv = self.qkv(self._gained(x, self.attention_gain))
-        qkv = qkv.view(*x.shape[:2], sizes.heads + 2 * sizes.kv_heads, sizes.head_dim).transpose(1, 2)
-        q, k, v = qkv.split([sizes.heads, sizes.kv_heads, sizes.kv_heads], 1)
+        q, k, v = self._projected(x, self.qkv.weight).split([self.sizes.heads, self.sizes.kv_heads, self.sizes.kv_heads], 1)
         cos, sin = self.angles(positions, q.dtype)
         return _turn(q, cos, sin), _turn(k, cos, sin), v
+
+    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The first part of `project`."""
+        q = self._projected(x, self.qkv.weight[: self.sizes.heads * self.sizes.head_dim])
+        return _turn(q, *self.angles(positions, q.dtype))
+
+    def keys_and_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rest of it."""
+        k, v = self._projected(x, self.qkv.weight[self.sizes.heads * self.sizes.head_dim :]).chunk(2, 1)
+        return _turn(k, *self.angles(positions, k.dtype)), v
+
+    def _projected(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """(n, q, hidden) -> (n, heads, q, d)"""
+        found = F.linear(self._gained(x, self.attention_gain), weight)
+        return found.view(*x.shape[:2], -1, self.sizes.head_dim).transpose(1, 2)
 
     def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The rest of the block: (n, heads, q, d) attention results -> (n, q, hidden)."""

@@ -81,28 +81,29 @@ class HeadMemory:
             self._fresh[row].clear()
 
     def _feed(self, rows: list[int], spans: list[range]) -> torch.Tensor:
-        """Take spans of positions through the head; (n, hidden) at their ends."""
+        """Take spans of positions into the head; (n, hidden) guesses at their ends. The others only leave K/V: what comes
+        after them has true memories."""
         if self.compiled is not None and max(map(len, spans)) <= MOST_TOKENS:
-            found = [self._through_compiled(self.compiled, row, span) for row, span in zip(rows, spans, strict=True)]
+            guesses = torch.stack([self._through_compiled(self.compiled, *one) for one in zip(rows, spans, strict=True)])
         else:
-            found = self._through(rows, spans)
-        for row, span, guesses in zip(rows, spans, found, strict=True):
-            first = max(span.start, self.known[row])  # true memories stay
-            if first < span.stop:
-                self._before[row, first : span.stop] = guesses[first - span.start : len(span)]
-        return torch.stack([guesses[len(span) - 1] for span, guesses in zip(spans, found, strict=True)])
+            guesses = self._through(rows, spans)
+        for row, span, guess in zip(rows, spans, guesses, strict=True):
+            if span[-1] >= self.known[row]:
+                self._before[row, span[-1]] = guess
+        return guesses
 
-    def _through(self, rows: list[int], spans: list[range]) -> list[torch.Tensor]:
-        """Guesses for spans in one pass, shorter ones padded with their last position; K/V are kept."""
+    def _through(self, rows: list[int], spans: list[range]) -> torch.Tensor:
+        """Spans in one pass, shorter ones padded with their last position."""
         device, width = self._shallow.device, max(map(len, spans))
         where = torch.tensor(rows, device=device)[:, None]
         at = torch.tensor([[min(span.start + i, span[-1]) for i in range(width)] for span in spans], device=device)
         before = self._before[where, (at - 1).clamp(min=0)] * (at > 0)[..., None]
         x = self.head.enter(self._shallow[where, at], before)
-        q, k, v = self.head.project(x, at)
+        k, v = self.head.keys_and_values(x, at)
         self._keys[where, :, at] = k.transpose(1, 2)
         self._values[where, :, at] = v.transpose(1, 2)
-        return list(self.head.leave(x, self._attend(q, where[:, 0], at)))
+        x, at = x[:, -1:], at[:, -1:]  # padding repeats the last position
+        return self.head.leave(x, self._attend(self.head.queries(x, at), where[:, 0], at))[:, 0]
 
     def _through_compiled(self, compiled: CompiledHead, row: int, span: range) -> torch.Tensor:
         """The same for one row, by compiled code."""
