@@ -39,6 +39,13 @@ class Where(Everyone):
         return torch.tensor([float(self.rule(candidates.depth, row, position)) for row, position in asked])
 
 
+class ByState(Everyone):
+    """Leaves by the sign of a coordinate of the state: the same for a token wherever it is computed."""
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        return (candidates.states[:, 0] > 0).float()
+
+
 class Knowing(Everyone):
     """Leaves at random and predicts from known texts, right or wrong at random: drafts of every length are
     accepted and rejected at every depth."""

@@ -12,6 +12,7 @@ from TIDE import TIDEConfig
 def test_defaults_are_exact_and_leave_the_rest_to_calibration():
     config = TIDEConfig()
     assert (config.mode, config.kv_cache_strategy, config.compaction_threshold) == ("exact", "exact", 0.25)
+    assert config.max_exit_share == 0.9
     assert config.exit_threshold is config.min_layers is config.max_pending is None
     assert (config.checkpoint_interval, config.calibration_samples, config.calibration_dataset) == (4, 2000, "self")
     assert (config.label, config.convergence_threshold) == ("agreement", 0.98)
@@ -22,6 +23,7 @@ def test_reference_has_the_values_of_the_original():
     config = TIDEConfig.reference()
     assert (config.mode, config.exit_threshold, config.min_layers) == ("fast", 0.85, 8)
     assert (config.kv_cache_strategy, config.compaction_threshold) == ("zero_pad", 0.25)
+    assert config.max_exit_share == 1.0
     assert (config.checkpoint_interval, config.calibration_samples, config.calibration_dataset) == (4, 2000, "wikitext")
     assert (config.label, config.convergence_threshold) == ("cosine", 0.98)
     assert (config.router_bottleneck_dim, config.exit_strategy) == (128, "identity")
@@ -56,6 +58,8 @@ def test_it_cannot_be_changed():
         ("exit_strategy", "head", r"exit_strategy must be one of \['identity', 'lens', 'memory'\], found 'head'"),
         ("max_pending", 0, "max_pending must be a whole number of at least 1"),
         ("max_pending", True, "max_pending must be a whole number"),
+        ("max_exit_share", 1.1, "max_exit_share must be a number from 0 to 1, found 1.1"),
+        ("max_exit_share", None, "max_exit_share must be a number"),
     ],
 )
 def test_values_out_of_range_are_refused(field, value, message):
@@ -85,6 +89,7 @@ def test_what_is_saved_is_loaded(tmp_path, name):
         kv_cache_strategy="propagate",
         compaction_threshold=0.5,
         max_pending=6,
+        max_exit_share=0.5,
     )
     assert not [field.name for field in dataclasses.fields(config) if getattr(config, field.name) == field.default]
     config.save(tmp_path / name)

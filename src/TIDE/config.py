@@ -43,6 +43,8 @@ class TIDEConfig:
         compaction_threshold: in a batch, if at most this share of the rows needs the deeper layers, only
             those run; otherwise every row with pending tokens rides along.
         max_pending: exits in a row before a token has to go through all layers.
+        max_exit_share: mode "fast": at most this share, in [0, 1], of a row's new tokens leaves early, at every place of
+            the text; a token that would be too many goes through all layers. 1.0: no bound.
     """
 
     mode: str = "exact"
@@ -58,6 +60,7 @@ class TIDEConfig:
     kv_cache_strategy: str = "exact"
     compaction_threshold: float = 0.25
     max_pending: int | None = None
+    max_exit_share: float = 0.9
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODES)
@@ -67,6 +70,7 @@ class TIDEConfig:
         _share("exit_threshold", self.exit_threshold, optional=True)
         _share("convergence_threshold", self.convergence_threshold, optional=False)
         _share("compaction_threshold", self.compaction_threshold, optional=False)
+        _share("max_exit_share", self.max_exit_share, optional=False)
         _at_least("min_layers", self.min_layers, 0, optional=True)
         _at_least("checkpoint_interval", self.checkpoint_interval, 1, optional=False)
         _at_least("calibration_samples", self.calibration_samples, 20, optional=False)
@@ -99,6 +103,7 @@ class TIDEConfig:
             exit_strategy="identity",
             kv_cache_strategy="zero_pad",
             compaction_threshold=0.25,
+            max_exit_share=1.0,
         )
 
     def save(self, path: str | Path) -> None:

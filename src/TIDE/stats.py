@@ -1,18 +1,80 @@
-"""What one request did: how deep its tokens went, what was drafted, and how many layers really ran.
+"""What requests did: how deep tokens went, what was drafted and taken back, how many layers really ran, and the time it took.
 
 A token counts as exited where its final value was decided. Layers are counted when they run, prompt,
-catch-up and batch padding included: `layers_run` is work, not an estimate of it.
+catch-up and batch padding included: `layers_run` is work, not an estimate of it. Seconds are measured where they pass.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+
+
+@dataclass
+class Seconds:
+    """Wall-clock seconds of a request and of its parts, by the clock of the host.
+
+    On a GPU the host hands out work and waits only where it needs a result, so a part shows where the host waited, not where
+    the device worked. The whole is right all the same: every token has been waited for.
+
+    Attributes:
+        prompt: the first step, which takes the prompts through all layers and chooses the first tokens.
+        shallow: segments before the last one.
+        exits: asking the exit policy and emitting what leaves, K/V filled in for skipped layers included.
+        deep: the last segment.
+        choosing: verifying drafts, or choosing from the full model's logits.
+        whole: from the call to the last token; a little more than the parts, which leave out what lies between them. The time
+            that a streamer or the reader of a stream takes is not in it.
+    """
+
+    prompt: float = 0.0
+    shallow: float = 0.0
+    exits: float = 0.0
+    deep: float = 0.0
+    choosing: float = 0.0
+    whole: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """What runs in here is part of the whole, also if it fails."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.whole += time.perf_counter() - began
+
+    def summary(self) -> str:
+        parts = ", ".join(f"{part.name} {getattr(self, part.name):.3f}" for part in fields(self) if part.name != "whole")
+        return f"{self.whole:.3f} ({parts})"
+
+
+class Clock:
+    """Gives the time that passes to the parts of a request: each lap to the part that has just run."""
+
+    def __init__(self, seconds: Seconds) -> None:
+        self.seconds = seconds
+        self.start()
+
+    def start(self, instead: str | None = None) -> None:
+        """Begin a lap; until the next start all laps belong to the part `instead`, if one is named."""
+        self._instead = instead
+        self._began = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        now, part = time.perf_counter(), self._instead or part
+        setattr(self.seconds, part, getattr(self.seconds, part) + now - self._began)
+        self._began = now
 
 
 @dataclass
 class ExitStats:
-    """Counts of one request.
+    """Counts of one request, or the sum of several.
 
     Attributes:
         num_layers: layers of the model.
@@ -20,8 +82,13 @@ class ExitStats:
         exits_per_layer: last layer run (0-based) -> tokens decided there; -1 is an exit before the first layer.
         remaining_tokens: tokens that were decided after all layers.
         layers_run: (layer, token) pairs computed in full.
-        drafted: predictions taken from an exit.
-        accepted: those of them that stayed in the text.
+        drafted_by_step: step -> predictions taken from an exit. Step 1 is the first exit of a row after a token that the full
+            model decided or verified, step 2 the exit after that, and so on.
+        accepted_by_step: those of them that stayed in the text; in mode "fast" all do.
+        catch_ups: passes through the last segment in which a row took more than one token, its prompt not counted.
+        rollbacks: verifications of a row that threw drafts away.
+        rolled_back: drafts that were thrown away, also those behind the one that was wrong.
+        seconds: where the time went.
     """
 
     num_layers: int
@@ -29,21 +96,50 @@ class ExitStats:
     exits_per_layer: Counter[int] = field(default_factory=Counter)
     remaining_tokens: int = 0
     layers_run: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    drafted_by_step: Counter[int] = field(default_factory=Counter)
+    accepted_by_step: Counter[int] = field(default_factory=Counter)
+    catch_ups: int = 0
+    rollbacks: int = 0
+    rolled_back: int = 0
+    seconds: Seconds = field(default_factory=Seconds)
 
-    def count_token(self, depth: int) -> None:
-        """One token of the text was decided after `depth` layers."""
+    def count_token(self, depth: int, step: int = 1) -> None:
+        """One token of the text was decided after `depth` layers; at an exit, the one of so many in a row."""
         self.total_tokens += 1
         if depth < self.num_layers:
             self.exits_per_layer[depth - 1] += 1
-            self.accepted += 1
+            self.accepted_by_step[step] += 1
         else:
             self.remaining_tokens += 1
 
+    def __add__(self, other: ExitStats) -> ExitStats:
+        """Both together; they must be of models of the same depth."""
+        if self.num_layers != other.num_layers:
+            raise ValueError(
+                f"stats of models of the same depth can be added, found {self.num_layers} and {other.num_layers} layers. "
+                f"Keep a sum for each model."
+            )
+        counted = {own.name: getattr(self, own.name) + getattr(other, own.name) for own in fields(self)}
+        return ExitStats(**{**counted, "num_layers": self.num_layers})
+
+    @property
+    def drafted(self) -> int:
+        """Predictions taken from an exit."""
+        return self.drafted_by_step.total()
+
+    @property
+    def accepted(self) -> int:
+        """Those of them that stayed in the text."""
+        return self.accepted_by_step.total()
+
+    @property
+    def acceptance_by_step(self) -> dict[int, float]:
+        """Step -> share of the drafts made there that stayed in the text."""
+        return {step: self.accepted_by_step[step] / count for step, count in sorted(self.drafted_by_step.items())}
+
     @property
     def exited_tokens(self) -> int:
-        return sum(self.exits_per_layer.values())
+        return self.exits_per_layer.total()
 
     @property
     def exit_rate(self) -> float:
@@ -58,11 +154,24 @@ class ExitStats:
         exited = sum((layer + 1) * count for layer, count in self.exits_per_layer.items())
         return (exited + self.num_layers * self.remaining_tokens) / self.total_tokens
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens by the seconds of the whole, prompt included."""
+        return self.total_tokens / self.seconds.whole if self.seconds.whole else 0.0
+
     def summary(self) -> str:
-        """A line for the whole and one for each layer where tokens left."""
+        """A line for the whole, one for each layer where tokens left, then drafts, rollbacks and time where there were any."""
         lines = [f"Total tokens: {self.total_tokens}, Exited: {self.exited_tokens} ({self.exit_rate:.1%})"]
         for layer, count in sorted(self.exits_per_layer.items()):
             where = f"Layer {layer}" if layer >= 0 else "Before layer 0"
             lines.append(f"  {where}: {count} exits ({count / self.total_tokens:.1%})")
         lines.append(f"  Ran all layers: {self.remaining_tokens}")
+        if self.total_tokens:
+            lines.append(f"  Mean depth: {self.mean_depth:.1f} of {self.num_layers} layers")
+        if self.drafted:
+            steps = ", ".join(f"{share:.1%}" for share in self.acceptance_by_step.values())
+            lines.append(f"  Drafted: {self.drafted}, accepted: {self.accepted} (by step: {steps})")
+            lines.append(f"  Catch-ups: {self.catch_ups}, rollbacks: {self.rollbacks} of {self.rolled_back} tokens")
+        if self.seconds.whole:
+            lines.append(f"  Seconds: {self.seconds.summary()}, {self.tokens_per_second:.1f} tokens/s")
         return "\n".join(lines)

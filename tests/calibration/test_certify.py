@@ -19,7 +19,7 @@ from TIDE.routing.router_file import RouterFile, add_certificate
 
 GRID = (0.99, 0.9, 0.5, 0.2)
 LENIENT = dict(risk=0.2, confidence=0.8, new_tokens=8)  # 11 prompts are enough
-SETTINGS = Settings("exact", 0, 5, "float32")
+SETTINGS = Settings("exact", 0, 5, 0.9, "float32")
 HELD = Certificate(0.65, 0.05, 0.95, "rouge_l", 100, 64, SETTINGS)
 
 
@@ -69,7 +69,7 @@ def test_the_settings_are_the_engines_own(llama, asked):
     config = TIDEConfig(mode="fast", kv_cache_strategy="zero_pad", max_pending=2, min_layers=1, exit_threshold=0.1)
     with TIDE.TIDE(llama, Sure(0, 1), config) as engine:
         found = TIDE.certify(engine, asked, thresholds=(0.5,), **LENIENT)
-    assert found.settings == Settings("zero_pad", 1, 2, "float32")
+    assert found.settings == Settings("zero_pad", 1, 2, 0.9, "float32")
     expected = real_losses(
         llama, Sure(0, 1), asked, "rouge_l", kv_cache_strategy="zero_pad", max_pending=2, min_layers=1, exit_threshold=0.5
     )

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from families import VOCAB, build
-from policies import Everyone, Knowing, Nobody, texts_of
+from policies import ByState, Everyone, Knowing, Nobody, texts_of
 from TIDE import TIDE, TIDEConfig
 
 NEW = 12
@@ -148,13 +148,6 @@ def test_a_row_in_a_batch_is_the_row_alone_in_fast_mode(prompts, strategy):
         own = ids[row][mask[row].bool()][None]
         alone, _ = run(own, torch.ones_like(own))
         assert together[row, int((mask[row] == 0).sum()) :].tolist() == alone[0].tolist()
-
-
-class ByState(Everyone):
-    """Leaves by the sign of a coordinate of the state: the same for a token wherever it is computed."""
-
-    def score(self, candidates):
-        return (candidates.states[:, 0] > 0).float()
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2", "gemma4-shared"])

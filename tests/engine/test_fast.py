@@ -8,10 +8,11 @@ from transformers import DynamicCache
 
 from decoding import decode
 from families import LAYERS, build
-from policies import Everyone, Where
+from policies import ByState, Everyone, Where
 from TIDE import TIDE, TIDEConfig
 from TIDE.adapters.probe import Store, layer_stores
 
+NEW = 24
 OPTIONS = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
 EXIT = 2
 
@@ -134,3 +135,66 @@ def test_exits_of_shared_kv_layers_lose_nothing():
         with TIDE(model, policy, TIDEConfig(mode="fast", kv_cache_strategy=strategy)) as engine:
             texts[strategy] = engine.generate(ids, max_new_tokens=12, **OPTIONS).tolist()
     assert texts["exact"] == texts["propagate"] == texts["zero_pad"]
+
+
+class Noting(Everyone):
+    """Notes which tokens left: (row, number of the new token, from 1)."""
+
+    def __init__(self, prompt: int, *checkpoints: int) -> None:
+        super().__init__(*checkpoints)
+        self.prompt, self.left = prompt, set()
+
+    def predict(self, candidates, head):
+        self.left |= {(row, at - self.prompt + 2) for row, at in zip(candidates.rows, candidates.positions, strict=True)}
+        return super().predict(candidates, head)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.29, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("strategy", ["exact", "zero_pad"])
+def test_exits_stay_within_their_share_at_every_place_and_use_it_up(llama, share, strategy):
+    """No rounding in favour of exits: at no place are they more than the share, and a token ran all layers only if needed."""
+    ids = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(0))
+    policy = Noting(7, 1, 3)
+    config = TIDEConfig(mode="fast", kv_cache_strategy=strategy, max_pending=100, max_exit_share=share)
+    with TIDE(llama, policy, config) as engine:
+        engine.generate(ids, max_new_tokens=NEW, **OPTIONS)
+        assert engine.last_stats.exited_tokens == len(policy.left)
+    for row in range(2):
+        exits = 0
+        for place in range(2, NEW + 1):  # the first token comes with the prompt
+            one_more_fits = exits + 1 <= share * place + 1e-9
+            assert ((row, place) in policy.left) == one_more_fits
+            exits += one_more_fits
+            assert exits / place <= share + 1e-9
+    assert len(policy.left) == {0.0: 0, 0.29: 2 * 6, 0.5: 2 * 12, 0.9: 2 * 21, 1.0: 2 * 23}[share]
+
+
+def test_the_default_share_lets_no_text_be_exits_only(llama, ids):
+    with TIDE(llama, Everyone(1), TIDEConfig(mode="fast", max_pending=100)) as engine:
+        engine.generate(ids, max_new_tokens=40, **OPTIONS)
+        assert engine.last_stats.exited_tokens == 36
+
+
+def test_the_share_of_a_row_is_its_own(llama, prompts):
+    ids, mask = prompts
+    config = TIDEConfig(mode="fast", max_pending=100, max_exit_share=0.4)
+
+    def run(ids, mask):
+        with TIDE(llama, ByState(1, 3), config) as engine:
+            text = engine.generate(ids, attention_mask=mask, max_new_tokens=NEW, **OPTIONS)
+            return text[:, ids.shape[1] :].tolist(), engine.last_stats.exited_tokens
+
+    together, exits = run(ids, mask)
+    alone = [run(row[keep.bool()][None], None) for row, keep in zip(ids, mask, strict=True)]
+    assert together == [text[0] for text, _ in alone]
+    assert exits == sum(own for _, own in alone)
+    assert max(own for _, own in alone) == 9  # 0.4 of 24: the bound was reached
+
+
+def test_the_share_is_nothing_to_mode_exact(llama, ids):
+    runs = []
+    for share in (0.0, 1.0):
+        with TIDE(llama, Everyone(1), TIDEConfig(max_exit_share=share)) as engine:
+            engine.generate(ids, max_new_tokens=12, **OPTIONS)
+            runs.append(engine.last_stats.drafted)
+    assert runs[0] == runs[1] > 0

@@ -32,6 +32,14 @@ def test_llama_like_families_are_fused_and_write_what_the_model_writes(name, pro
         assert torch.equal(written(engine, prompts), expected)
 
 
+def test_a_vocabulary_may_be_tiny():
+    model, ids = build("llama", vocab_size=4), torch.tensor([[1, 3, 1]])
+    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with TIDE.TIDE(model) as engine:
+        assert engine.window.fused is not None
+        assert torch.equal(engine.generate(ids, **options), model.generate(ids, **options))
+
+
 def test_the_table_is_covered():
     assert {type(build(name).get_decoder().layers[0]).__name__ for name in FUSED} == LLAMA_LIKE
 

@@ -59,7 +59,7 @@ def test_stats_say_what_hooks_count_in_exact_mode(llama, rows):
 def test_an_exit_at_a_depth_costs_that_many_layers(llama, ids, depth):
     """Until it is caught up: here never, since every later token leaves too."""
     counted = Count(llama)
-    with TIDE(llama, Everyone(depth), TIDEConfig(mode="fast", max_pending=100)) as engine:
+    with TIDE(llama, Everyone(depth), TIDEConfig(mode="fast", max_pending=100, max_exit_share=1.0)) as engine:
         engine.generate(ids, **options())
     assert counted.pairs == LAYERS * PROMPT + depth * (NEW - 1)
     assert engine.last_stats.exits_per_layer == {depth - 1: NEW - 1}
@@ -120,7 +120,8 @@ def test_compaction_decides_whether_rows_ride_along(llama):
     policy = Where(lambda depth, row, position: row != 0, 1)
     runs = {}
     for threshold in (0.25, 0.2):
-        with TIDE(llama, policy, TIDEConfig(mode="fast", compaction_threshold=threshold, max_pending=100)) as engine:
+        config = TIDEConfig(mode="fast", compaction_threshold=threshold, max_pending=100, max_exit_share=1.0)
+        with TIDE(llama, policy, config) as engine:
             runs[threshold] = engine.generate(ids, **options()), engine.last_stats.layers_run
     assert torch.equal(runs[0.25][0], runs[0.2][0])
     prefill = 4 * PROMPT * LAYERS

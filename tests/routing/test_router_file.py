@@ -166,7 +166,7 @@ def edited(change=None, tensors=None) -> storage.Stored:
 
 
 def certificate(threshold) -> dict:
-    return Certificate(threshold, 0.05, 0.95, "rouge_l", 100, 64, Settings("exact", 0, 5, "float32")).as_dict()
+    return Certificate(threshold, 0.05, 0.95, "rouge_l", 100, 64, Settings("exact", 0, 5, 0.9, "float32")).as_dict()
 
 
 DAMAGED = {

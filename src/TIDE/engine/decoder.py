@@ -21,7 +21,7 @@ from TIDE.engine.sampling import Chooser, Draft
 from TIDE.engine.segments import Segments
 from TIDE.engine.verify import Verifier
 from TIDE.routing.policy import Candidates, ExitPolicy
-from TIDE.stats import ExitStats
+from TIDE.stats import Clock, ExitStats
 
 
 class Decoder:
@@ -36,18 +36,20 @@ class Decoder:
         chooser: Chooser,
         capacity: int,
         pace: Pace | None = None,
+        stats: ExitStats | None = None,
     ) -> None:
         self.window = window
         self.plan = plan
         self.policy = None if policy is None else policy.start(len(batch), window.head)
         self.batch = batch
         self.chooser = chooser
-        self.stats = ExitStats(window.num_layers)
+        self.stats = stats or ExitStats(window.num_layers)
+        self.clock = Clock(self.stats.seconds)
         self.segments = Segments(window, plan, batch, capacity, self.stats, self.policy)
         self.verifier = Verifier(batch, chooser, self.segments, self.stats)
         self.exits_in_a_row = [0] * len(batch)
+        self.exits = [0] * len(batch)
         self.drafting = Drafting(len(batch), pace or Pace()) if plan.weighs else None
-        self.round_began = [0.0] * len(batch)
         self.asked_before = False  # the first exit after a pause has to catch up with the text and says nothing about others
 
     def run(self) -> Iterator[None]:
@@ -57,6 +59,7 @@ class Decoder:
             yield
 
     def step(self) -> None:
+        self.clock.start(instead="prompt" if self.batch.size == self.batch.prompt else None)
         with self.window.grad_off():
             self._step(self.batch.unfinished())
 
@@ -66,10 +69,12 @@ class Decoder:
         deciding, asked = list(going), False
         for segment in range(self.segments.last):
             self.segments.run(segment, self._counts(segment, going))
+            self.clock.lap("shallow")
             candidates = [row for row in deciding if self._may_leave(row)]
             asked |= bool(candidates)
             leaving = self._ask(segment + 1, candidates)
             going, deciding = self._leave(segment + 1, leaving, going, deciding)
+            self.clock.lap("exits")
             if not going:
                 break
         if asked and self.asked_before and self.drafting is not None:
@@ -85,10 +90,11 @@ class Decoder:
 
     def _may_leave(self, row: int) -> bool:
         size, switch = self.batch.size[row], self.window.rope.switches_at
-        prefilled = size > self.batch.prompt[row]
+        new_tokens = size - self.batch.prompt[row]
         same_rope = switch is None or size < switch
         allowed = row not in self.verifier.closed and self.exits_in_a_row[row] < self.plan.max_pending
-        return prefilled and same_rope and allowed and (self.drafting is None or self.drafting.may_ask(row, size))
+        allowed = allowed and self.plan.within_share(self.exits[row], new_tokens)
+        return new_tokens > 0 and same_rope and allowed and (self.drafting is None or self.drafting.may_ask(row, size))
 
     def _start_over_where_rope_switches(self, rows: list[int]) -> None:
         switch, starts_over = self.window.rope
@@ -140,9 +146,10 @@ class Decoder:
         assert self.policy is not None
         logits = self.policy.predict(leaving, self.window.head)
         drafts = self.chooser.draft(leaving.rows, logits, leaving.depth)
-        self.stats.drafted += len(drafts)
         for row in leaving.rows:
+            self.exits[row] += 1
             self.exits_in_a_row[row] += 1
+            self.stats.drafted_by_step[self.exits_in_a_row[row]] += 1
         if self.plan.exact:
             self.verifier.add(leaving.rows, drafts)
             return
@@ -161,13 +168,16 @@ class Decoder:
             wanted = {row: self.batch.final[row] - 1 for row in going}
         else:
             wanted = {row: self.segments.length(last, row) + counts[row] - 1 for row in going}
+        self.stats.catch_ups += any(self._beyond_prompt(row, count) > 1 for row, count in counts.items())
         logits = self.segments.run(last, counts, wanted)
+        self.clock.lap("deep")
         if self.plan.exact:
             self.verifier.verify(logits)
         else:
             self._decide(deciding, logits)
         for row in going:
             self.segments.settle(row)
+        self.clock.lap("choosing")
         for row in deciding:
             self.exits_in_a_row[row] = 0
         if self.drafting is not None:
@@ -175,20 +185,23 @@ class Decoder:
                 self.drafting, {row: self.batch.final[row] - final[row] for row in going}, counts, began, deep_began, asked
             )
 
+    def _beyond_prompt(self, row: int, count: int) -> int:
+        """How many of the next `count` tokens of a row in the last segment are not of its prompt."""
+        start = self.segments.length(self.segments.last, row)
+        return start + count - max(start, self.batch.prompt[row])
+
     def _note(
         self, drafting: Drafting, gained: dict[int, int], counts: dict[int, int], began: float, deep_began: float, asked: bool
     ) -> None:
         """Keep what a round brought and what it took; prompts are none."""
         now, tokens = time.perf_counter(), max(counts.values())
-        is_prompt = tokens > self.plan.max_pending + 1
-        if not is_prompt:
-            drafting.pace.saw_pass(tokens, now - deep_began)
-            if tokens == 1 and not asked:
-                drafting.pace.step.add(now - began)
+        if tokens > self.plan.max_pending + 1:
+            return
+        drafting.pace.saw_pass(tokens, now - deep_began)
+        if tokens == 1 and not asked:
+            drafting.pace.step.add(now - began)
         for row, count in gained.items():
-            if not is_prompt:
-                drafting.verified(row, self.batch.size[row], count, now - self.round_began[row])
-            self.round_began[row] = now
+            drafting.verified(row, self.batch.size[row], count)
 
     def _decide(self, rows: list[int], logits: dict[int, torch.Tensor]) -> None:
         """The newest tokens that did not exit are decided by the full model."""
@@ -200,6 +213,6 @@ class Decoder:
         for row, token in zip(rows, tokens, strict=True):
             self.batch.append(row, token.token)
             self.batch.final[row] = self.batch.size[row]
-            self.stats.count_token(token.depth)
+            self.stats.count_token(token.depth, self.exits_in_a_row[row])
         for row in self.batch.stops(rows):
             self.batch.finished[row] = True

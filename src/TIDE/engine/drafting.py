@@ -7,8 +7,8 @@ the probability that a draft stands, and P that all before it in the row do:
     ask once more      if  P · what asking usually gains at P = 1  >  exit
 
 Seconds are those of the passes just run, on this machine; nothing is assumed about it. And whatever the scores say, a row
-whose rounds gave fewer tokens a second than full steps would have rests for a while, longer each time. So does one whose exits
-take too long; then it tries again, for a machine that was busy may be idle now.
+keeps a balance of what drafting won and cost; one that lost a few steps rests for a while, longer each time. So does one whose
+exits take too long; then it tries again, for a machine that was busy may be idle now.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEWEST = 0.2  # weight of the newest measurement
 FIRST_GAIN = 0.5  # before any score was seen
 FIRST_REST, LONGEST_REST = 16, 256  # tokens
 TRIAL = 2  # times an exit is asked after a rest: the first has to catch up with the text and is not timed
-ROUNDS = 4  # that are seen before a row rests
+ALLOWANCE, MOST_CREDIT = 2.0, 2.0  # steps a row may lose before it rests, and those of its gains that are remembered
 GUESS = 0.1  # of a full step: what a place costs before it was measured
 
 
@@ -54,6 +54,13 @@ class Pace:
     def saw_pass(self, tokens: int, seconds: float) -> None:
         self.passes.setdefault(tokens, Timed()).add(seconds)
 
+    def round(self, exits: int, tokens: int) -> float | None:
+        """Seconds of a round that asked so many exits and took so many tokens through the deep pass, if they are known."""
+        deep = self.passes.get(tokens)
+        if deep is None or deep.mean is None or (exits and self.exit.mean is None):
+            return None
+        return deep.mean + exits * (self.exit.mean or 0.0)
+
     def place(self, tokens: int) -> float:
         """Timed that one more token costs in a deep pass that has so many."""
         known = sorted((n, own.mean) for n, own in self.passes.items() if own.mean is not None)
@@ -70,10 +77,10 @@ class Drafting:
         self.pace = pace
         self.odds = [1.0] * rows  # that all drafts of the row stand
         self.drafts = [0] * rows
+        self.asked = [0] * rows  # exits in this round
         self.gain = Running()  # of asking: a share of a step
         self.gain.mean = FIRST_GAIN
-        self._seconds, self._tokens = [Timed() for _ in range(rows)], [Running() for _ in range(rows)]
-        self._rounds = [0] * rows
+        self._balance = [0.0] * rows  # steps won by drafting, less those it cost
         self._rest, self._until = [FIRST_REST] * rows, [0] * rows
         self._trials = [TRIAL] * rows
 
@@ -98,6 +105,7 @@ class Drafting:
         step = self.pace.step.mean
         assert step is not None
         place = self.pace.place(1 + self.drafts[row])
+        self.asked[row] += 1
         self.gain.add(max(0.0, score - place / step))
         if self.odds[row] * score * step <= place:
             return False
@@ -105,22 +113,18 @@ class Drafting:
         self.drafts[row] += 1
         return True
 
-    def verified(self, row: int, size: int, tokens: int, seconds: float) -> None:
-        """A round of a row is over: it gave `tokens` in `seconds`, and the row has `size` now."""
-        self.odds[row], self.drafts[row] = 1.0, 0
-        own_seconds, own_tokens, step = self._seconds[row], self._tokens[row], self.pace.step.mean
-        own_seconds.add(seconds)
-        own_tokens.add(tokens)
-        self._rounds[row] += 1
-        if step is None or own_seconds.mean is None or own_tokens.mean is None or self._rounds[row] < ROUNDS:
-            return
-        if own_seconds.mean > own_tokens.mean * step:
-            self._take_rest(row, size)
-        elif tokens > 1:
-            self._rest[row] = FIRST_REST
+    def verified(self, row: int, size: int, tokens: int) -> None:
+        """A round of a row is over: it gave `tokens`, and the row has `size` now."""
+        step, spent = self.pace.step.mean, self.pace.round(self.asked[row], 1 + self.drafts[row])
+        if self.asked[row] and step is not None and spent is not None:
+            self._balance[row] = min(self._balance[row] + tokens - spent / step, MOST_CREDIT)
+            if self._balance[row] < -ALLOWANCE:
+                self._take_rest(row, size)
+            elif self._balance[row] == MOST_CREDIT:
+                self._rest[row] = FIRST_REST
+        self.odds[row], self.drafts[row], self.asked[row] = 1.0, 0, 0
 
     def _take_rest(self, row: int, size: int) -> None:
         self._until[row] = size + self._rest[row]
         self._rest[row] = min(2 * self._rest[row], LONGEST_REST)
-        self._seconds[row], self._tokens[row], self._rounds[row] = Timed(), Running(), 0
-        self._trials[row] = TRIAL
+        self._balance[row], self._trials[row] = 0.0, TRIAL

@@ -10,6 +10,7 @@ call has its own rows, cache and counts, so an error or an interruption leaves n
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,6 +78,13 @@ class TIDE:
             raise
         self.pace = Pace()
         self.last_stats = ExitStats(self.window.num_layers)
+        self._over = ExitStats(self.window.num_layers)  # of all requests that are over
+        self._going: dict[int, ExitStats] = {}  # of those that are not, by id
+
+    @property
+    def total_stats(self) -> ExitStats:
+        """Counts of all requests so far, those included that are going on or were broken off."""
+        return sum(self._going.values(), start=self._over)
 
     def generate(
         self,
@@ -96,8 +104,9 @@ class TIDE:
         Returns:
             (rows, tokens) prompts and continuations.
         """
+        began = time.perf_counter()
         request = self._prepare(input_ids, generation_config, options)
-        decoder = self._decoder(request)
+        decoder = self._decoder(request, began)
         if streamer is not None:
             streamer.put(request.ids.cpu())
         for column in self._columns(decoder, request):
@@ -111,12 +120,13 @@ class TIDE:
         self, input_ids: torch.Tensor, *, generation_config: GenerationConfig | None = None, **options: Any
     ) -> Iterator[int]:
         """Yield the new tokens of one prompt as they become final. Takes what `generate` takes."""
+        began = time.perf_counter()
         request = self._prepare(input_ids, generation_config, options)
         if len(request.ids) != 1:
             raise ValueError(
                 f"stream takes one prompt, found {len(request.ids)}. Use generate(..., streamer=...) or one stream per prompt."
             )
-        return (int(column) for column in self._columns(self._decoder(request), request))
+        return (int(column) for column in self._columns(self._decoder(request, began), request))
 
     def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """(rows, tokens, vocabulary) logits of every position; in mode "fast", the exit's where a token exits.
@@ -127,8 +137,9 @@ class TIDE:
         ids = check_ids(self.model, input_ids)
         padding = left_padding(attention_mask, ids)
         check_context(self.model, [ids.shape[1] - pad for pad in padding], room_for=0)
-        logits, self.last_stats = forward(self.window, self.plan, self.policy, ids, padding)
-        return logits
+        stats = self.last_stats = ExitStats(self.window.num_layers)
+        with self._counted(stats), stats.seconds.measured():
+            return forward(self.window, self.plan, self.policy, ids, padding, stats)
 
     @contextmanager
     def using(self, config: TIDEConfig, exits: bool = True) -> Iterator[None]:
@@ -175,17 +186,38 @@ class TIDE:
         if self.window.fused is not None and not still_fused(self.window):
             self.window.fused = None
 
-    def _decoder(self, request: Request) -> Decoder:
+    def _decoder(self, request: Request, began: float) -> Decoder:
         batch = Batch(request.ids, request.padding, request.criteria, context_limit(self.model))
         chooser = Chooser(request.processors, request.config.do_sample, batch)
         wanted = request.config.max_length or request.ids.shape[1]
         capacity = min(wanted, request.ids.shape[1] + FIRST_ROOM) + self.plan.max_pending
         decoder = Decoder(self.window, self.plan, self.policy, batch, chooser, capacity, self.pace)
         self.last_stats = decoder.stats
+        self.last_stats.seconds.whole = time.perf_counter() - began
         return decoder
 
+    @contextmanager
+    def _counted(self, stats: ExitStats) -> Iterator[None]:
+        """A request is part of `total_stats` from its first step on, however it ends."""
+        self._going[id(stats)] = stats
+        try:
+            yield
+        finally:
+            del self._going[id(stats)]
+            self._over += stats
+
     def _columns(self, decoder: Decoder, request: Request) -> Iterator[torch.Tensor]:
-        """The columns of new tokens, each as soon as it is final in every row."""
+        """The columns of new tokens, each as soon as it is final in every row. What happens between them is not timed."""
+        columns = self._final_columns(decoder, request)
+        with self._counted(decoder.stats):
+            while True:
+                with decoder.stats.seconds.measured():
+                    column = next(columns, None)
+                if column is None:
+                    return
+                yield column
+
+    def _final_columns(self, decoder: Decoder, request: Request) -> Iterator[torch.Tensor]:
         batch, shown = decoder.batch, request.ids.shape[1]
         for _ in decoder.run():
             for column in range(shown, batch.final_columns()):

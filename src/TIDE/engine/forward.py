@@ -7,8 +7,6 @@ The first token of a row runs all layers, as a prompt does.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
@@ -19,29 +17,28 @@ from TIDE.engine.plan import Plan
 from TIDE.engine.sampling import Chooser, Draft
 from TIDE.engine.segments import Segments
 from TIDE.routing.policy import ExitPolicy
-from TIDE.stats import ExitStats
+from TIDE.stats import Clock, ExitStats
 
 
-class Forward(NamedTuple):
-    """Logits of every position, and how they came about."""
+def forward(
+    window: Window, plan: Plan, policy: ExitPolicy | None, ids: torch.Tensor, padding: list[int], stats: ExitStats
+) -> torch.Tensor:
+    """Run left-padded rows of tokens and count in `stats` what that took.
 
-    logits: torch.Tensor  # (rows, columns, vocabulary), zeros where there is padding
-    stats: ExitStats
-
-
-def forward(window: Window, plan: Plan, policy: ExitPolicy | None, ids: torch.Tensor, padding: list[int]) -> Forward:
-    """Run left-padded rows of tokens."""
+    Returns:
+        (rows, columns, vocabulary) logits, zeros where there is padding.
+    """
     with window.grad_off():
         if plan.exact or policy is None:
-            found = _in_one_pass(window, plan, ids, padding)
+            found = _in_one_pass(window, plan, ids, padding, stats)
         else:
-            found = _as_decoded(window, plan, policy, ids, padding)
-    return found._replace(logits=found.logits.clone())  # an ordinary tensor, whatever mode it was made in
+            found = _as_decoded(window, plan, policy, ids, padding, stats)
+    return found.clone()  # an ordinary tensor, whatever mode it was made in
 
 
-def _in_one_pass(window: Window, plan: Plan, ids: torch.Tensor, padding: list[int]) -> Forward:
+def _in_one_pass(window: Window, plan: Plan, ids: torch.Tensor, padding: list[int], stats: ExitStats) -> torch.Tensor:
+    clock = Clock(stats.seconds)
     batch = Batch(ids, padding, StoppingCriteriaList(), None)
-    stats = ExitStats(window.num_layers)
     segments = Segments(window, plan, batch, batch.width, stats)
     counts = dict(enumerate(batch.size))
     for segment in range(segments.last):
@@ -49,16 +46,19 @@ def _in_one_pass(window: Window, plan: Plan, ids: torch.Tensor, padding: list[in
     found = segments.run(segments.last, counts, dict.fromkeys(counts, 0))
     for _ in range(sum(batch.size)):
         stats.count_token(window.num_layers)
-    return Forward(_laid_out(list(found.values()), ids, padding), stats)
+    clock.lap("prompt")
+    return _laid_out(list(found.values()), ids, padding)
 
 
-def _as_decoded(window: Window, plan: Plan, policy: ExitPolicy, ids: torch.Tensor, padding: list[int]) -> Forward:
+def _as_decoded(
+    window: Window, plan: Plan, policy: ExitPolicy, ids: torch.Tensor, padding: list[int], stats: ExitStats
+) -> torch.Tensor:
     script = _Script(ids, padding)
     chooser = _Reader(script)
-    decoder = Decoder(window, plan, policy, script, chooser, ids.shape[1] + 1)
+    decoder = Decoder(window, plan, policy, script, chooser, ids.shape[1] + 1, stats=stats)
     for _ in decoder.run():
         pass
-    return Forward(_laid_out([torch.stack(own) for own in chooser.seen], ids, padding), decoder.stats)
+    return _laid_out([torch.stack(own) for own in chooser.seen], ids, padding)
 
 
 class _Script(Batch):

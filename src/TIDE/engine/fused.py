@@ -102,7 +102,7 @@ def fuse(window: Window) -> None:
 @torch.no_grad()
 def _take_short_cuts(window: Window) -> None:
     """Leave out the model's `forward` where embedding or norm alone give the same."""
-    ids = torch.arange(3, 7)[:, None]
+    ids = torch.arange(3, 7)[:, None] % window.vocab_size
     states = window.run(0, 0, Feed(ids, torch.zeros_like(ids), None, None)).states
     logits = window.head(states[:, 0])
     embedding, norm = window.model.get_input_embeddings(), getattr(window.model.get_decoder(), "norm", None)

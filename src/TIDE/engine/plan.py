@@ -19,6 +19,7 @@ from TIDE.routing.certificate import Certificate, Settings
 from TIDE.routing.policy import ExitPolicy
 
 logger = logging.getLogger(__name__)
+ROUNDING = 1e-9  # 0.29 * 100 is 28.999999999999996
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,18 @@ class Plan:
     exit_thresholds: Mapping[int, float]  # of checkpoints that have their own
     spans: tuple[range, ...]  # the layers of each segment; a checkpoint stands before each but the first
     weighs: bool = False  # drafts are made where they are worth their time, whatever the thresholds
+    max_exit_share: float = 1.0  # mode "fast": of a row's new tokens
 
     def threshold(self, depth: int) -> float:
         """The score needed to exit at a checkpoint."""
         return self.exit_thresholds.get(depth, self.exit_threshold)
+
+    def within_share(self, exits: int, tokens: int) -> bool:
+        """Whether one more exit is allowed in a row that has so many among so many new tokens.
+
+        In mode "fast" exits are never more than `max_exit_share` of the new tokens, the one to come included.
+        """
+        return self.exact or exits + 1 <= self.max_exit_share * (tokens + 1) + ROUNDING
 
     @property
     def catches_up(self) -> bool:
@@ -61,6 +70,7 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, window: Window) -> 
         exit_thresholds={} if policy is None or asked is not None else _exit_thresholds(config, policy),
         spans=tuple(range(start, stop) for start, stop in pairwise(edges)),
         weighs=config.mode == "exact" and config.exit_threshold is None and policy is not None and policy.weighs,
+        max_exit_share=config.max_exit_share,
     )
 
 
@@ -80,6 +90,7 @@ def settings(config: TIDEConfig, policy: ExitPolicy, window: Window) -> Settings
         kv_cache_strategy=config.kv_cache_strategy,
         min_layers=_first(config.min_layers, policy.min_layers),
         max_pending=_first(config.max_pending, policy.max_pending),
+        max_exit_share=config.max_exit_share,
         dtype=str(window.model.dtype).removeprefix("torch."),
     )
 

@@ -43,44 +43,46 @@ class Verifier:
             drafts = [self._next_draft(row) for row in open_rows]
             sizes = [self.batch.final[row] for row in open_rows]
             found = self.chooser.judge(open_rows, sizes, torch.stack([logits[row][step] for row in open_rows]), drafts)
-            open_rows = self._settle(open_rows, drafts, found)
             step += 1
+            open_rows = self._settle(open_rows, drafts, found, step)
 
     def _next_draft(self, row: int) -> Draft | None:
         return self.drafts[row][0] if self.drafts[row] else None
 
-    def _settle(self, rows: list[int], drafts: list[Draft | None], found: list[int]) -> list[int]:
-        """Accept or replace the next token of each row; return the rows that have more to verify."""
+    def _settle(self, rows: list[int], drafts: list[Draft | None], found: list[int], step: int) -> list[int]:
+        """Accept or replace the token `step` after the last final one of each row; return the rows with more to verify."""
         going, fresh = [], []
         for row, draft, token in zip(rows, drafts, found, strict=True):
             if draft is not None and draft.token == token:
-                self._accept(row, draft)
+                self._accept(row, draft, step)
                 going.append(row)
                 continue
             if draft is not None:
                 self._reject(row)
             self.batch.append(row, token)
-            self._final(row, self.stats.num_layers)
+            self._final(row, self.stats.num_layers, step)
             fresh.append(row)
         for row in self.batch.stops(fresh):
             self.batch.finished[row] = True
         return going
 
-    def _accept(self, row: int, draft: Draft) -> None:
+    def _accept(self, row: int, draft: Draft, step: int) -> None:
         self.drafts[row].pop(0)
-        self._final(row, draft.depth)
+        self._final(row, draft.depth, step)
         if row in self.closed and not self.drafts[row]:
             self.closed.discard(row)
             self.batch.finished[row] = True
 
     def _reject(self, row: int) -> None:
         size = self.batch.final[row]
+        self.stats.rollbacks += 1
+        self.stats.rolled_back += len(self.drafts[row])
         self.batch.truncate(row, size)
         self.segments.rollback(row, size)
         self.drafts[row].clear()
         self.closed.discard(row)
         self.batch.cut_short[row] = False
 
-    def _final(self, row: int, depth: int) -> None:
+    def _final(self, row: int, depth: int, step: int) -> None:
         self.batch.final[row] += 1
-        self.stats.count_token(depth)
+        self.stats.count_token(depth, step)

@@ -17,6 +17,7 @@ class Settings(NamedTuple):
     kv_cache_strategy: str
     min_layers: int
     max_pending: int
+    max_exit_share: float
     dtype: str  # of the model
 
     def differences(self, other: Settings) -> list[str]:
