@@ -71,7 +71,7 @@ def test_a_row_that_loses_rests_longer_each_time_and_tries_again():
     for size in range(2000):
         if a_round(drafting, size, 0.9, tokens=1):
             asked.append(size)
-    rests = [after - before for before, after in pairwise(asked) if after - before > 1]
+    rests = [after - before - 1 for before, after in pairwise(asked) if after - before > 1]
     assert rests[:7] == [min(FIRST_REST * 2**i, LONGEST_REST) for i in range(7)]
 
 
@@ -138,3 +138,17 @@ def test_a_short_time_counts_at_once_and_a_long_one_little():
     for value, expected in ((8.0, 8.0), (1.0, 1.0), (100.0, 1.2)):
         seconds.add(value)
         assert seconds.mean == pytest.approx(expected)
+
+
+def test_odds_that_turn_out_too_high_are_corrected_by_number_in_the_row():
+    """Scores of 0.9 of which the second draft never stands: it is soon no longer made."""
+    pace = a_pace()
+    for _ in range(60):
+        drafting = Drafting(1, pace)
+        drafting.leaves(0, 0.9)
+        drafting.leaves(0, 0.9)
+        drafting.verified(0, 10, tokens=2)
+    assert pace.trust(1) > 0.95
+    assert pace.trust(2) < 0.2
+    assert drafting.leaves(0, 0.9)
+    assert not drafting.leaves(0, 0.9)

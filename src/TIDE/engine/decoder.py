@@ -81,7 +81,7 @@ class Decoder:
             self.drafting.pace.exit.add(time.perf_counter() - began)
         self.asked_before = asked
         if going:
-            self._finish(going, deciding, began, asked)
+            self._finish(going, deciding)
 
     def _counts(self, segment: int, rows: list[int]) -> dict[int, int]:
         """How many tokens each row takes through a segment: all that wait, but never a draft that ended the text."""
@@ -160,7 +160,7 @@ class Decoder:
             for row in leaving.rows:
                 self.segments.settle(row)
 
-    def _finish(self, going: list[int], deciding: list[int], began: float, asked: bool) -> None:
+    def _finish(self, going: list[int], deciding: list[int]) -> None:
         """Run the last segment and take what the full model says."""
         last, final = self.segments.last, list(self.batch.final)
         counts, deep_began = self._counts(last, going), time.perf_counter()
@@ -181,25 +181,19 @@ class Decoder:
         for row in deciding:
             self.exits_in_a_row[row] = 0
         if self.drafting is not None:
-            self._note(
-                self.drafting, {row: self.batch.final[row] - final[row] for row in going}, counts, began, deep_began, asked
-            )
+            self._note(self.drafting, {row: self.batch.final[row] - final[row] for row in going}, counts, deep_began)
 
     def _beyond_prompt(self, row: int, count: int) -> int:
         """How many of the next `count` tokens of a row in the last segment are not of its prompt."""
         start = self.segments.length(self.segments.last, row)
         return start + count - max(start, self.batch.prompt[row])
 
-    def _note(
-        self, drafting: Drafting, gained: dict[int, int], counts: dict[int, int], began: float, deep_began: float, asked: bool
-    ) -> None:
+    def _note(self, drafting: Drafting, gained: dict[int, int], counts: dict[int, int], deep_began: float) -> None:
         """Keep what a round brought and what it took; prompts are none."""
         now, tokens = time.perf_counter(), max(counts.values())
         if tokens > self.plan.max_pending + 1:
             return
         drafting.pace.saw_pass(tokens, now - deep_began)
-        if tokens == 1 and not asked:
-            drafting.pace.step.add(now - began)
         for row, count in gained.items():
             drafting.verified(row, self.batch.size[row], count)
 

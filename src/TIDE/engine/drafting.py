@@ -3,8 +3,10 @@
 A draft that stands saves a full step. One that falls costs the asking at its exit and its place in the deep pass. With p
 the probability that a draft stands, and P that all before it in the row do:
 
-    leave it drafted   if  P · p · step  >  place           place: what one more token in the deep pass costs
-    ask once more      if  P · what asking usually gains at P = 1  >  exit
+    leave it drafted   if  P · p  >  place                           place: what one more token in the deep pass costs
+    ask once more      if  P · what asking usually gains  >  exit    all in steps
+
+Routers give p for a token by itself; how often drafts really stood, by their number in the row, corrects P · p.
 
 Seconds are those of the passes just run, on this machine; nothing is assumed about it. And whatever the scores say, a row
 keeps a balance of what drafting won and cost; one that lost a few steps rests for a while, longer each time. So does one whose
@@ -18,6 +20,8 @@ from itertools import pairwise
 NEWEST = 0.2  # weight of the newest measurement
 FIRST_GAIN = 0.5  # before any score was seen
 FIRST_REST, LONGEST_REST = 16, 256  # tokens
+KEPT = 0.98  # of what was seen of drafts before the newest
+PRIOR = 4.0  # drafts that stood as expected, before any was seen
 TRIAL = 2  # times an exit is asked after a rest: the first has to catch up with the text and is not timed
 ALLOWANCE, MOST_CREDIT = 2.0, 2.0  # steps a row may lose before it rests, and those of its gains that are remembered
 GUESS = 0.1  # of a full step: what a place costs before it was measured
@@ -44,30 +48,55 @@ class Timed(Running):
 
 
 class Pace:
-    """What steps, exits and deep passes take, in seconds."""
+    """What steps, exits and deep passes take, and how far scores can be trusted.
+
+    Passes are kept as multiples of a pass of one token, which every pass tells something about: texts grow, and what was seen
+    on a long one must not stand for a short one.
+    """
 
     def __init__(self) -> None:
-        self.step = Timed()  # one token, no exit asked
-        self.exit = Timed()  # up to and with an exit
-        self.passes: dict[int, Timed] = {}  # what comes after the exits, by tokens
+        self.step = Timed()  # seconds of a pass of one token, as of now
+        self.exit = Timed()  # seconds up to and with an exit
+        self.passes: dict[int, Running] = {}  # by tokens: of what comes after the exits, in steps
+        self.stood: dict[int, list[float]] = {}  # by number in the row: drafts that stood, and how many were expected to
 
     def saw_pass(self, tokens: int, seconds: float) -> None:
-        self.passes.setdefault(tokens, Timed()).add(seconds)
+        if tokens == 1:
+            self.step.add(seconds)
+        elif self.step.mean is not None:
+            own = self.passes.setdefault(tokens, Running())
+            if own.mean is not None:
+                self.step.add(seconds / own.mean)
+            own.add(min(seconds / self.step.mean, 2.0 * tokens))
+
+    def deep(self, tokens: int) -> float | None:
+        """Steps that a deep pass takes, if it is known."""
+        own = self.passes.get(tokens)
+        return 1.0 if tokens == 1 else own.mean if own else None
+
+    def saw_draft(self, number: int, stood: bool, odds: float) -> None:
+        seen = self.stood.setdefault(number, [PRIOR, PRIOR])
+        seen[0], seen[1] = KEPT * seen[0] + stood, KEPT * seen[1] + odds
+
+    def trust(self, number: int) -> float:
+        """What the odds of a draft have to be multiplied with, going by the latest ones of this number in their rows."""
+        stood, expected = self.stood.get(number, (1.0, 1.0))
+        return stood / expected
 
     def round(self, exits: int, tokens: int) -> float | None:
-        """Seconds of a round that asked so many exits and took so many tokens through the deep pass, if they are known."""
-        deep = self.passes.get(tokens)
-        if deep is None or deep.mean is None or (exits and self.exit.mean is None):
+        """Steps that a round takes which asks so many exits and has so many tokens in its deep pass, if they are known."""
+        deep = self.deep(tokens)
+        if deep is None or self.step.mean is None or (exits and self.exit.mean is None):
             return None
-        return deep.mean + exits * (self.exit.mean or 0.0)
+        return deep + exits * (self.exit.mean or 0.0) / self.step.mean
 
     def place(self, tokens: int) -> float:
-        """Timed that one more token costs in a deep pass that has so many."""
-        known = sorted((n, own.mean) for n, own in self.passes.items() if own.mean is not None)
+        """Steps that one more token costs in a deep pass that has so many."""
+        known = [(n, deep) for n in sorted({1, *self.passes}) if (deep := self.deep(n)) is not None]
         for (n, before), (m, after) in pairwise(known):
             if n <= tokens < m:
                 return max(0.0, (after - before) / (m - n))
-        return GUESS * (self.step.mean or 0.0)
+        return GUESS
 
 
 class Drafting:
@@ -75,8 +104,7 @@ class Drafting:
 
     def __init__(self, rows: int, pace: Pace) -> None:
         self.pace = pace
-        self.odds = [1.0] * rows  # that all drafts of the row stand
-        self.drafts = [0] * rows
+        self.odds: list[list[float]] = [[1.0] for _ in range(rows)]  # that no draft, the first, the first two … all stand
         self.asked = [0] * rows  # exits in this round
         self.gain = Running()  # of asking: a share of a step
         self.gain.mean = FIRST_GAIN
@@ -90,9 +118,10 @@ class Drafting:
         if step is None or size < self._until[row]:
             return False
         assert self.gain.mean is not None
-        if exit_ is None or self.odds[row] * self.gain.mean * step > exit_:
+        drafts = len(self.odds[row]) - 1
+        if exit_ is None or self.odds[row][-1] * self.pace.trust(drafts) * self.gain.mean * step > exit_:
             return True
-        if self.drafts[row]:
+        if drafts:
             return False
         if not self._trials[row]:
             self._take_rest(row, size)
@@ -102,27 +131,27 @@ class Drafting:
 
     def leaves(self, row: int, score: float) -> bool:
         """Whether a token with this score becomes a draft."""
-        step = self.pace.step.mean
-        assert step is not None
-        place = self.pace.place(1 + self.drafts[row])
+        odds, number = self.odds[row][-1] * score, len(self.odds[row])
+        place = self.pace.place(number)
         self.asked[row] += 1
-        self.gain.add(max(0.0, score - place / step))
-        if self.odds[row] * score * step <= place:
+        self.gain.add(max(0.0, score - place))
+        if odds * self.pace.trust(number) <= place:
             return False
-        self.odds[row] *= score
-        self.drafts[row] += 1
+        self.odds[row].append(odds)
         return True
 
     def verified(self, row: int, size: int, tokens: int) -> None:
         """A round of a row is over: it gave `tokens`, and the row has `size` now."""
-        step, spent = self.pace.step.mean, self.pace.round(self.asked[row], 1 + self.drafts[row])
-        if self.asked[row] and step is not None and spent is not None:
-            self._balance[row] = min(self._balance[row] + tokens - spent / step, MOST_CREDIT)
+        spent = self.pace.round(self.asked[row], len(self.odds[row]))
+        for number, odds in enumerate(self.odds[row][1:], 1):
+            self.pace.saw_draft(number, tokens > number, odds)
+        if self.asked[row] and spent is not None:
+            self._balance[row] = min(self._balance[row] + tokens - spent, MOST_CREDIT)
             if self._balance[row] < -ALLOWANCE:
                 self._take_rest(row, size)
             elif self._balance[row] == MOST_CREDIT:
                 self._rest[row] = FIRST_REST
-        self.odds[row], self.drafts[row], self.asked[row] = 1.0, 0, 0
+        self.odds[row], self.asked[row] = [1.0], 0
 
     def _take_rest(self, row: int, size: int) -> None:
         self._until[row] = size + self._rest[row]

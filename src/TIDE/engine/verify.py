@@ -42,7 +42,7 @@ class Verifier:
         while open_rows := [row for row in open_rows if step < len(logits[row])]:
             drafts = [self._next_draft(row) for row in open_rows]
             sizes = [self.batch.final[row] for row in open_rows]
-            found = self.chooser.judge(open_rows, sizes, torch.stack([logits[row][step] for row in open_rows]), drafts)
+            found = self.chooser.judge(open_rows, sizes, _side_by_side([logits[row][step] for row in open_rows]), drafts)
             step += 1
             open_rows = self._settle(open_rows, drafts, found, step)
 
@@ -86,3 +86,8 @@ class Verifier:
     def _final(self, row: int, depth: int, step: int) -> None:
         self.batch.final[row] += 1
         self.stats.count_token(depth, step)
+
+
+def _side_by_side(rows: list[torch.Tensor]) -> torch.Tensor:
+    """(n, vocabulary); one row is not copied."""
+    return rows[0][None] if len(rows) == 1 else torch.stack(rows)

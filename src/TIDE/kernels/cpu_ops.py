@@ -11,7 +11,7 @@ from TIDE.kernels import cpu_products
 from TIDE.kernels.cpu_products import ZERO, _dot, _padded, _products
 from TIDE.kernels.layer import GELU_TANH, GROUP, SILU, Bytes, Layer, Pass
 
-VERSION = 1  # counts changes of what is compiled here, for those who keep it compiled into their own code
+VERSION = 2  # counts changes of what is compiled here, for those who keep it compiled into their own code
 
 # Compiled code is kept for as long as this file does not change, so this file says what it was compiled for.
 assert " ".join(Layer._fields) == (
@@ -115,65 +115,82 @@ def _write(new, cache, tokens):  # type: ignore[no-untyped-def]
 
 @njit(fastmath=True, parallel=True, cache=True)
 def _attend(q, keys, values, tokens, scaling, window):  # type: ignore[no-untyped-def]
-    """Queries are replaced by what they see."""
-    kv_heads, dim = keys.shape[1], keys.shape[3]
-    heads = q.shape[1] // dim
-    for job in prange(len(tokens.x) * heads):
-        t, head = job // heads, job % heads
-        row, stop = tokens.rows[t // tokens.width], tokens.start + t % tokens.width + 1
-        first = tokens.origins[t // tokens.width]
-        if window:
-            first = max(first, stop - window)
-        query = q[t, head * dim : (head + 1) * dim]
-        weights = np.zeros((stop - first + 3) // 4 * 4, np.float32)
-        _compare(query, keys[row, head * kv_heads // heads, first:stop], weights)
-        total = _softmax(weights, stop - first, scaling)
-        _mix(query, values[row, head * kv_heads // heads, first:stop], weights, np.float32(1) / total)
+    """Queries are replaced by what they see; those of a row that look at the same K/V do it two by two."""
+    dim, width, first, group = keys.shape[3], tokens.width, tokens.origins, q.shape[1] // keys.shape[3] // keys.shape[1]
+    pairs = (width * group + 1) // 2
+    for job in prange(len(first) * keys.shape[1] * pairs):
+        r, head, one = job // pairs // keys.shape[1], job // pairs % keys.shape[1], 2 * (job % pairs)
+        other = min(one + 1, width * group - 1)
+        begin = max(first[r], tokens.start + 1 + one // group - window) if window else first[r]
+        own_keys = keys[tokens.rows[r], head, begin : tokens.start + 1 + other // group]
+        own_values = values[tokens.rows[r], head, begin : tokens.start + 1 + other // group]
+        weights = np.zeros((2, (len(own_keys) + 3) // 4 * 4), np.float32)
+        two = np.empty((2, dim), np.float32)
+        for i, which in enumerate((one, other)):
+            place = (head * group + which % group) * dim
+            two[i] = q[r * width + which // group, place : place + dim]
+        _compare(two, own_keys, weights)
+        for i, which in enumerate((one, other)):
+            stop = tokens.start + 1 + which // group
+            _softmax(weights[i], max(0, stop - window - begin) if window else 0, stop - begin, scaling)
+        _mix(two, own_values, weights)
+        for i, which in enumerate((one, other)):
+            place = (head * group + which % group) * dim
+            q[r * width + which // group, place : place + dim] = two[i]
 
 
 @njit(fastmath=True, inline="always", cache=True)
-def _compare(query, keys, out):  # type: ignore[no-untyped-def]
-    """Products of a query with keys, four at a time; past the last one, with it."""
-    last = len(keys) - 1
-    for c in range(0, len(out), 4):
+def _compare(two, keys, out):  # type: ignore[no-untyped-def]
+    """Products of two queries with keys, four at a time; past the last one, with it."""
+    last, p, q = len(keys) - 1, two[0], two[1]
+    for c in range(0, out.shape[1], 4):
         k0, k1, k2, k3 = keys[c], keys[min(c + 1, last)], keys[min(c + 2, last)], keys[min(c + 3, last)]
-        a0 = a1 = a2 = a3 = ZERO
-        for k in range(len(query)):
-            x = query[k]
+        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = ZERO
+        for k in range(len(p)):
+            x, y = p[k], q[k]
             a0 += x * k0[k]
+            b0 += y * k0[k]
             a1 += x * k1[k]
+            b1 += y * k1[k]
             a2 += x * k2[k]
+            b2 += y * k2[k]
             a3 += x * k3[k]
-        out[c], out[c + 1], out[c + 2], out[c + 3] = a0, a1, a2, a3
+            b3 += y * k3[k]
+        out[0, c], out[0, c + 1], out[0, c + 2], out[0, c + 3] = a0, a1, a2, a3
+        out[1, c], out[1, c + 1], out[1, c + 2], out[1, c + 3] = b0, b1, b2, b3
 
 
 @njit(fastmath=True, inline="always", cache=True)
-def _mix(out, values, weights, scale):  # type: ignore[no-untyped-def]
-    """The weighed sum of values, four at a time; weights past the last one are 0."""
-    last = len(values) - 1
-    for k in range(len(out)):
-        out[k] = ZERO
-    for c in range(0, len(weights), 4):
+def _mix(two, values, weights):  # type: ignore[no-untyped-def]
+    """The weighed sums of values, four at a time; weights past the last one are 0."""
+    last, p, q = len(values) - 1, two[0], two[1]
+    for k in range(len(p)):
+        p[k] = q[k] = ZERO
+    for c in range(0, weights.shape[1], 4):
         v0, v1, v2, v3 = values[c], values[min(c + 1, last)], values[min(c + 2, last)], values[min(c + 3, last)]
-        a0, a1, a2, a3 = weights[c] * scale, weights[c + 1] * scale, weights[c + 2] * scale, weights[c + 3] * scale
-        for k in range(len(out)):
-            out[k] += a0 * v0[k] + a1 * v1[k] + a2 * v2[k] + a3 * v3[k]
+        a0, a1, a2, a3 = weights[0, c], weights[0, c + 1], weights[0, c + 2], weights[0, c + 3]
+        b0, b1, b2, b3 = weights[1, c], weights[1, c + 1], weights[1, c + 2], weights[1, c + 3]
+        for k in range(len(p)):
+            p[k] += a0 * v0[k] + a1 * v1[k] + a2 * v2[k] + a3 * v3[k]
+            q[k] += b0 * v0[k] + b1 * v1[k] + b2 * v2[k] + b3 * v3[k]
 
 
 @njit(fastmath=True, inline="always", cache=True)
-def _softmax(x, count, scaling):  # type: ignore[no-untyped-def]
-    """The first `count` become e^(scaling · (x - the highest)), the others 0. Returns the sum."""
-    highest = x[0]
-    for c in range(count):
+def _softmax(x, first, stop, scaling):  # type: ignore[no-untyped-def]
+    """Those from first up to stop become shares, the others 0."""
+    highest = x[first]
+    for c in range(first, stop):
         highest = max(highest, x[c])
     for c in range(len(x)):
         x[c] = (x[c] - highest) * scaling
     _exp(x)
+    x[:first] = ZERO
+    x[stop:] = ZERO
     total = ZERO
-    for c in range(count):
+    for c in range(len(x)):
         total += x[c]
-    x[count:] = ZERO
-    return total
+    for c in range(len(x)):
+        x[c] /= total
 
 
 @njit(fastmath=True, inline="always", cache=True)

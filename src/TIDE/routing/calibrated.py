@@ -71,7 +71,7 @@ class _Request(ExitPolicy):
             for depth, at in policy.exits.items()
             if isinstance(at.head, MemoryHead)
         }
-        self._logits: dict[int, torch.Tensor] = {}  # of the rows last scored
+        self._scored: tuple[list[int], torch.Tensor] = ([], torch.zeros(0))  # the rows last scored, and their logits
 
     def observe(self, depth: int, row: int, position: int, states: torch.Tensor) -> None:
         for memory in self.memories.values():
@@ -89,11 +89,13 @@ class _Request(ExitPolicy):
             guess = at.head(candidates.states)
         guess = guess.to(candidates.states.dtype)
         logits = self.head(guess, self.vocabulary, roughly=True)
-        self._logits = dict(zip(candidates.rows, logits, strict=True))
+        self._scored = candidates.rows, logits
         return at.router(guess, logits)
 
     def predict(self, candidates: Candidates, head: Head) -> torch.Tensor:
-        logits = torch.stack([self._logits[row] for row in candidates.rows])
+        rows, logits = self._scored
+        if candidates.rows != rows:
+            logits = logits[[rows.index(row) for row in candidates.rows]]
         if self.vocabulary is None:
             return logits
         # Not minus infinity: processors may leave nothing but tokens outside the draft vocabulary.
