@@ -99,13 +99,13 @@ def test_what_a_router_sees_in_the_engine_is_what_it_saw_in_calibration(
     depth = 2
     file = a_file(llama, "memory", (depth,), 0.0)
     seen: dict[tuple[int, int], torch.Tensor] = {}
-    features = Router.features
+    forward = Router.forward
 
     def noted(self, states, logits=None):
         noted.last = states
-        return features(self, states, logits)
+        return forward(self, states, logits)
 
-    monkeypatch.setattr(Router, "features", noted)
+    monkeypatch.setattr(Router, "forward", noted)
     from TIDE.routing import calibrated
 
     score = calibrated._Request.score

@@ -15,7 +15,7 @@ from TIDE.kernels.layer import GELU, GELU_TANH, Layer, Pass
 
 pytest.importorskip("numba")
 from TIDE.kernels import cpu_exits, cpu_ops
-from TIDE.routing.router import signals_of
+from TIDE.routing.router import Router, signals_of
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, COLUMNS, ROWS = 24, 4, 2, 10, 38, 40, 3
 
@@ -165,3 +165,11 @@ def test_signals_are_those_of_the_router():
     logits[3] = 0
     expected = torch.stack([signals_of(logits.double())[row] for row in range(4)]).float()
     torch.testing.assert_close(torch.from_numpy(cpu_exits.signals(logits.numpy())), expected, rtol=1e-3, atol=2e-4)
+
+
+def test_scores_are_those_of_the_router():
+    torch.manual_seed(0)
+    router, states, logits = Router(24, 16, 4), torch.randn(3, 24), 4 * torch.randn(3, 500)
+    expected = torch.sigmoid(router.raw(router.features(states, logits)) / router.temperature + router.offset)
+    with torch.inference_mode():
+        torch.testing.assert_close(router(states, logits), expected.detach(), rtol=1e-3, atol=1e-4)

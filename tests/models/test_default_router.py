@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import TIDE
+from TIDE.calibration.self_texts import builtin_prompts
 
 PROMPTS = ["Why is the sea salty?", "Write a short email to a friend about a bicycle.", "What is 17 + 25?"]
 
@@ -35,6 +36,24 @@ def test_its_exits_are_right_more_often_than_not_and_the_text_stays_the_models(e
             accepted += engine.last_stats.accepted
     assert drafted > 20
     assert accepted > drafted / 2
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("part", range(4))
+def test_forty_prompts_are_answered_as_the_model_answers_them(embedded, part):
+    """Of all kinds, drafting as it pays on this machine. Parts, for the sake of several workers."""
+    model, tokenizer = embedded
+    chosen = [text for own in builtin_prompts().values() for text in own if "{text}" not in text][part * 13 :: 53][:10]
+    drafted = 0
+    with TIDE.TIDE(model, TIDE.default_router()) as engine:
+        for prompt in chosen:
+            messages = [{"role": "user", "content": prompt}]
+            inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+            found = engine.generate(**inputs, max_new_tokens=24, do_sample=False)
+            assert torch.equal(found, model.generate(**inputs, max_new_tokens=24, do_sample=False)), prompt
+            drafted += engine.last_stats.drafted
+    assert len(chosen) == 10
+    assert drafted > 0
 
 
 @pytest.mark.real

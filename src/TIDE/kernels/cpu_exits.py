@@ -1,6 +1,6 @@
 """Exits in compiled CPU code (numba), fp32, weights in 8 bits: the memory head's block, and what a router looks at.
 
-`MemoryHead` and `signals_of` say in torch what is computed here.
+`MemoryHead` and `Router` say in torch what is computed here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from TIDE.kernels.layer import Entry, Layer, Pass
 
 FAINT = np.float32(-16)  # tokens so far below the best one do not count in signals
 PARTS = 8
+EPS = np.float32(1e-6)
 
 # Compiled code is kept for as long as this file does not change, so this file says what it was compiled for.
 assert (cpu_ops.VERSION, cpu_products.VERSION) == (2, 1)
@@ -43,6 +44,30 @@ def signals(logits: np.ndarray) -> np.ndarray:
     """(n, vocabulary) -> (n, 4): `router.signals_of`."""
     out = np.empty((len(logits), 4), np.float32)
     _signals(logits, out)
+    return out
+
+
+def router_scores(states: np.ndarray, logits: np.ndarray, weights: tuple[np.ndarray, ...]) -> np.ndarray:
+    """(n, hidden) guesses and (n, vocabulary) logits -> (n,) raw scores: `Router.raw` of `Router.features`.
+
+    Args:
+        weights: of the router: down, its bias, up, its bias.
+    """
+    return _router_scores(states, signals(logits), weights)
+
+
+@njit(fastmath=True, cache=True)
+def _router_scores(states, signals, weights):  # type: ignore[no-untyped-def]
+    down, down_bias, up, up_bias = weights
+    features, out = np.empty(down.shape[1], np.float32), np.empty(len(states), np.float32)
+    for t in range(len(states)):
+        _normed_parts(states[t : t + 1], features[None, : states.shape[1]], states.shape[1], EPS)
+        features[states.shape[1] :] = signals[t]
+        total = up_bias[0]
+        for o in range(len(down)):
+            x = _dot(down[o], features) + down_bias[o]
+            total += up[0, o] * x / (np.float32(1) + math.exp(-x))
+        out[t] = total
     return out
 
 

@@ -10,6 +10,8 @@ as the layer put it out, and nothing else.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -36,7 +38,16 @@ class Router(nn.Module):
 
     def forward(self, states: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
         """(n, hidden) states and, where the router takes signals, (n, vocabulary) logits -> (n,) scores."""
-        return torch.sigmoid(self.raw(self.features(states, logits)) / self.temperature + self.offset)
+        ops = compiled_exits(states.device, states.dtype) if self.signals and len(states) <= MOST_TOKENS else None
+        if ops is None:
+            raw = self.raw(self.features(states, logits))
+        else:
+            assert logits is not None, "this router takes the exit's logits too"
+            raw = torch.from_numpy(ops.router_scores(states.numpy(), logits.numpy(), self._arrays()))
+        return torch.sigmoid(raw / self.temperature + self.offset)
+
+    def _arrays(self) -> tuple[Any, ...]:
+        return tuple(x.detach().numpy() for x in (self.down.weight, self.down.bias, self.up.weight, self.up.bias))
 
     def features(self, states: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
         """What the MLP sees, (n, hidden + signals)."""
@@ -52,9 +63,6 @@ class Router(nn.Module):
 
 def signals_of(logits: torch.Tensor) -> torch.Tensor:
     """(n, vocabulary) -> (n, 4): best probability, its logarithm, its lead over the second, entropy."""
-    ops = compiled_exits(logits.device, logits.dtype) if len(logits) <= MOST_TOKENS else None
-    if ops is not None:
-        return torch.from_numpy(ops.signals(logits.detach().numpy()))
     logs = logits.float().log_softmax(-1)
     best = logs.topk(2, -1).values
     probs = best.exp()
