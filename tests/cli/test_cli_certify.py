@@ -49,7 +49,8 @@ def test_the_certificate_is_printed_and_kept_in_the_router_file(folder, router):
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert (found["loss"], found["prompts"], found["new_tokens"]) == ("mismatch", 20, 6)
-    assert found["settings"] == {"kv_cache_strategy": "exact", "min_layers": 0, "max_pending": 5, "dtype": "float32"}
+    settings = {"kv_cache_strategy": "exact", "min_layers": 0, "max_pending": 5, "max_exit_share": 0.9, "dtype": "float32"}
+    assert found["settings"] == settings
     assert RouterFile.load(router).certificate.as_dict() == found
     assert f"written: {router}" in done.stderr
     inspected = tide("inspect", router)

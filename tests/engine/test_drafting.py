@@ -142,13 +142,12 @@ def test_a_short_time_counts_at_once_and_a_long_one_little():
 
 def test_odds_that_turn_out_too_high_are_corrected_by_number_in_the_row():
     """Scores of 0.9 of which the second draft never stands: it is soon no longer made."""
-    pace = a_pace()
+    drafting = Drafting(1, a_pace())
     for _ in range(60):
-        drafting = Drafting(1, pace)
         drafting.leaves(0, 0.9)
         drafting.leaves(0, 0.9)
         drafting.verified(0, 10, tokens=2)
-    assert pace.trust(1) > 0.95
-    assert pace.trust(2) < 0.2
+    assert drafting.trust(1) > 0.95
+    assert drafting.trust(2) < 0.2
     assert drafting.leaves(0, 0.9)
     assert not drafting.leaves(0, 0.9)

@@ -49,7 +49,7 @@ class Timed(Running):
 
 
 class Pace:
-    """What steps, exits and deep passes take, and how far scores can be trusted.
+    """What steps, exits and deep passes take.
 
     Passes are kept as multiples of a pass of one token, which every pass tells something about: texts grow, and what was seen
     on a long one must not stand for a short one.
@@ -59,7 +59,6 @@ class Pace:
         self.step = Timed()  # seconds of a pass of one token, as of now
         self.exit = Timed()  # seconds up to and with an exit
         self.passes: dict[int, Running] = {}  # by tokens: of what comes after the exits, in steps
-        self.stood: dict[int, list[float]] = {}  # by number in the row: drafts that stood, and how many were expected to
 
     def saw_pass(self, tokens: int, seconds: float) -> None:
         if tokens == 1:
@@ -74,15 +73,6 @@ class Pace:
         """Steps that a deep pass takes, if it is known."""
         own = self.passes.get(tokens)
         return 1.0 if tokens == 1 else own.mean if own else None
-
-    def saw_draft(self, number: int, stood: bool, odds: float) -> None:
-        seen = self.stood.setdefault(number, [PRIOR, PRIOR])
-        seen[0], seen[1] = KEPT * seen[0] + stood, KEPT * seen[1] + odds
-
-    def trust(self, number: int) -> float:
-        """What the odds of a draft have to be multiplied with, going by the latest ones of this number in their rows."""
-        stood, expected = self.stood.get(number, (1.0, 1.0))
-        return stood / expected
 
     def round(self, exits: int, tokens: int) -> float | None:
         """Steps that a round takes which asks so many exits and has so many tokens in its deep pass, if they are known."""
@@ -109,6 +99,7 @@ class Drafting:
         self.asked = [0] * rows  # exits in this round
         self.gain = Running()  # of asking: a share of a step
         self.gain.mean = FIRST_GAIN
+        self.stood: dict[int, list[float]] = {}  # by number in the row: drafts that stood, and how many were expected to
         self._balance = [0.0] * rows  # steps won by drafting, less those it cost
         self._rest, self._until = [FIRST_REST] * rows, [0] * rows
         self._trials = [TRIAL] * rows
@@ -120,7 +111,7 @@ class Drafting:
             return False
         assert self.gain.mean is not None
         drafts = len(self.odds[row]) - 1
-        if exit_ is None or self.odds[row][-1] * self.pace.trust(drafts) * self.gain.mean * step > exit_:
+        if exit_ is None or self.odds[row][-1] * self.trust(drafts) * self.gain.mean * step > exit_:
             return True
         if drafts:
             return False
@@ -135,7 +126,7 @@ class Drafting:
         odds, number = self.odds[row][-1] * score, len(self.odds[row])
         place = self.pace.place(number)
         self.asked[row] += 1
-        trust = WORTH * self.pace.trust(number)
+        trust = WORTH * self.trust(number)
         self.gain.add(max(0.0, score * trust - place))
         if odds * trust <= place:
             return False
@@ -146,16 +137,27 @@ class Drafting:
         """A round of a row is over: it gave `tokens`, and the row has `size` now."""
         spent = self.pace.round(self.asked[row], len(self.odds[row]))
         for number, odds in enumerate(self.odds[row][1:], 1):
-            self.pace.saw_draft(number, tokens > number, odds)
+            self._saw_draft(number, tokens > number, odds)
         if self.asked[row] and spent is not None:
             self._balance[row] = min(self._balance[row] + WORTH * tokens - spent, MOST_CREDIT)
-            if self._balance[row] < -ALLOWANCE:
+            if self._balance[row] < -ALLOWANCE * FIRST_REST / self._rest[row]:  # less each time
                 self._take_rest(row, size)
             elif self._balance[row] == MOST_CREDIT:
                 self._rest[row] = FIRST_REST
         self.odds[row], self.asked[row] = [1.0], 0
 
+    def trust(self, number: int) -> float:
+        """What the odds of a draft have to be multiplied with, going by the latest ones of this number in their rows."""
+        stood, expected = self.stood.get(number, (1.0, 1.0))
+        return stood / expected
+
+    def _saw_draft(self, number: int, stood: bool, odds: float) -> None:
+        seen = self.stood.setdefault(number, [PRIOR, PRIOR])
+        seen[0], seen[1] = KEPT * seen[0] + stood, KEPT * seen[1] + odds
+
     def _take_rest(self, row: int, size: int) -> None:
         self._until[row] = size + self._rest[row]
         self._rest[row] = min(2 * self._rest[row], LONGEST_REST)
         self._balance[row], self._trials[row] = 0.0, TRIAL
+        self.stood.clear()  # what comes then is another part of the text
+        self.gain.mean = FIRST_GAIN / 2
