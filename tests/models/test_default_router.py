@@ -49,8 +49,8 @@ def test_forty_prompts_are_answered_as_the_model_answers_them(embedded, part):
         for prompt in chosen:
             messages = [{"role": "user", "content": prompt}]
             inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-            found = engine.generate(**inputs, max_new_tokens=24, do_sample=False)
-            assert torch.equal(found, model.generate(**inputs, max_new_tokens=24, do_sample=False)), prompt
+            found = engine.generate(**inputs, max_new_tokens=16, do_sample=False)
+            assert torch.equal(found, model.generate(**inputs, max_new_tokens=16, do_sample=False)), prompt
             drafted += engine.last_stats.drafted
     assert len(chosen) == 10
     assert drafted > 0
