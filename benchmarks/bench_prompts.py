@@ -30,11 +30,15 @@ def main() -> None:
     options = parser.parse_args()
     lines = [json.loads(line) for line in Path(options.prompts).read_text("utf-8").splitlines() if line.strip()]
     model, tokenizer = TIDE.load_model(options.model)
-    twin, _ = TIDE.load_model(options.model)  # a model has one engine at a time
     sums: dict[str, dict[str, list[float]]] = {}
-    same = drafted = accepted = asked = 0
-    with TIDE.TIDE(model) as off, TIDE.TIDE(twin, options.router or TIDE.default_router()) as exact:
-        runs = {"model.generate": model.generate, "exits off": off.generate, "exact": exact.generate}
+    same = asked = 0
+    with TIDE.TIDE(model, options.router or TIDE.default_router()) as engine:
+
+        def exits_off(**request):
+            with engine.using(engine.config, exits=False):
+                return engine.generate(**request)
+
+        runs = {"model.generate": model.generate, "exits off": exits_off, "exact": engine.generate}
         for number, line in enumerate(lines[:: options.every]):
             messages = [{"role": "user", "content": line["turns"][0]}]
             inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -49,9 +53,8 @@ def main() -> None:
                 own[1] += seconds
             same += texts[0] == texts[1] == texts[2]
             asked += 1
-            drafted += exact.last_stats.drafted
-            accepted += exact.last_stats.accepted
-    report(options, sums, dict(prompts=asked, same=same, drafted=drafted, accepted=accepted))
+    stats = engine.total_stats
+    report(options, sums, dict(prompts=asked, same=same, drafted=stats.drafted, accepted=stats.accepted))
 
 
 def report(options: argparse.Namespace, sums: dict, counts: dict) -> None:

@@ -66,10 +66,12 @@ class Clock:
         self._instead = instead
         self._began = time.perf_counter()
 
-    def lap(self, part: str) -> None:
+    def lap(self, part: str) -> float:
+        """End a lap, and say how long it was."""
         now, part = time.perf_counter(), self._instead or part
-        setattr(self.seconds, part, getattr(self.seconds, part) + now - self._began)
-        self._began = now
+        took, self._began = now - self._began, now
+        setattr(self.seconds, part, getattr(self.seconds, part) + took)
+        return took
 
 
 @dataclass

@@ -9,14 +9,9 @@ import string
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
+from commands import tide
 from families import LAYERS, build
-from TIDE.cli.app import app
-
-
-def tide(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

@@ -6,18 +6,13 @@ import importlib.util
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 import TIDE
 from characters import TEMPLATE, characters
+from commands import tide
 from families import build
 from router_files import made
-from TIDE.cli.app import app
 from TIDE.routing.router_file import RouterFile
-
-
-def tide(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

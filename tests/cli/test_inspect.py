@@ -7,17 +7,12 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from TIDE.cli.app import app
+from commands import tide
 from TIDE.routing.fingerprint import Fingerprint
 from TIDE.routing.heads import HeadSizes, IdentityHead
 from TIDE.routing.router import SIGNALS, Router
 from TIDE.routing.router_file import Exit, RouterFile
-
-
-def tide(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from TIDE.calibration.text import Text
 from TIDE.calibration.texts import load_texts
 from TIDE.config import TIDEConfig
 from TIDE.routing.fingerprint import fingerprint
-from TIDE.routing.heads import MEMORIES, head_sizes, input_depths, memory_depths
+from TIDE.routing.heads import MEMORIES, HeadSizes, head_sizes, input_depths, memory_depths
 
 GROUP_BYTES = 512 << 20  # states of all depths held at once
 AT_ONCE = 1024  # positions whose logits are held at once
@@ -230,11 +230,15 @@ def _with_heads(window: Window, course: _Course) -> list[_Counted]:
             collect(window, course.valid, remembered, budget, "states to measure on"),
         )
         for depth in course.depths:
-            with extended(window, split, input_depths(depth, 2 if depth else 1), budget):
+            with extended(window, split, input_depths(depth, _sizes(window, "memory", depth).inputs), budget):
                 for strategy in ("lens", "memory") if depth else ("memory",):
                     head = _fitted(window, split, course, strategy, depth)
                     hits[strategy][depth] = agreed(window, head, split.valid, Exits(depth, None), course.schedule.draft_steps)
     return [_counted(strategy, found, layers) for strategy, found in hits.items() if found]
+
+
+def _sizes(window: Window, strategy: str, depth: int) -> HeadSizes:
+    return head_sizes(strategy, window.model.config.get_text_config(decoder=True), window.hidden_dim, depth)
 
 
 def _counted(strategy: str, hits: dict[int, torch.Tensor], layers: int) -> _Counted:
@@ -247,8 +251,7 @@ def _counted(strategy: str, hits: dict[int, torch.Tensor], layers: int) -> _Coun
 
 
 def _fitted(window: Window, split: Split, course: _Course, strategy: str, depth: int) -> nn.Module:
-    text_config = window.model.config.get_text_config(decoder=True)
     schedule = course.schedule.fitted_to(window.hidden_dim, window.vocab_size, window.model.device)
-    head = fresh_head(strategy, head_sizes(strategy, text_config, window.hidden_dim, depth), course.seed)
+    head = fresh_head(strategy, _sizes(window, strategy, depth), course.seed)
     title = f"{strategy} at depth {depth}"
     return fit_head(window, head, split, Exits(depth, None), schedule, course.seed, title).head

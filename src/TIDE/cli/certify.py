@@ -8,15 +8,13 @@ from typing import Annotated
 
 import typer
 
-from TIDE.cli.router import router_path
+from TIDE.cli.router import Router, router_path
 
 
 def certify(
     model: Annotated[str, typer.Argument(help="'default', a hub id, or a local path.")],
     prompts: Annotated[Path, typer.Option(help="A .jsonl file of held-out prompts.")],
-    router: Annotated[
-        str | None, typer.Option(help="A router file, or 'default': the shipped one, taken for the default model unless given.")
-    ] = None,
+    router: Router = None,
     risk: Annotated[float, typer.Option(help="Mean loss that is acceptable.")] = 0.05,
     confidence: Annotated[float, typer.Option(help="How surely it is not exceeded.")] = 0.95,
     loss: Annotated[str, typer.Option(help="rouge_l or mismatch.")] = "rouge_l",

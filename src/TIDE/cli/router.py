@@ -1,8 +1,15 @@
-"""Which router file a command works with."""
+"""Which router file a command works with: the option, and what it comes to."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Router = Annotated[
+    str | None, typer.Option(help="A router file, or 'default': the shipped one, taken for the default model unless given.")
+]
 
 
 def router_path(model: str, router: str | None) -> Path:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from TIDE.cli.router import router_path
+from TIDE.cli.router import Router, router_path
 
 PROMPTS = 16
 
@@ -16,9 +16,7 @@ PROMPTS = 16
 def tune(
     model: Annotated[str, typer.Argument(help="'default', a hub id, or a local path.")],
     prompts: Annotated[Path, typer.Option(help="A .jsonl file of prompts.")],
-    router: Annotated[
-        str | None, typer.Option(help="A router file, or 'default': the shipped one, taken for the default model unless given.")
-    ] = None,
+    router: Router = None,
     threshold: Annotated[
         list[float] | None, typer.Option(min=0, max=1, help="An exit threshold to try; may be repeated.")
     ] = None,

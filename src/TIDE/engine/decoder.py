@@ -8,7 +8,6 @@ at the first difference, mode "fast" looks at the newest one only.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import torch
@@ -64,21 +63,20 @@ class Decoder:
             self._step(self.batch.unfinished())
 
     def _step(self, going: list[int]) -> None:
-        began = time.perf_counter()
         self._start_over_where_rope_switches(going)
-        deciding, asked = list(going), False
+        deciding, asked, seconds = list(going), False, 0.0
         for segment in range(self.segments.last):
             self.segments.run(segment, self._counts(segment, going))
-            self.clock.lap("shallow")
+            seconds += self.clock.lap("shallow")
             candidates = [row for row in deciding if self._may_leave(row)]
             asked |= bool(candidates)
             leaving = self._ask(segment + 1, candidates)
             going, deciding = self._leave(segment + 1, leaving, going, deciding)
-            self.clock.lap("exits")
+            seconds += self.clock.lap("exits")
             if not going:
                 break
         if asked and self.asked_before and self.drafting is not None:
-            self.drafting.pace.exit.add(time.perf_counter() - began)
+            self.drafting.pace.exit.add(seconds)
         self.asked_before = asked
         if going:
             self._finish(going, deciding)
@@ -163,37 +161,36 @@ class Decoder:
     def _finish(self, going: list[int], deciding: list[int]) -> None:
         """Run the last segment and take what the full model says."""
         last, final = self.segments.last, list(self.batch.final)
-        counts, deep_began = self._counts(last, going), time.perf_counter()
+        counts = self._counts(last, going)
         if self.plan.exact:
             wanted = {row: self.batch.final[row] - 1 for row in going}
         else:
             wanted = {row: self.segments.length(last, row) + counts[row] - 1 for row in going}
         self.stats.catch_ups += any(self._beyond_prompt(row, count) > 1 for row, count in counts.items())
         logits = self.segments.run(last, counts, wanted)
-        self.clock.lap("deep")
+        seconds = self.clock.lap("deep")
         if self.plan.exact:
             self.verifier.verify(logits)
         else:
             self._decide(deciding, logits)
         for row in going:
             self.segments.settle(row)
-        self.clock.lap("choosing")
+        seconds += self.clock.lap("choosing")
         for row in deciding:
             self.exits_in_a_row[row] = 0
         if self.drafting is not None:
-            self._note(self.drafting, {row: self.batch.final[row] - final[row] for row in going}, counts, deep_began)
+            self._note(self.drafting, {row: self.batch.final[row] - final[row] for row in going}, max(counts.values()), seconds)
 
     def _beyond_prompt(self, row: int, count: int) -> int:
         """How many of the next `count` tokens of a row in the last segment are not of its prompt."""
         start = self.segments.length(self.segments.last, row)
         return start + count - max(start, self.batch.prompt[row])
 
-    def _note(self, drafting: Drafting, gained: dict[int, int], counts: dict[int, int], deep_began: float) -> None:
-        """Keep what a round brought and what it took; prompts are none."""
-        now, tokens = time.perf_counter(), max(counts.values())
+    def _note(self, drafting: Drafting, gained: dict[int, int], tokens: int, seconds: float) -> None:
+        """Keep what a round brought and what its pass of so many tokens took; prompts are none."""
         if tokens > self.plan.max_pending + 1:
             return
-        drafting.pace.saw_pass(tokens, now - deep_began)
+        drafting.pace.saw_pass(tokens, seconds)
         for row, count in gained.items():
             drafting.verified(row, self.batch.size[row], count)
 

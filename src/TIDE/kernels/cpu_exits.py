@@ -17,7 +17,6 @@ from TIDE.kernels.layer import Entry, Layer, Pass
 
 FAINT = np.float32(-16)  # tokens so far below the best one do not count in signals
 PARTS = 8
-EPS = np.float32(1e-6)
 
 # Compiled code is kept for as long as this file does not change, so this file says what it was compiled for.
 assert (cpu_ops.VERSION, cpu_products.VERSION) == (2, 1)
@@ -47,21 +46,21 @@ def signals(logits: np.ndarray) -> np.ndarray:
     return out
 
 
-def router_scores(states: np.ndarray, logits: np.ndarray, weights: tuple[np.ndarray, ...]) -> np.ndarray:
+def router_scores(states: np.ndarray, logits: np.ndarray, weights: tuple[np.ndarray, ...], eps: float) -> np.ndarray:
     """(n, hidden) guesses and (n, vocabulary) logits -> (n,) raw scores: `Router.raw` of `Router.features`.
 
     Args:
         weights: of the router: down, its bias, up, its bias.
     """
-    return _router_scores(states, signals(logits), weights)
+    return _router_scores(states, signals(logits), weights, eps)
 
 
 @njit(fastmath=True, cache=True)
-def _router_scores(states, signals, weights):  # type: ignore[no-untyped-def]
+def _router_scores(states, signals, weights, eps):  # type: ignore[no-untyped-def]
     down, down_bias, up, up_bias = weights
     features, out = np.empty(down.shape[1], np.float32), np.empty(len(states), np.float32)
     for t in range(len(states)):
-        _normed_parts(states[t : t + 1], features[None, : states.shape[1]], states.shape[1], EPS)
+        _normed_parts(states[t : t + 1], features[None, : states.shape[1]], states.shape[1], np.float32(eps))
         features[states.shape[1] :] = signals[t]
         total = up_bias[0]
         for o in range(len(down)):

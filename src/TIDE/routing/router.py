@@ -17,7 +17,7 @@ from torch import nn
 
 from TIDE.kernels.dispatch import compiled_exits
 from TIDE.kernels.layer import MOST_TOKENS
-from TIDE.routing.heads import normed
+from TIDE.routing.heads import EPS, normed
 
 SIGNALS = 4
 
@@ -43,7 +43,7 @@ class Router(nn.Module):
             raw = self.raw(self.features(states, logits))
         else:
             assert logits is not None, "this router takes the exit's logits too"
-            raw = torch.from_numpy(ops.router_scores(states.numpy(), logits.numpy(), self._arrays()))
+            raw = torch.from_numpy(ops.router_scores(states.numpy(), logits.numpy(), self._arrays(), EPS))
         return torch.sigmoid(raw / self.temperature + self.offset)
 
     def _arrays(self) -> tuple[Any, ...]:
