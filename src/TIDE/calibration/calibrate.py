@@ -41,7 +41,7 @@ from TIDE.routing.router_file import RouterFile
 from TIDE.routing.storage import check_suffix
 
 logger = logging.getLogger(__name__)
-LENS_EPOCHS = 2  # times as many: a lens learns slowly, and its steps are short
+LENS_EPOCHS = 3  # times as many: a lens learns slowly, and its steps are short
 MEASURED = 400  # held-out texts that are measured on, at most
 
 
@@ -100,12 +100,15 @@ def calibrate(
 
 @contextmanager
 def _open(model: PreTrainedModel) -> Iterator[Window]:
-    window = Window(model)
+    window, threads = Window(model), torch.get_num_threads()
     try:
         if not window.is_known:
             check_unknown(window)
+        if model.device.type == "cuda":
+            torch.set_num_threads(1)  # what is left for the CPU is small, and threads would wait for each other
         yield window
     finally:
+        torch.set_num_threads(threads)
         window.close()
 
 

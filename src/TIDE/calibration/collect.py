@@ -3,7 +3,7 @@
     texts  →  shards of similar length  →  window.run(0, L, taps=depths)  →  the model's device, then disk
 
 A shard is what one pass computes. States stay on the model's device until the budget is used up (0.4 of a GPU's
-memory, 1 GiB without one); the rest goes to files, one per shard and depth, and is read back when asked for. A
+free memory, 1 GiB without one); the rest goes to files, one per shard and depth, and is read back when asked for. A
 candidate's states are added for the time it is tried and dropped again, so that memory does not grow with candidates.
 """
 
@@ -21,13 +21,14 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from TIDE.adapters.window import Feed, Window
+from TIDE.calibration.free_memory import free_memory
 from TIDE.calibration.grouped_attention import without_plans
 from TIDE.calibration.text import Text
 
 SHARD_TOKENS = 65536  # tokens of one pass, padding included
 CPU_SHARD_TOKENS = 8192  # where there is no GPU
 HOST_BUDGET = 1 << 30  # bytes of states kept in memory where there is no GPU
-DEVICE_SHARE = 0.4  # of a GPU's memory
+DEVICE_SHARE = 0.4  # of a GPU's free memory
 
 
 @dataclass
@@ -37,13 +38,17 @@ class Shard:
     ids: torch.Tensor  # (n, T)
     lengths: list[int]
     asked: torch.Tensor  # (n, T) positions whose prediction counts: those that predict what the model wrote
-    learned: torch.Tensor  # (n, T) positions a head may learn from: all whose next token is there; on the CPU
+    learned: torch.Tensor  # (n, T) positions a head may learn from: all whose next token is there
     best: torch.Tensor  # (n, T) the full model's top-1 after each position
     _states: dict[int, torch.Tensor | Path] = field(default_factory=dict)
 
     def parts(self, tokens: int) -> int:
         """How many batches of about `tokens` tokens it makes."""
         return min(len(self.lengths), -(-self.ids.numel() // tokens))
+
+    def learnable(self, rows: torch.Tensor) -> int:
+        """How many positions of some rows (on the CPU) a head may learn from, without asking the device."""
+        return sum(max(0, self.lengths[row] - 2) for row in rows.tolist())
 
     def states(self, depth: int) -> torch.Tensor:
         """(n, T, hidden) at a depth, on the model's device."""
@@ -90,7 +95,7 @@ class Budget:
         self.folder = folder
         self.left = HOST_BUDGET
         if device.type == "cuda":
-            self.left = int(torch.cuda.mem_get_info(device)[1] * DEVICE_SHARE)
+            self.left = int(free_memory(device) * DEVICE_SHARE)
 
     def keep(self, states: torch.Tensor) -> torch.Tensor | Path:
         size = states.numel() * states.element_size()
@@ -169,7 +174,7 @@ def _laid_out(texts: list[Text], device: torch.device) -> Shard:
         learned[row, 1 : len(text.ids) - 1] = True
         asked[row, max(text.start - 1, 0) : len(text.ids) - 1] = True
     ids = ids.to(device)
-    return Shard(ids, [len(text.ids) for text in texts], asked.to(device), learned, torch.zeros_like(ids))
+    return Shard(ids, [len(text.ids) for text in texts], asked.to(device), learned.to(device), torch.zeros_like(ids))
 
 
 def _best(window: Window, states: torch.Tensor, at_once: int = 4096) -> torch.Tensor:

@@ -33,8 +33,8 @@ MEASURED = 20000  # states from which a head takes centre and spread
 class Schedule:
     """How long and how hard to train."""
 
-    epochs: float = 3
-    least_steps: int = 450  # few texts are seen more often
+    epochs: float = 2
+    least_steps: int = 400  # few texts are seen more often
     batch_tokens: int = 8192
     positions: int = 6144  # of a batch whose logits are compared
     learning_rate: float = 3e-3
@@ -69,8 +69,8 @@ class Exits(NamedTuple):
 class Dice(NamedTuple):
     """Random numbers on either side."""
 
-    host: torch.Generator  # texts and positions: known without waiting for the device
-    device: torch.Generator  # noise
+    host: torch.Generator  # texts
+    device: torch.Generator  # positions and noise
 
 
 class Fitted(NamedTuple):
@@ -171,10 +171,11 @@ def _backward(
     here waits for the device.
     """
     device = window.model.device
-    chosen = _some(shard.learned[rows], schedule.positions, dice.host).to(device)
-    if not len(chosen):
+    count = min(schedule.positions, shard.learnable(rows))
+    if not count:
         return
     rows = rows.to(device)
+    chosen = _some(shard.learned[rows], count, dice.device)
     deep = shard.states(window.num_layers)[rows].flatten(0, 1)[chosen]
     full, target = window.head(deep, exits.vocabulary).softmax(-1), normed(deep)
     jitter = Jitter(schedule.jitter, dice.device) if schedule.jitter else None
@@ -192,9 +193,9 @@ def _backward(
 
 
 def _some(usable: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Places of at most `count` of the usable positions (n, T), counted through all rows."""
-    places = usable.flatten().nonzero()[:, 0]
-    return places[torch.randperm(len(places), generator=generator)[:count]]
+    """Places of `count` of the usable positions (n, T), counted through all rows."""
+    order = torch.rand(usable.shape, generator=generator, device=usable.device).masked_fill(~usable, 2)
+    return order.flatten().argsort(stable=True)[:count]
 
 
 def _measure(window: Window, head: nn.Module, data: Collection, depth: int) -> None:

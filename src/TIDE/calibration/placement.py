@@ -23,7 +23,7 @@ from TIDE.calibration.timing import Costs
 THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 COARSE = (0.1, 0.3, 0.5, 0.7, 0.9)  # where two checkpoints have a threshold each
 DRAFTS = (1, 2, 3, 4, 5, 6, 8)
-POSITIONS = 20_000
+POSITIONS = 5_000  # from which a round is played
 
 
 class Candidate(NamedTuple):

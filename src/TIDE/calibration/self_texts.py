@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
+from TIDE.calibration.free_memory import free_memory
 from TIDE.calibration.grouped_attention import grouped, without_plans
 from TIDE.calibration.roomy_cache import roomy_cache
 from TIDE.calibration.text import Text
@@ -29,6 +30,7 @@ OPENING = 64  # longest opening of its own
 MOST_BUILTIN = 1000  # answers to built-in prompts
 SAMPLED = 0.25  # share of answers that are sampled rather than greedy
 TEMPERATURES = (0.6, 0.8, 1.0)
+WRITING_SHARE = 0.55  # of a GPU's free memory
 CPU_TOKENS = 8192  # tokens of a batch where there is no GPU
 MATERIAL = 768  # most tokens of passages put into a task
 PER_SAMPLE = 4  # most texts of a sample
@@ -119,11 +121,11 @@ class _Author:
     def task_orders(self, texts: list[Text], count: int) -> list[_Order]:
         """Tasks about passages the model wrote. A task belongs to the group of its passage."""
         passages = [text for text in texts if len(text.ids) - text.start >= 32] or texts
+        alike = {side: [text for text in passages if text.is_held_out == side] for side in (True, False)}
         orders = []
         for _ in range(count):
             first = self.random.choice(passages)
-            alike = [text for text in passages if text.is_held_out == first.is_held_out]
-            chosen = [first, *self.random.choices(alike, k=self.random.choice((0, 0, 1, 2)))]
+            chosen = [first, *self.random.choices(alike[first.is_held_out], k=self.random.choice((0, 0, 1, 2)))]
             room = min(MATERIAL, self.context // 4) // len(chosen)
             words = [self.tokenizer.decode(text.ids[text.start :][:room], skip_special_tokens=True).strip() for text in chosen]
             task = self.random.choice(self.prompts["tasks"]).replace("{text}", "\n\n".join(words))
@@ -242,14 +244,17 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 def _tokens_that_fit(model: PreTrainedModel) -> int:
-    """Tokens whose K/V fit into a quarter of the device's memory."""
+    """Tokens that take about half of the device's free memory: their K/V, and a layer's work on all of them at once."""
     if model.device.type != "cuda":
         return CPU_TOKENS
     config = model.config.get_text_config(decoder=True)
+    hidden = config.hidden_size
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
-    return int(torch.cuda.mem_get_info(model.device)[1] * 0.25) // per_token
+    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    kept = 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
+    worked_on = (3 * inner + 10 * hidden) * model.dtype.itemsize + 3 * hidden * 4  # norms work in fp32
+    return int(free_memory(model.device) * WRITING_SHARE) // (kept + worked_on)
 
 
 def _until_end(ids: list[int], ends: set[int]) -> list[int]:
