@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from TIDE.engine.drafting import FIRST_REST, LONGEST_REST, TRIAL, Drafting, Pace, Timed
+from TIDE.engine.drafting import FIRST_REST, LONGEST_REST, MOST_LEFT, TRIAL, Drafting, Pace, Timed
 
 
 def a_pace(step=1.0, exit_=0.1, passes=(1.0, 1.1, 1.2, 1.3, 2.3)) -> Pace:
@@ -22,14 +22,14 @@ def a_pace(step=1.0, exit_=0.1, passes=(1.0, 1.1, 1.2, 1.3, 2.3)) -> Pace:
 
 
 def test_nothing_is_asked_before_a_full_step_was_timed():
-    drafting = Drafting(1, Pace())
+    drafting = Drafting([0], Pace())
     assert not drafting.may_ask(0, 10)
     drafting.pace.step.add(1.0)
     assert drafting.may_ask(0, 10)
 
 
 def test_a_token_becomes_a_draft_if_it_is_likely_to_save_more_than_its_place_costs():
-    drafting = Drafting(1, a_pace())
+    drafting = Drafting([0], a_pace())
     assert not drafting.leaves(0, 0.09)
     assert drafting.leaves(0, 0.5)
     assert not drafting.leaves(0, 0.19)  # 0.5 · 0.19 of a step is less than 0.1
@@ -39,8 +39,8 @@ def test_a_token_becomes_a_draft_if_it_is_likely_to_save_more_than_its_place_cos
 
 
 def test_exits_are_asked_while_the_usual_score_pays_for_exit_and_place():
-    drafting = Drafting(1, a_pace(exit_=0.3))
-    drafting.gain.mean = 0.4
+    drafting = Drafting([0], a_pace(exit_=0.3))
+    drafting.pace.gain.mean = 0.4
     assert drafting.may_ask(0, 10)
     assert drafting.leaves(0, 0.5)
     assert not drafting.may_ask(0, 11)  # 0.5 · 0.5 of a step is less than 0.3 + 0.1
@@ -49,8 +49,8 @@ def test_exits_are_asked_while_the_usual_score_pays_for_exit_and_place():
 
 
 def test_rows_decide_for_themselves():
-    drafting = Drafting(2, a_pace(exit_=0.3))
-    drafting.gain.mean = 0.4
+    drafting = Drafting([0, 0], a_pace(exit_=0.3))
+    drafting.pace.gain.mean = 0.4
     assert drafting.leaves(1, 0.5)
     assert drafting.may_ask(0, 10)
     assert not drafting.may_ask(1, 10)
@@ -67,7 +67,7 @@ def a_round(drafting, size, score, tokens):
 
 def test_a_row_that_loses_rests_longer_each_time_and_tries_again():
     """Confident drafts that never stand: the scores say it pays, the balance does not."""
-    drafting, asked = Drafting(1, a_pace()), []
+    drafting, asked = Drafting([0], a_pace()), []
     for size in range(2000):
         if a_round(drafting, size, 0.9, tokens=1):
             asked.append(size)
@@ -76,26 +76,26 @@ def test_a_row_that_loses_rests_longer_each_time_and_tries_again():
 
 
 def test_what_drafting_can_lose_is_a_few_steps_for_every_rest():
-    drafting, lost = Drafting(1, a_pace()), 0.0
+    drafting, lost = Drafting([0], a_pace()), 0.0
     for size in range(1000):
         lost += 0.2 * a_round(drafting, size, 0.9, tokens=1)  # exit and place
     assert lost / 1000 < 0.03
 
 
 def test_a_row_that_wins_does_not_rest():
-    drafting = Drafting(1, a_pace())
+    drafting = Drafting([0], a_pace())
     assert all(a_round(drafting, size, 0.9, tokens=2) for size in range(0, 100, 2))
 
 
 def test_bad_rounds_among_good_ones_are_no_reason_to_rest():
-    drafting = Drafting(1, a_pace())
+    drafting = Drafting([0], a_pace())
     for turn in range(50):
         assert a_round(drafting, 10 * turn, 0.9, tokens=2)
         assert a_round(drafting, 10 * turn + 2, 0.9, tokens=1)
 
 
 def test_a_row_that_wins_again_rests_shortly_next_time():
-    drafting, size = Drafting(1, a_pace()), 0
+    drafting, size = Drafting([0], a_pace()), 0
     while drafting._rest[0] < 8 * FIRST_REST:
         a_round(drafting, size, 0.9, tokens=1)
         size += 1
@@ -103,6 +103,36 @@ def test_a_row_that_wins_again_rests_shortly_next_time():
     for _ in range(5):
         assert a_round(drafting, size, 0.9, tokens=2)
     assert drafting._rest[0] == FIRST_REST
+
+
+def test_a_request_begins_where_the_one_before_left_off():
+    """Where drafts never stand, short texts would otherwise begin with all the trials of a first one."""
+    pace, asked = a_pace(), 0
+    for _ in range(20):
+        drafting = Drafting([5], pace)
+        asked += sum(a_round(drafting, size, 0.9, tokens=1) for size in range(5, 55))
+    assert 0 < asked < 100
+
+
+def test_what_is_left_of_a_rest_is_at_most_a_part_of_a_text():
+    pace = a_pace()
+    pace.left = LONGEST_REST
+    drafting = Drafting([7], pace)
+    asked = [size for size in range(7, 200) if drafting.may_ask(0, size)]
+    assert asked[0] == 7 + MOST_LEFT
+
+
+def test_exits_that_never_pay_are_asked_a_few_times_in_a_text_only():
+    """A router that is never confident."""
+    pace, asked = a_pace(), 0
+    for _ in range(10):
+        drafting = Drafting([0], pace)
+        for size in range(128):
+            if drafting.may_ask(0, size):
+                asked += 1
+                assert not drafting.leaves(0, 0.0)
+            drafting.verified(0, size + 1, 1)
+    assert 0 < asked <= 40
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=30))
@@ -124,7 +154,7 @@ def test_a_place_between_measured_passes_costs_its_part():
 
 def test_exits_that_seemed_too_slow_are_tried_again_after_a_rest():
     """The first time an exit runs may be its slowest; that must not stand for ever."""
-    drafting = Drafting(1, a_pace(exit_=5.0))
+    drafting = Drafting([0], a_pace(exit_=5.0))
     asked = [size for size in range(40) if drafting.may_ask(0, size)]
     assert asked[:TRIAL] == list(range(TRIAL))
     assert asked[TRIAL] >= FIRST_REST
@@ -142,7 +172,7 @@ def test_a_short_time_counts_at_once_and_a_long_one_little():
 
 def test_odds_that_turn_out_too_high_are_corrected_by_number_in_the_row():
     """Scores of 0.9 of which the second draft never stands: it is soon no longer made."""
-    drafting = Drafting(1, a_pace())
+    drafting = Drafting([0], a_pace())
     for _ in range(60):
         drafting.leaves(0, 0.9)
         drafting.leaves(0, 0.9)

@@ -154,8 +154,8 @@ class Window:
         """
         assert 0 <= start <= stop <= self.num_layers, (start, stop)
         assert hidden is not None or start == 0, "states are needed to start above the embedding"
-        if start == stop == 0 and keep is None and self.fused is not None and self.fused.embedding is not None:
-            return Passed(self.fused.embedding(feed.ids), None, {})
+        if start == stop == 0 and keep is None and (states := self.embed(feed.ids)) is not None:
+            return Passed(states, None, {})
         task = _Task(start, stop, hidden, keep, kv_only, feed.cache, taps)
         inputs: dict[str, Any] = dict(input_ids=feed.ids, attention_mask=feed.mask, past_key_values=feed.cache)
         inputs["use_cache"] = feed.cache is not None
@@ -166,6 +166,10 @@ class Window:
         if keep is None:
             return Passed(task.states, None, task.tapped)
         return Passed(task.states, output.logits if self._head_has_door else _pick(output.logits, keep), task.tapped)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """The states of token ids at depth 0, where the model's embedding alone gives them."""
+        return None if self.fused is None or self.fused.embedding is None else self.fused.embedding(ids)
 
     def head(
         self,
@@ -180,7 +184,8 @@ class Window:
         Args:
             vocabulary: the token ids whose logits are wanted; None: all.
             with_grad: let gradients through to `states`.
-            roughly: for exits: weights in 8 bits will do where they are quicker.
+            roughly: for exits: weights in 8 bits will do where they are quicker, and logits of the first tokens only where the
+                best of them is likely enough.
         """
         if roughly and self.fused is not None and self.fused.norm is not None:
             with self.grad_off():

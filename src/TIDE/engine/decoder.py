@@ -48,7 +48,7 @@ class Decoder:
         self.verifier = Verifier(batch, chooser, self.segments, self.stats)
         self.exits_in_a_row = [0] * len(batch)
         self.exits = [0] * len(batch)
-        self.drafting = Drafting(len(batch), pace or Pace()) if plan.weighs else None
+        self.drafting = Drafting(batch.size, pace or Pace()) if plan.weighs else None
         self.asked_before = False  # the first exit after a pause has to catch up with the text and says nothing about others
 
     def run(self) -> Iterator[None]:

@@ -10,7 +10,8 @@ Routers give p for a token by itself; how often drafts really stood, by their nu
 
 Seconds are those of the passes just run, on this machine; nothing is assumed about it. And whatever the scores say, a row
 keeps a balance of what drafting won and cost; one that lost a few steps rests for a while, longer each time. So does one whose
-exits take too long; then it tries again, for a machine that was busy may be idle now.
+exits take too long; then it tries again, for a machine that was busy may be idle now. The next request begins where the last
+one left off.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from itertools import pairwise
 NEWEST = 0.2  # weight of the newest measurement
 FIRST_GAIN = 0.5  # before any score was seen
 FIRST_REST, LONGEST_REST = 16, 256  # tokens
+MOST_LEFT = 64  # tokens of a rest that the next request goes on with
 KEPT = 0.98  # of what was seen of drafts before the newest
 PRIOR = 4.0  # drafts that stood as expected, before any was seen
 WORTH = 0.95  # of a step, a token: full steps without drafts between them are a little quicker
@@ -31,8 +33,8 @@ GUESS = 0.1  # of a full step: what a place costs before it was measured
 class Running:
     """A mean that forgets."""
 
-    def __init__(self) -> None:
-        self.mean: float | None = None
+    def __init__(self, mean: float | None = None) -> None:
+        self.mean = mean
 
     def add(self, value: float) -> None:
         self.mean = value if self.mean is None else self.mean + NEWEST * (value - self.mean)
@@ -49,7 +51,7 @@ class Timed(Running):
 
 
 class Pace:
-    """What steps, exits and deep passes take.
+    """What steps, exits and deep passes take, and what asking exits gains: known from one request to the next.
 
     Passes are kept as multiples of a pass of one token, which every pass tells something about: texts grow, and what was seen
     on a long one must not stand for a short one.
@@ -59,6 +61,8 @@ class Pace:
         self.step = Timed()  # seconds of a pass of one token, as of now
         self.exit = Timed()  # seconds up to and with an exit
         self.passes: dict[int, Running] = {}  # by tokens: of what comes after the exits, in steps
+        self.gain = Running(FIRST_GAIN)  # of asking: a share of a step
+        self.rest, self.left = FIRST_REST, 0  # tokens of the next rest, and those left of the latest
 
     def saw_pass(self, tokens: int, seconds: float) -> None:
         if tokens == 1:
@@ -93,25 +97,25 @@ class Pace:
 class Drafting:
     """The decisions for the rows of one request."""
 
-    def __init__(self, rows: int, pace: Pace) -> None:
-        self.pace = pace
+    def __init__(self, sizes: list[int], pace: Pace) -> None:
+        """For rows of so many tokens."""
+        rows, self.pace = len(sizes), pace
         self.odds: list[list[float]] = [[1.0] for _ in range(rows)]  # that no draft, the first, the first two … all stand
         self.asked = [0] * rows  # exits in this round
-        self.gain = Running()  # of asking: a share of a step
-        self.gain.mean = FIRST_GAIN
         self.stood: dict[int, list[float]] = {}  # by number in the row: drafts that stood, and how many were expected to
         self._balance = [0.0] * rows  # steps won by drafting, less those it cost
-        self._rest, self._until = [FIRST_REST] * rows, [0] * rows
+        self._rest = [pace.rest] * rows
+        self._until = [size + min(pace.left, MOST_LEFT) for size in sizes]
         self._trials = [TRIAL] * rows
 
     def may_ask(self, row: int, size: int) -> bool:
         """Whether asking an exit about the newest of `size` tokens is likely to pay."""
-        step, exit_ = self.pace.step.mean, self.pace.exit.mean
-        if step is None or size < self._until[row]:
+        step, exit_, gain = self.pace.step.mean, self.pace.exit.mean, self.pace.gain.mean
+        self.pace.left = max(0, self._until[row] - size)
+        if step is None or self.pace.left:
             return False
-        assert self.gain.mean is not None
         drafts = len(self.odds[row]) - 1
-        if exit_ is None or self.odds[row][-1] * self.trust(drafts) * self.gain.mean * step > exit_:
+        if exit_ is None or self.odds[row][-1] * self.trust(drafts) * (gain or 0.0) * step > exit_:
             return True
         if drafts:
             return False
@@ -127,7 +131,7 @@ class Drafting:
         place = self.pace.place(number)
         self.asked[row] += 1
         trust = WORTH * self.trust(number)
-        self.gain.add(max(0.0, score * trust - place))
+        self.pace.gain.add(max(0.0, score * trust - place))
         if odds * trust <= place:
             return False
         self.odds[row].append(odds)
@@ -143,7 +147,7 @@ class Drafting:
             if self._balance[row] < -ALLOWANCE * FIRST_REST / self._rest[row]:  # less each time
                 self._take_rest(row, size)
             elif self._balance[row] == MOST_CREDIT:
-                self._rest[row] = FIRST_REST
+                self._rest[row] = self.pace.rest = FIRST_REST
         self.odds[row], self.asked[row] = [1.0], 0
 
     def trust(self, number: int) -> float:
@@ -157,7 +161,7 @@ class Drafting:
 
     def _take_rest(self, row: int, size: int) -> None:
         self._until[row] = size + self._rest[row]
-        self._rest[row] = min(2 * self._rest[row], LONGEST_REST)
+        self._rest[row] = self.pace.rest = min(2 * self._rest[row], LONGEST_REST)
         self._balance[row], self._trials[row] = 0.0, TRIAL
         self.stood.clear()  # what comes then is another part of the text
-        self.gain.mean = FIRST_GAIN / 2
+        self.pace.gain.mean = min(self.pace.gain.mean or 0.0, FIRST_GAIN / 2)

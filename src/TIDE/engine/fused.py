@@ -18,7 +18,8 @@ from torch import nn
 from TIDE.adapters.features import layer_features
 from TIDE.adapters.window import Feed, Window
 from TIDE.engine.check import first_difference
-from TIDE.kernels.dispatch import arrays, compiled_ops
+from TIDE.engine.rough_head import RoughHead
+from TIDE.kernels.dispatch import arrays, compiled_exits, compiled_ops
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class FusedLayers:
         self.layers = [arrays(layer) for layer in layers]
         self.embedding: nn.Module | None = None
         self.norm: nn.Module | None = None
-        self._rough: tuple[torch.Tensor | None, Any] | None = None  # the LM head in 8 bits, and for which tokens
+        self._rough: RoughHead | None = None
 
     def takes(self, states: torch.Tensor, cache: Any) -> bool:
         """Whether a pass is small enough, and has a cache to work on."""
@@ -53,14 +54,15 @@ class FusedLayers:
         cos, sin = (part.expand(rows, -1, -1).reshape(rows * tokens, -1).numpy() for part in angles)
         view, own = cache.view, cache.segments[cache.view.segment]
         places = np.array(view.rows), np.array([own.origin[row] for row in view.rows])
-        going, tapped = Pass(x.numpy(), cos, sin, *places, view.start, tokens), {}
+        going = Pass(x.numpy(), cos, sin, *places, view.start, tokens)
+        tapped = np.empty((len(taps), *going.x.shape), np.float32)
         for index in span:
             if index in taps:
-                tapped[index] = x.view_as(states).clone()
+                tapped[taps.index(index)] = going.x
             layer = self.layers[index]
             keys, values = cache.room(index, len(layer.k) // layer.head_dim, layer.head_dim, x)
             self.ops.decoder_layer(layer, going, keys.numpy(), values.numpy())
-        return x.view_as(states), tapped
+        return x.view_as(states), dict(zip(taps, torch.from_numpy(tapped).view(-1, *states.shape), strict=True))
 
     def multiplies(self, states: torch.Tensor, weight: torch.Tensor) -> bool:
         return states.shape[0] * states.shape[1] <= MOST_TOKENS and _plain((weight, states))
@@ -71,12 +73,13 @@ class FusedLayers:
         return torch.from_numpy(found).view(*states.shape[:2], -1)
 
     def rough_head(self, states: torch.Tensor, weight: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
-        """(n, hidden) states -> (n, vocabulary) logits by norm and LM head, its weights in 8 bits."""
+        """(n, hidden) states -> logits by norm and LM head, as exits use it."""
         assert self.norm is not None
-        if self._rough is None or self._rough[0] is not vocabulary:
-            rows = weight if vocabulary is None else weight[vocabulary]
-            self._rough = vocabulary, self.ops.in_bytes(rows.detach().numpy())
-        return torch.from_numpy(self.ops.linear(self.norm(states).numpy(), self._rough[1]))
+        if self._rough is None or self._rough.vocabulary is not vocabulary:
+            exits = compiled_exits(weight.device, weight.dtype)
+            assert exits is not None, "there is compiled code for layers and none for exits"
+            self._rough = RoughHead(weight, vocabulary, exits)
+        return self._rough(self.norm(states))
 
 
 def fuse(window: Window) -> None:

@@ -99,6 +99,8 @@ class Segments:
         self, segment: int, rows: list[int], counts: list[int], logits_from: dict[int, int] | None
     ) -> dict[int, torch.Tensor]:
         start, stop = self._edges(segment)
+        if start == stop and self._enter(segment, rows, counts):
+            return {}
         starts = [self.length(segment, row) for row in rows]
         hidden = None if segment == 0 else self._hidden(segment, rows, starts, counts)
         wanted = None if logits_from is None else [logits_from[row] - at for row, at in zip(rows, starts, strict=True)]
@@ -115,6 +117,19 @@ class Segments:
         if wanted is None or passed.logits is None:
             return {}
         return {row: passed.logits[i, : counts[i] - wanted[i]] for i, row in enumerate(rows)}
+
+    def _enter(self, segment: int, rows: list[int], counts: list[int]) -> bool:
+        """A first segment without layers: tokens become states, if their embedding is all it takes."""
+        for row, count in zip(rows, counts, strict=True):
+            at = self.length(segment, row)
+            states = self.window.embed(self.batch.tokens(row, at, at + count))
+            if states is None:
+                return False
+            if self.watcher is not None and 0 in self.watched:
+                self.watcher.observe(0, row, at, states)
+            self.pending.add(segment + 1, row, at, states)
+            self.cache.segments[segment].length[row] += count
+        return True
 
     def _show(self, states: dict[int, torch.Tensor], rows: list[int], starts: list[int], counts: list[int]) -> None:
         if self.watcher is None:

@@ -42,7 +42,7 @@ def memory_block(
 def signals(logits: np.ndarray) -> np.ndarray:
     """(n, vocabulary) -> (n, 4): `router.signals_of`."""
     out = np.empty((len(logits), 4), np.float32)
-    _signals(logits, out)
+    _signals(logits, logits.max(1), out)
     return out
 
 
@@ -123,13 +123,10 @@ def _normed_parts(x, out, dim, eps):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=True, cache=True)
-def _signals(logits, out):  # type: ignore[no-untyped-def]
+def _signals(logits, best, out):  # type: ignore[no-untyped-def]
     for t in range(len(logits)):
-        best = np.float32(-np.inf)
-        for k in range(logits.shape[1]):
-            best = max(best, logits[t, k])
         parts = np.zeros((PARTS, 4), np.float32)
-        _gather(logits[t], best, parts)
+        _gather(logits[t], best[t], parts)
         total, mixed, tops, second = parts[:, 0].sum(), parts[:, 1].sum(), parts[:, 2].sum(), parts[:, 3].max()
         out[t, 0] = np.float32(1) / total
         out[t, 1] = -math.log(total)

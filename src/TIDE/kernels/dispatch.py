@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from types import ModuleType
@@ -12,13 +13,16 @@ import torch
 
 def compiled_ops(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     """The module with compiled layers, or None: then everything runs as torch has it."""
-    if os.environ.get("TIDE_NO_KERNELS") == "1" or importlib.util.find_spec("numba") is None:
-        return None
-    if device.type != "cpu" or dtype != torch.float32:
+    if device.type != "cpu" or dtype != torch.float32 or os.environ.get("TIDE_NO_KERNELS") == "1" or not has_numba():
         return None
     from TIDE.kernels import cpu_ops  # takes a second, so it is imported where it is used
 
     return cpu_ops
+
+
+@functools.cache
+def has_numba() -> bool:
+    return importlib.util.find_spec("numba") is not None
 
 
 def compiled_exits(device: torch.device, dtype: torch.dtype) -> ModuleType | None:

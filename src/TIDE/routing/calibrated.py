@@ -41,7 +41,7 @@ class CalibratedPolicy(ExitPolicy):
         self.max_pending = file.max_pending
         self.num_layers = window.num_layers
         self.vocabulary = None if file.vocabulary is None else file.vocabulary.to(device)
-        self.vocab_size = 0 if self.vocabulary is None else window.vocab_size
+        self.vocab_size = window.vocab_size
         self.watches = tuple(sorted({depth for own in map(self._watched, self.exits.items()) for depth in own}))
 
     def _watched(self, place: tuple[int, Exit]) -> list[int]:
@@ -96,8 +96,10 @@ class _Request(ExitPolicy):
         rows, logits = self._scored
         if candidates.rows != rows:
             logits = logits[[rows.index(row) for row in candidates.rows]]
-        if self.vocabulary is None:
+        if logits.shape[1] == self.vocab_size:
             return logits
-        # Not minus infinity: processors may leave nothing but tokens outside the draft vocabulary.
-        lowest = logits.amin(-1, keepdim=True) - UNLIKELY
-        return lowest.expand(-1, self.vocab_size).scatter(1, self.vocabulary.expand(len(logits), -1), logits)
+        # Not minus infinity: processors may leave nothing but tokens that were not looked at.
+        lowest = (logits.amin(-1, keepdim=True) - UNLIKELY).expand(-1, self.vocab_size)
+        if self.vocabulary is None:
+            return torch.cat([logits, lowest[:, logits.shape[1] :]], 1)
+        return lowest.scatter(1, self.vocabulary.expand(len(logits), -1), logits)

@@ -6,10 +6,14 @@
     K/V                 ■    ■    ■    ■    □    □        □ will be fed again once f3 and f4 are known
 
 `known` counts the positions whose deep states have been seen, `fed` those whose K/V stand. A guess feeds the
-positions from `fed` to the newest: those with true memories in one pass, drafted ones one by one, as in training.
+positions from `fed` to the newest: those with true memories in one pass, drafted ones one by one, as in training. States
+that are shown are only noted until then: a row that is never asked should not pay for it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -19,6 +23,12 @@ from TIDE.routing.compiled_head import CompiledHead
 from TIDE.routing.heads import MemoryHead, input_depths, memory_depths
 
 ROOM = 256  # positions
+
+
+class _Shown(NamedTuple):
+    depth: int
+    position: int
+    states: torch.Tensor  # (n, hidden)
 
 
 class HeadMemory:
@@ -31,6 +41,7 @@ class HeadMemory:
         self.depths = memory_depths(num_layers, head.sizes.memories)
         self.known = [0] * rows
         self.fed = [0] * rows
+        self._shown: list[list[_Shown]] = [[] for _ in range(rows)]  # states that wait to be put in their places
         self._fresh: list[list[range]] = [[] for _ in range(rows)]  # deep states that wait to be made memories
         sizes, weight = head.sizes, head.fuse.weight
         self._shallow = weight.new_zeros(rows, 0, sizes.inputs * sizes.hidden_dim)
@@ -41,14 +52,11 @@ class HeadMemory:
 
     def observe(self, depth: int, row: int, position: int, states: torch.Tensor) -> None:
         """States of a row's tokens from `position` on. Deep states make what was guessed from guesses be fed again."""
-        stop = position + len(states)
-        self._make_room(stop)
-        for depths, kept in ((self.inputs, self._shallow), (self.depths, self._deep)):
-            if depth in depths:
-                place = depths.index(depth) * states.shape[1]
-                kept[row, position:stop, place : place + states.shape[1]] = states
+        self._shown[row].append(_Shown(depth, position, states))
         if depth == self.depths[-1]:
-            self._fresh[row].append(range(position, stop))
+            stop, fresh = position + len(states), self._fresh[row]
+            start = fresh.pop().start if fresh and fresh[-1].stop == position else position
+            fresh.append(range(start, stop))
             self.fed[row] = min(self.fed[row], position + 1)
             self.known[row] = stop
 
@@ -59,6 +67,8 @@ class HeadMemory:
 
     def guess(self, rows: list[int], positions: list[int]) -> torch.Tensor:
         """(n, hidden) guesses for the tokens at these positions, each the newest of its row."""
+        for row in rows:
+            self._put_in_place(row)
         self._recall(rows)
         found: dict[int, torch.Tensor] = {}
         fed = {row: min(self.fed[row], at) for row, at in zip(rows, positions, strict=True)}
@@ -70,6 +80,20 @@ class HeadMemory:
                 if span.stop > newest[row]:
                     found[row] = own
         return torch.stack([found[row] for row in newest])
+
+    def _put_in_place(self, row: int) -> None:
+        """What was shown, in one piece where it is one: tokens come one by one."""
+        shown: dict[int, list[_Shown]] = {}
+        for one in self._shown[row]:
+            shown.setdefault(one.depth, []).append(one)
+        self._shown[row].clear()
+        for depth, parts in shown.items():
+            for start, states in _pieces(parts):
+                self._make_room(start + len(states))
+                for depths, kept in ((self.inputs, self._shallow), (self.depths, self._deep)):
+                    if depth in depths:
+                        place, width = depths.index(depth) * states.shape[1], states.shape[1]
+                        kept[row, start : start + len(states), place : place + width] = states
 
     def _recall(self, rows: list[int]) -> None:
         """Make memories of deep states, now that a guess needs them."""
@@ -126,3 +150,13 @@ class HeadMemory:
             more = max(length + ROOM, 2 * room) - room
             for name in ("_shallow", "_deep", "_before", "_keys", "_values"):
                 setattr(self, name, F.pad(getattr(self, name), (0, 0, 0, more)))
+
+
+def _pieces(parts: list[_Shown]) -> Iterator[tuple[int, torch.Tensor]]:
+    """States of one depth with where they begin, joined where they follow each other; in the order they came."""
+    while parts:
+        count = 1
+        while count < len(parts) and parts[count].position == parts[count - 1].position + len(parts[count - 1].states):
+            count += 1
+        yield parts[0].position, parts[0].states if count == 1 else torch.cat([one.states for one in parts[:count]])
+        parts = parts[count:]
