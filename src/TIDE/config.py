@@ -23,7 +23,8 @@ class TIDEConfig:
 
     Attributes:
         mode: "exact" writes the text of the full model; "fast" emits at the exit without looking back.
-        exit_threshold: router score, in [0, 1], needed to exit. None: as the exit policy says; with a router file, mode
+        exit_threshold: router score, in [0, 1], needed to exit; a text that loses time by its drafts goes on without for a
+            while even so. None: as the exit policy says; with a router file, mode
             "exact" then drafts where scores and the time it takes make it worthwhile, and mode "fast" goes by the file's
             certificate if it has one for these settings.
         min_layers: smallest depth at which a token may exit.

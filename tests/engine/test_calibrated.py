@@ -117,6 +117,7 @@ def test_what_a_router_sees_in_the_engine_is_what_it_saw_in_calibration(
         return out
 
     monkeypatch.setattr(calibrated._Request, "score", watched)
+    monkeypatch.setattr("TIDE.engine.drafting.ALLOWANCE", float("inf"))  # no rests: exits of a tiny model never pay
     with TIDE(llama, saved(file, tmp_path), TIDEConfig(exit_threshold=0.0, max_pending=pending)) as engine:
         text = engine.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None)
         window, layers = engine.window, engine.window.num_layers

@@ -135,6 +135,16 @@ def test_exits_that_never_pay_are_asked_a_few_times_in_a_text_only():
     assert 0 < asked <= 40
 
 
+def test_with_a_threshold_scores_decide_and_rows_that_lose_still_rest():
+    drafting = Drafting([0], a_pace(exit_=5.0), weighs=False)
+    assert drafting.may_ask(0, 0)
+    assert not drafting.leaves(0, 0.69, 0.7)
+    assert drafting.leaves(0, 0.7, 0.7)
+    drafting.verified(0, 1, 1)  # an exit takes five steps here
+    assert not drafting.may_ask(0, 1)
+    assert drafting.may_ask(0, 1 + FIRST_REST)
+
+
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=30))
 def test_a_mean_stays_within_what_it_saw(values):
     mean = Timed()

@@ -48,7 +48,7 @@ class Decoder:
         self.verifier = Verifier(batch, chooser, self.segments, self.stats)
         self.exits_in_a_row = [0] * len(batch)
         self.exits = [0] * len(batch)
-        self.drafting = Drafting(batch.size, pace or Pace()) if plan.weighs else None
+        self.drafting = Drafting(batch.size, pace or Pace(), plan.weighs) if plan.rests else None
         self.asked_before = False  # the first exit after a pause has to catch up with the text and says nothing about others
 
     def run(self) -> Iterator[None]:
@@ -121,10 +121,10 @@ class Decoder:
 
     def _chosen(self, candidates: Candidates, scores: torch.Tensor) -> list[int]:
         """Which candidates leave."""
-        if self.drafting is None:
-            return (scores >= self.plan.threshold(candidates.depth)).nonzero()[:, 0].tolist()
-        drafting = self.drafting
-        return [i for i, score in enumerate(scores.tolist()) if drafting.leaves(candidates.rows[i], score)]
+        threshold, drafting = self.plan.threshold(candidates.depth), self.drafting
+        if drafting is None:
+            return (scores >= threshold).nonzero()[:, 0].tolist()
+        return [i for i, score in enumerate(scores.tolist()) if drafting.leaves(candidates.rows[i], score, threshold)]
 
     def _leave(
         self, segment: int, leaving: Candidates | None, going: list[int], deciding: list[int]

@@ -21,12 +21,13 @@ from itertools import pairwise
 NEWEST = 0.2  # weight of the newest measurement
 FIRST_GAIN = 0.5  # before any score was seen
 FIRST_REST, LONGEST_REST = 16, 256  # tokens
-MOST_LEFT = 64  # tokens of a rest that the next request goes on with
+MOST_LEFT = 128  # tokens of a rest that the next request goes on with
 KEPT = 0.98  # of what was seen of drafts before the newest
 PRIOR = 4.0  # drafts that stood as expected, before any was seen
 WORTH = 0.95  # of a step, a token: full steps without drafts between them are a little quicker
 TRIAL = 2  # times an exit is asked after a rest: the first has to catch up with the text and is not timed
 ALLOWANCE, MOST_CREDIT = 3.0, 2.0  # steps a row may lose before it rests, and those of its gains that are remembered
+NO_DRAFTS_ALLOWANCE = 1.0  # the same where a threshold lets nothing out: luck has no part in it
 GUESS = 0.1  # of a full step: what a place costs before it was measured
 
 
@@ -97,9 +98,9 @@ class Pace:
 class Drafting:
     """The decisions for the rows of one request."""
 
-    def __init__(self, sizes: list[int], pace: Pace) -> None:
-        """For rows of so many tokens."""
-        rows, self.pace = len(sizes), pace
+    def __init__(self, sizes: list[int], pace: Pace, weighs: bool = True) -> None:
+        """For rows of so many tokens. Without `weighs` a threshold decides, and rests are all that is left to do here."""
+        rows, self.pace, self.weighs = len(sizes), pace, weighs
         self.odds: list[list[float]] = [[1.0] for _ in range(rows)]  # that no draft, the first, the first two … all stand
         self.asked = [0] * rows  # exits in this round
         self.stood: dict[int, list[float]] = {}  # by number in the row: drafts that stood, and how many were expected to
@@ -115,7 +116,7 @@ class Drafting:
         if step is None or self.pace.left:
             return False
         drafts = len(self.odds[row]) - 1
-        if exit_ is None or self.odds[row][-1] * self.trust(drafts) * (gain or 0.0) * step > exit_:
+        if not self.weighs or exit_ is None or self.odds[row][-1] * self.trust(drafts) * (gain or 0.0) * step > exit_:
             return True
         if drafts:
             return False
@@ -125,14 +126,14 @@ class Drafting:
         self._trials[row] -= 1
         return True
 
-    def leaves(self, row: int, score: float) -> bool:
-        """Whether a token with this score becomes a draft."""
+    def leaves(self, row: int, score: float, threshold: float = 0.0) -> bool:
+        """Whether a token with this score becomes a draft; the threshold is for those who do not weigh."""
         odds, number = self.odds[row][-1] * score, len(self.odds[row])
         place = self.pace.place(number)
         self.asked[row] += 1
         trust = WORTH * self.trust(number)
         self.pace.gain.add(max(0.0, score * trust - place))
-        if odds * trust <= place:
+        if odds * trust <= place if self.weighs else score < threshold:
             return False
         self.odds[row].append(odds)
         return True
@@ -144,7 +145,9 @@ class Drafting:
             self._saw_draft(number, tokens > number, odds)
         if self.asked[row] and spent is not None:
             self._balance[row] = min(self._balance[row] + WORTH * tokens - spent, MOST_CREDIT)
-            if self._balance[row] < -ALLOWANCE * FIRST_REST / self._rest[row]:  # less each time
+            hopeful = self.weighs or len(self.odds[row]) > 1
+            allowance = ALLOWANCE if hopeful else NO_DRAFTS_ALLOWANCE
+            if self._balance[row] < -allowance * FIRST_REST / self._rest[row]:  # less each time
                 self._take_rest(row, size)
             elif self._balance[row] == MOST_CREDIT:
                 self._rest[row] = self.pace.rest = FIRST_REST

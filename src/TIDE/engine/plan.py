@@ -34,6 +34,7 @@ class Plan:
     exit_thresholds: Mapping[int, float]  # of checkpoints that have their own
     spans: tuple[range, ...]  # the layers of each segment; a checkpoint stands before each but the first
     weighs: bool = False  # drafts are made where they are worth their time, whatever the thresholds
+    rests: bool = False  # rows whose drafts lose time go on without for a while
     max_exit_share: float = 1.0  # mode "fast": of a row's new tokens
 
     def threshold(self, depth: int) -> float:
@@ -61,6 +62,7 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, window: Window) -> 
     checkpoints = [] if policy is None or never else _checkpoints(config, policy, window.num_layers)
     edges = [0, *checkpoints, window.num_layers]
     asked = config.exit_threshold if certificate is None else certificate.threshold
+    rests = config.mode == "exact" and policy is not None and policy.weighs
     return Plan(
         exact=config.mode == "exact",
         kv_cache_strategy=config.kv_cache_strategy,
@@ -69,7 +71,8 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, window: Window) -> 
         compaction_threshold=config.compaction_threshold,
         exit_thresholds={} if policy is None or asked is not None else _exit_thresholds(config, policy),
         spans=tuple(range(start, stop) for start, stop in pairwise(edges)),
-        weighs=config.mode == "exact" and config.exit_threshold is None and policy is not None and policy.weighs,
+        weighs=rests and config.exit_threshold is None,
+        rests=rests,
         max_exit_share=config.max_exit_share,
     )
 

@@ -110,7 +110,7 @@ class Segments:
             taps = tuple(depth for depth in self.watched if start < depth < stop or 0 == start == depth < stop)
             passed = self.window.run(start, stop, feed, hidden=hidden, keep=keep, taps=taps)
         self.stats.layers_run += (stop - start) * feed.ids.numel()
-        self._show({**passed.taps, stop: passed.states}, rows, starts, counts)
+        self._show(passed.taps | {stop: passed.states}, rows, starts, counts)
         if segment != self.last:
             for index, row in enumerate(rows):
                 self.pending.add(segment + 1, row, starts[index], passed.states[index, : counts[index]])
@@ -134,9 +134,10 @@ class Segments:
     def _show(self, states: dict[int, torch.Tensor], rows: list[int], starts: list[int], counts: list[int]) -> None:
         if self.watcher is None:
             return
-        for depth in sorted(self.watched & set(states)):
-            for index, row in enumerate(rows):
-                self.watcher.observe(depth, row, starts[index], states[depth][index, : counts[index]])
+        for depth, found in states.items():
+            for index, row in enumerate(rows if depth in self.watched else ()):
+                own = found[index]
+                self.watcher.observe(depth, row, starts[index], own if counts[index] == len(own) else own[: counts[index]])
 
     def _edges(self, segment: int) -> tuple[int, int]:
         span = self.spans[segment]
@@ -158,6 +159,8 @@ class Segments:
             self.pending.states(segment, row, start, start + count)
             for row, start, count in zip(rows, starts, counts, strict=True)
         ]
+        if len(parts) == 1:
+            return parts[0][None]
         if len(set(counts)) == 1:
             return torch.stack(parts)
         return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)

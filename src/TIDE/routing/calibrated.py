@@ -43,6 +43,8 @@ class CalibratedPolicy(ExitPolicy):
         self.vocabulary = None if file.vocabulary is None else file.vocabulary.to(device)
         self.vocab_size = window.vocab_size
         self.watches = tuple(sorted({depth for own in map(self._watched, self.exits.items()) for depth in own}))
+        nothing = torch.zeros(1, window.hidden_dim, device=device, dtype=dtype)
+        window.head(nothing, self.vocabulary, roughly=True)  # what is made at first use should not keep a text waiting
 
     def _watched(self, place: tuple[int, Exit]) -> list[int]:
         depth, at = place
