@@ -10,8 +10,7 @@ Routers give p for a token by itself; how often drafts really stood, by their nu
 
 Seconds are those of the passes just run, on this machine; nothing is assumed about it. And whatever the scores say, a row
 keeps a balance of what drafting won and cost; one that lost a few steps rests for a while, longer each time. So does one whose
-exits take too long; then it tries again, for a machine that was busy may be idle now. The next request begins where the last
-one left off.
+exits take too long; then it tries again, for a machine that was busy may be idle now.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from itertools import pairwise
 NEWEST = 0.2  # weight of the newest measurement
 FIRST_GAIN = 0.5  # before any score was seen
 FIRST_REST, LONGEST_REST = 16, 256  # tokens
-MOST_LEFT = 128  # tokens of a rest that the next request goes on with
+HOPELESS, LATE_START = 16, 64  # exits asked in vain after which the next texts begin with so many tokens of rest
 KEPT = 0.98  # of what was seen of drafts before the newest
 PRIOR = 4.0  # drafts that stood as expected, before any was seen
 WORTH = 0.95  # of a step, a token: full steps without drafts between them are a little quicker
@@ -63,7 +62,7 @@ class Pace:
         self.exit = Timed()  # seconds up to and with an exit
         self.passes: dict[int, Running] = {}  # by tokens: of what comes after the exits, in steps
         self.gain = Running(FIRST_GAIN)  # of asking: a share of a step
-        self.rest, self.left = FIRST_REST, 0  # tokens of the next rest, and those left of the latest
+        self.in_vain = 0  # exits asked since the last one that gave a draft
 
     def saw_pass(self, tokens: int, seconds: float) -> None:
         if tokens == 1:
@@ -105,15 +104,15 @@ class Drafting:
         self.asked = [0] * rows  # exits in this round
         self.stood: dict[int, list[float]] = {}  # by number in the row: drafts that stood, and how many were expected to
         self._balance = [0.0] * rows  # steps won by drafting, less those it cost
-        self._rest = [pace.rest] * rows
-        self._until = [size + min(pace.left, MOST_LEFT) for size in sizes]
+        self._rest, self._until = [FIRST_REST] * rows, [0] * rows
+        if pace.in_vain >= HOPELESS:
+            self._rest, self._until = [LONGEST_REST] * rows, [size + LATE_START for size in sizes]
         self._trials = [TRIAL] * rows
 
     def may_ask(self, row: int, size: int) -> bool:
         """Whether asking an exit about the newest of `size` tokens is likely to pay."""
         step, exit_, gain = self.pace.step.mean, self.pace.exit.mean, self.pace.gain.mean
-        self.pace.left = max(0, self._until[row] - size)
-        if step is None or self.pace.left:
+        if step is None or size < self._until[row]:
             return False
         drafts = len(self.odds[row]) - 1
         if not self.weighs or exit_ is None or self.odds[row][-1] * self.trust(drafts) * (gain or 0.0) * step > exit_:
@@ -131,11 +130,13 @@ class Drafting:
         odds, number = self.odds[row][-1] * score, len(self.odds[row])
         place = self.pace.place(number)
         self.asked[row] += 1
+        self.pace.in_vain += 1
         trust = WORTH * self.trust(number)
         self.pace.gain.add(max(0.0, score * trust - place))
         if odds * trust <= place if self.weighs else score < threshold:
             return False
         self.odds[row].append(odds)
+        self.pace.in_vain = 0
         return True
 
     def verified(self, row: int, size: int, tokens: int) -> None:
@@ -150,7 +151,7 @@ class Drafting:
             if self._balance[row] < -allowance * FIRST_REST / self._rest[row]:  # less each time
                 self._take_rest(row, size)
             elif self._balance[row] == MOST_CREDIT:
-                self._rest[row] = self.pace.rest = FIRST_REST
+                self._rest[row] = FIRST_REST
         self.odds[row], self.asked[row] = [1.0], 0
 
     def trust(self, number: int) -> float:
@@ -164,7 +165,7 @@ class Drafting:
 
     def _take_rest(self, row: int, size: int) -> None:
         self._until[row] = size + self._rest[row]
-        self._rest[row] = self.pace.rest = min(2 * self._rest[row], LONGEST_REST)
+        self._rest[row] = min(2 * self._rest[row], LONGEST_REST)
         self._balance[row], self._trials[row] = 0.0, TRIAL
         self.stood.clear()  # what comes then is another part of the text
         self.pace.gain.mean = min(self.pace.gain.mean or 0.0, FIRST_GAIN / 2)
