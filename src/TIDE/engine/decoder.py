@@ -66,9 +66,12 @@ class Decoder:
         self._start_over_where_rope_switches(going)
         deciding, asked, seconds = list(going), False, 0.0
         for segment in range(self.segments.last):
-            self.segments.run(segment, self._counts(segment, going))
-            seconds += self.clock.lap("shallow")
             candidates = [row for row in deciding if self._may_leave(row)]
+            counts = self._counts(segment, going)
+            if not candidates and self.segments.skip(segment, counts):
+                continue
+            self.segments.run(segment, counts)
+            seconds += self.clock.lap("shallow")
             asked |= bool(candidates)
             leaving = self._ask(segment + 1, candidates)
             going, deciding = self._leave(segment + 1, leaving, going, deciding)
@@ -105,7 +108,7 @@ class Decoder:
         if not rows or self.policy is None:
             return None
         positions = [self.segments.length(segment - 1, row) - 1 for row in rows]
-        states = [self.segments.pending.states(segment, row, at, at + 1) for row, at in zip(rows, positions, strict=True)]
+        states = [self.segments.entering(segment, row, at, at + 1) for row, at in zip(rows, positions, strict=True)]
         candidates = Candidates(self.plan.spans[segment].start, torch.cat(states), rows, positions)
         scores = self.policy.score(candidates)
         if scores.shape != (len(rows),):

@@ -43,6 +43,7 @@ class Segments:
         self.last = len(plan.spans) - 1
         self.cache = SegmentCache(len(batch), plan.spans, window.stores, capacity)
         self.pending = Pending()
+        self.starts_from_ids = not len(plan.spans[0]) and window.embed(batch.ids[:1, :1]) is not None
 
     def length(self, segment: int, row: int) -> int:
         return self.cache.segments[segment].length[row]
@@ -51,6 +52,22 @@ class Segments:
         """Tokens of a row that have reached a segment and not run there."""
         reached = self.batch.size[row] if segment == 0 else self.length(segment - 1, row)
         return reached - self.length(segment, row)
+
+    def skip(self, segment: int, counts: dict[int, int]) -> bool:
+        """Let tokens past a first segment without layers, if the next one can start from their ids."""
+        if segment or not self.starts_from_ids:
+            return False
+        for row, count in counts.items():
+            self.cache.segments[segment].length[row] += count
+        return True
+
+    def entering(self, segment: int, row: int, start: int, stop: int) -> torch.Tensor:
+        """(stop - start, hidden) states of a row's tokens where a segment begins."""
+        if self.spans[segment].start == 0 and self.starts_from_ids:
+            states = self.window.embed(self.batch.tokens(row, start, stop))
+            assert states is not None
+            return states
+        return self.pending.states(segment, row, start, stop)
 
     def run(self, segment: int, counts: dict[int, int], logits_from: dict[int, int] | None = None) -> dict[int, torch.Tensor]:
         """Take the next `counts[row]` tokens of each row through a segment.
@@ -99,10 +116,12 @@ class Segments:
         self, segment: int, rows: list[int], counts: list[int], logits_from: dict[int, int] | None
     ) -> dict[int, torch.Tensor]:
         start, stop = self._edges(segment)
-        if start == stop and self._enter(segment, rows, counts):
-            return {}
         starts = [self.length(segment, row) for row in rows]
-        hidden = None if segment == 0 else self._hidden(segment, rows, starts, counts)
+        if self.skip(segment, dict(zip(rows, counts, strict=True))):
+            self._show_first(rows, starts, counts)
+            return {}
+        from_ids = segment == 0 or (start == 0 and self.starts_from_ids)
+        hidden = None if from_ids else self._hidden(segment, rows, starts, counts)
         wanted = None if logits_from is None else [logits_from[row] - at for row, at in zip(rows, starts, strict=True)]
         with self.cache.open(segment, rows, counts):
             feed = self._feed(rows, starts, counts)
@@ -118,18 +137,11 @@ class Segments:
             return {}
         return {row: passed.logits[i, : counts[i] - wanted[i]] for i, row in enumerate(rows)}
 
-    def _enter(self, segment: int, rows: list[int], counts: list[int]) -> bool:
-        """A first segment without layers: tokens become states, if their embedding is all it takes."""
-        for row, count in zip(rows, counts, strict=True):
-            at = self.length(segment, row)
-            states = self.window.embed(self.batch.tokens(row, at, at + count))
-            if states is None:
-                return False
-            if self.watcher is not None and 0 in self.watched:
-                self.watcher.observe(0, row, at, states)
-            self.pending.add(segment + 1, row, at, states)
-            self.cache.segments[segment].length[row] += count
-        return True
+    def _show_first(self, rows: list[int], starts: list[int], counts: list[int]) -> None:
+        """Show states at depth 0 before an exit there is asked."""
+        if self.watcher is not None and 0 in self.watched:
+            for row, start, count in zip(rows, starts, counts, strict=True):
+                self.watcher.observe(0, row, start, self.entering(1, row, start, start + count))
 
     def _show(self, states: dict[int, torch.Tensor], rows: list[int], starts: list[int], counts: list[int]) -> None:
         if self.watcher is None:
@@ -156,8 +168,7 @@ class Segments:
 
     def _hidden(self, segment: int, rows: list[int], starts: list[int], counts: list[int]) -> torch.Tensor:
         parts = [
-            self.pending.states(segment, row, start, start + count)
-            for row, start, count in zip(rows, starts, counts, strict=True)
+            self.entering(segment, row, start, start + count) for row, start, count in zip(rows, starts, counts, strict=True)
         ]
         if len(parts) == 1:
             return parts[0][None]
