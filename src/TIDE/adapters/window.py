@@ -290,12 +290,12 @@ class Window:
         """Weight and bias of the LM head for some tokens, kept for the next call; None where it is no plain linear layer."""
         if not self._head_is_linear:
             return None
-        if self._kept_rows is None or self._kept_rows[0] is not vocabulary:
-            head = self.model.get_output_embeddings()
+        head, kept = self.model.get_output_embeddings(), self._kept_rows
+        if kept is None or kept[0] is not vocabulary or kept[1][0].dtype != head.weight.dtype:
             with torch.inference_mode(False), torch.no_grad():
                 bias = None if head.bias is None else head.bias[vocabulary].clone()
-                self._kept_rows = vocabulary, (head.weight[vocabulary].clone(), bias)
-        return self._kept_rows[1]
+                self._kept_rows = kept = vocabulary, (head.weight[vocabulary].clone(), bias)
+        return kept[1]
 
     def _fit(self, module: nn.Module, index: int | None) -> None:
         if "_tide_door" in module.__dict__:
