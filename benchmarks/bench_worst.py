@@ -56,7 +56,8 @@ def main() -> None:
 
 def ids_of(tokenizer, text: str) -> torch.Tensor:
     messages = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+    found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return found["input_ids"]
 
 
 def ratio(engine: TIDE.TIDE, prompts: list[torch.Tensor], new_tokens: int, **sampling) -> tuple[float, float]:
