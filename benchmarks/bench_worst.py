@@ -8,7 +8,7 @@
     never confident     routers whose scores are 0
     threshold 1.0       a fixed exit_threshold that lets nothing out
 
-PROMPTS.jsonl has "turns" on each line; the first is asked. Times hold the prompt and the answer. A table, then one JSON line.
+PROMPTS.jsonl is a file of prompts as `tide tune` takes them. Times hold the prompt and the answer. A table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 import TIDE
+from TIDE.calibration.prompts import load_prompts
 
 SAMPLED = dict(do_sample=True, temperature=1.5, top_k=0, top_p=1.0)
 
@@ -34,8 +35,7 @@ def main() -> None:
     parser.add_argument("--search", type=int, default=24)
     options = parser.parse_args()
     model, tokenizer = TIDE.load_model("default")
-    lines = [json.loads(line) for line in Path(options.prompts).read_text("utf-8").splitlines() if line.strip()]
-    real = [ids_of(tokenizer, line["turns"][0]) for line in lines]
+    real = [torch.tensor([ids]) for ids in load_prompts(options.prompts, tokenizer)]
     some = real[:: max(1, len(real) // options.count)][: options.count]
     generator = torch.Generator().manual_seed(0)
     noise = [torch.randint(0, len(tokenizer), (1, 60), generator=generator) for _ in range(options.count)]
@@ -52,12 +52,6 @@ def main() -> None:
     for name, (off, exact) in found.items():
         print(f"{name:18} exits off {off:6.1f} tok/s, exact {exact:6.1f}, {exact / off:.3f}x")
     print(json.dumps({**vars(options), "tok/s": {name: [round(x, 2) for x in pair] for name, pair in found.items()}}))
-
-
-def ids_of(tokenizer, text: str) -> torch.Tensor:
-    messages = [{"role": "user", "content": text}]
-    found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    return found["input_ids"]
 
 
 def ratio(engine: TIDE.TIDE, prompts: list[torch.Tensor], new_tokens: int, **sampling) -> tuple[float, float]:

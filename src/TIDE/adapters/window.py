@@ -291,7 +291,7 @@ class Window:
         if not self._head_is_linear:
             return None
         head, kept = self.model.get_output_embeddings(), self._kept_rows
-        if kept is None or kept[0] is not vocabulary or kept[1][0].dtype != head.weight.dtype:
+        if kept is None or kept[0] is not vocabulary or not _alike(kept[1][0], head.weight):
             with torch.inference_mode(False), torch.no_grad():
                 bias = None if head.bias is None else head.bias[vocabulary].clone()
                 self._kept_rows = kept = vocabulary, (head.weight[vocabulary].clone(), bias)
@@ -312,6 +312,11 @@ class Window:
             ) from problem
         module.__dict__["_tide_door"] = _Door(self, index)
         self._fitted.append(module)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of one dtype, in one place: models are moved."""
+    return one.dtype == other.dtype and one.device == other.device
 
 
 def _pick(values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:

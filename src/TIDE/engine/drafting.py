@@ -26,7 +26,7 @@ PRIOR = 4.0  # drafts that stood as expected, before any was seen
 WORTH = 0.95  # of a step, a token: full steps without drafts between them are a little quicker
 TRIAL = 2  # times an exit is asked after a rest: the first has to catch up with the text and is not timed
 ALLOWANCE, MOST_CREDIT = 3.0, 2.0  # steps a row may lose before it rests, and those of its gains that are remembered
-NO_DRAFTS_ALLOWANCE = 1.0  # the same where a threshold lets nothing out: luck has no part in it
+NO_LUCK = 3  # where a threshold lets nothing out, a row may lose the third part only
 GUESS = 0.1  # of a full step: what a place costs before it was measured
 
 
@@ -146,8 +146,7 @@ class Drafting:
             self._saw_draft(number, tokens > number, odds)
         if self.asked[row] and spent is not None:
             self._balance[row] = min(self._balance[row] + WORTH * tokens - spent, MOST_CREDIT)
-            hopeful = self.weighs or len(self.odds[row]) > 1
-            allowance = ALLOWANCE if hopeful else NO_DRAFTS_ALLOWANCE
+            allowance = ALLOWANCE if self.weighs or len(self.odds[row]) > 1 else ALLOWANCE / NO_LUCK
             if self._balance[row] < -allowance * FIRST_REST / self._rest[row]:  # less each time
                 self._take_rest(row, size)
             elif self._balance[row] == MOST_CREDIT:

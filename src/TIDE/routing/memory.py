@@ -67,8 +67,6 @@ class HeadMemory:
 
     def guess(self, rows: list[int], positions: list[int]) -> torch.Tensor:
         """(n, hidden) guesses for the tokens at these positions, each the newest of its row."""
-        for row in rows:
-            self._put_in_place(row)
         self._recall(rows)
         found: dict[int, torch.Tensor] = {}
         fed = {row: min(self.fed[row], at) for row, at in zip(rows, positions, strict=True)}
@@ -98,6 +96,7 @@ class HeadMemory:
     def _recall(self, rows: list[int]) -> None:
         """Make memories of deep states, now that a guess needs them."""
         for row in rows:
+            self._put_in_place(row)
             for span in self._fresh[row]:
                 own = slice(span.start, span.stop)
                 quick = self.compiled if len(span) <= MOST_TOKENS else None
