@@ -24,7 +24,7 @@ CARD = """---
 
 # {title}
 
-A router file for [TIDE](https://pypi.org/project/tide-inference/): exit heads and routers that let easy tokens of a frozen
+A router file for TIDE (package `tide-inference`): exit heads and routers that let easy tokens of a frozen
 causal LM leave before its last layer. The model itself is not in it.
 
 Made for **{model}**. It runs with that model only: the file knows its weights.
