@@ -2,8 +2,8 @@
 
     texts → states → draft vocabulary → for each candidate checkpoint: head, router → placement → router file
 
-Memory heads are tried from the shallowest candidate on, until one is no longer worth more than the best before it;
-the others, cheap to fit, are all tried. The model is left as it was found.
+Memory heads are tried from the shallowest candidate on, until one is no longer worth clearly more than the best before
+it; the others, cheap to fit, are all tried. The model is left as it was found.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from TIDE.adapters.window import Window
 from TIDE.calibration.collect import Budget, collect, extended
 from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, fit_head, fresh_head
 from TIDE.calibration.fit_router import FittedRouter, fit_router
-from TIDE.calibration.placement import Candidate, Placed, best_setting, place
+from TIDE.calibration.placement import Candidate, Placed, best_setting, is_worth_going_deeper, place
 from TIDE.calibration.self_texts import ANSWER
 from TIDE.calibration.text import Text
 from TIDE.calibration.texts import load_texts
@@ -171,8 +171,7 @@ class _Job:
             candidates[depth] = Candidate(found.trace, self._head_seconds(strategy, exits, depth))
             tried.append(best_setting(candidates, (depth,), self.costs))
             logger.info("depth %d: agreement %s, %s", depth, figures["agreement_by_step"], tried[-1].row(self.costs))
-            before = [placed.tokens_per_second for placed in tried[:-1]]
-            if strategy == "memory" and before and tried[-1].tokens_per_second <= max(before):
+            if strategy == "memory" and not is_worth_going_deeper(tried):
                 break
         return exits, candidates, tried
 

@@ -47,7 +47,7 @@ class Schedule:
     def fitted_to(self, hidden_dim: int, vocabulary: int, device: torch.device) -> Schedule:
         """Smaller batches for wide models and large vocabularies; AdamW's rate and no extra steps without a GPU."""
         tokens = min(self.batch_tokens, (64 << 20) // hidden_dim)
-        positions = min(self.positions, tokens, (768 << 20) // vocabulary)
+        positions = min(self.positions, tokens, (384 << 20) // vocabulary)
         fitted = replace(self, batch_tokens=tokens, positions=positions)
         return fitted if device.type == "cuda" else replace(fitted, least_steps=0, learning_rate=self.learning_rate / 2)
 

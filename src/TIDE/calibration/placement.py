@@ -24,6 +24,7 @@ THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 COARSE = (0.1, 0.3, 0.5, 0.7, 0.9)  # where two checkpoints have a threshold each
 DRAFTS = (1, 2, 3, 4, 5, 6, 8)
 POSITIONS = 5_000  # from which a round is played
+CLEARLY = 1.02  # times as many tokens per second
 
 
 class Candidate(NamedTuple):
@@ -60,6 +61,12 @@ def best_setting(candidates: dict[int, Candidate], checkpoints: tuple[int, ...],
     settings = itertools.product(itertools.product(grid, repeat=len(checkpoints)), DRAFTS)
     found = (play(candidates, checkpoints, thresholds, drafts, costs) for thresholds, drafts in settings)
     return max(found, key=lambda placed: placed.tokens_per_second)
+
+
+def is_worth_going_deeper(tried: list[Placed]) -> bool:
+    """Whether the last of these, each deeper than the one before, promises clearly more than all of those."""
+    *before, last = [placed.tokens_per_second for placed in tried]
+    return not before or last > CLEARLY * max(before)
 
 
 def place(candidates: dict[int, Candidate], singles: list[Placed], costs: Costs) -> list[Placed]:
