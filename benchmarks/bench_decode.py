@@ -4,7 +4,9 @@
     python benchmarks/bench_decode.py --model llama-8b    a random Llama of that size in bf16, for a GPU
     python benchmarks/bench_decode.py --model tiny        a random tiny Llama, as a smoke test
 
-Prints a table, then one JSON line. Speeds are medians over the rounds; the ratio is the median of the rounds' ratios.
+On a GPU `model.generate` also runs with a static cache, compiled, and speeds stand beside what the memory allows: the bytes of
+all weights but the embedding, at the bandwidth of a copy. Prints a table, then one JSON line. Speeds are medians over the
+rounds, with the prompt; "decoding" is without it (one new token's time taken off).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import platform
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 import transformers
@@ -37,72 +40,130 @@ SHAPES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default", help="'tiny', 'llama-8b', or what TIDE.load_model takes")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default=None)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
 
     transformers.utils.logging.disable_progress_bar()
-    model = random_llama(SHAPES[args.model]) if args.model in SHAPES else TIDE.load_model(args.model).model
+    dtype = args.dtype and getattr(torch, args.dtype)
+    model = random_llama(SHAPES[args.model]) if args.model in SHAPES else TIDE.load_model(args.model, dtype=dtype).model
     torch.manual_seed(0)
     ids = torch.randint(10, model.config.vocab_size, (1, args.prompt_tokens), device=model.device)
-    options = dict(max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens, do_sample=False)
+    model.generation_config.eos_token_id = None  # all texts have the same length
+    facts = first_calls(model, ids)
     with TIDE.TIDE(model) as engine:
         runs = {
-            "model.generate": lambda: model.generate(ids, **options),
-            "TIDE, exits off": lambda: engine.generate(ids, **options),
+            "model.generate": lambda new: model.generate(ids, max_new_tokens=new, do_sample=False),
+            "TIDE, exits off": lambda new: engine.generate(ids, max_new_tokens=new, do_sample=False),
         }
-        measure(runs, rounds=1)  # warm-up
-        seconds, texts = measure(runs, args.rounds)
-    report(args, model, seconds, same_text=len(texts) == 1)
+        if on_gpu():
+            static = dict(do_sample=False, cache_implementation="static")
+            runs["compiled"] = lambda new: model.generate(ids, max_new_tokens=new, **static)
+        for new in (args.new_tokens, args.new_tokens, 1):  # compile, capture, warm up
+            measure(runs, rounds=1, new_tokens=new)
+        first, _ = measure(runs, args.rounds, 1)
+        seconds, texts = measure(runs, args.rounds, args.new_tokens)
+    same = len({texts[name] for name in ("model.generate", "TIDE, exits off")}) == 1
+    report(args, model, first, seconds, same, facts)
+
+
+def on_gpu() -> bool:
+    return torch.cuda.is_available()
 
 
 def random_llama(shape: dict) -> transformers.PreTrainedModel:
     """A Llama with random weights, made where it will run."""
     torch.manual_seed(0)
-    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.set_default_dtype(torch.bfloat16 if place.type == "cuda" else torch.float32)
+    place = torch.device("cuda" if on_gpu() else "cpu")
+    torch.set_default_dtype(torch.bfloat16 if on_gpu() else torch.float32)
     with place:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, bos_token_id=1, eos_token_id=2, pad_token_id=0))
     torch.set_default_dtype(torch.float32)
     return model.eval()
 
 
-def measure(runs: dict, rounds: int) -> tuple[dict[str, list[float]], set[tuple[int, ...]]]:
-    """Seconds of every run, the order turned round each time, and the texts that came out."""
+def timed(run: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
+    start = time.perf_counter()
+    found = run()
+    if on_gpu():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, found
+
+
+def first_calls(model: transformers.PreTrainedModel, ids: torch.Tensor) -> dict[str, float]:
+    """Seconds up to the first token of the first call, the engine's making included; then what an engine adds to memory."""
+    eager, _ = timed(lambda: model.generate(ids, max_new_tokens=1, do_sample=False))
+    before = torch.cuda.memory_reserved() if on_gpu() else 0
+    began = time.perf_counter()
+    with TIDE.TIDE(model) as engine:
+        next(iter(engine.stream(ids, max_new_tokens=2, do_sample=False)))
+        found = {"first_token_eager": eager, "first_token_tide": time.perf_counter() - began}
+        found["first_text_tide"], _ = timed(lambda: engine.generate(ids, max_new_tokens=64, do_sample=False))
+        if on_gpu():
+            found["gib_above_model"] = (torch.cuda.memory_reserved() - before) / 2**30
+            found["capture_seconds"] = engine.capture_seconds
+    return found
+
+
+def measure(
+    runs: dict[str, Callable[[int], torch.Tensor]], rounds: int, new_tokens: int
+) -> tuple[dict[str, list[float]], dict[str, tuple[int, ...]]]:
+    """Seconds of every run, the order turned round each time, and the text that each wrote last."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    texts = set()
+    texts = {}
     for number in range(rounds):
         for name in sorted(runs, reverse=bool(number % 2)):
-            start = time.perf_counter()
-            ids = runs[name]()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - start)
-            texts.add(tuple(ids[0].tolist()))
+            took, ids = timed(lambda name=name: runs[name](new_tokens))
+            seconds[name].append(took)
+            texts[name] = tuple(ids[0].tolist())
     return seconds, texts
 
 
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written."""
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = [timed(lambda: [target.copy_(source) for _ in range(10)][-1])[0] for _ in range(4)]
+    return 20 * source.numel() / min(times)
+
+
+def allowed(model: transformers.PreTrainedModel) -> float:
+    """Tokens per second if a step took as long as its weights take to be read."""
+    table = model.get_input_embeddings().weight
+    tied = table is model.get_output_embeddings().weight
+    size = sum(p.numel() * p.element_size() for p in model.parameters()) - (0 if tied else table.numel() * table.element_size())
+    return copy_bandwidth() / size
+
+
 def report(
-    args: argparse.Namespace, model: transformers.PreTrainedModel, seconds: dict[str, list[float]], same_text: bool
+    args: argparse.Namespace,
+    model: transformers.PreTrainedModel,
+    first: dict[str, list[float]],
+    seconds: dict[str, list[float]],
+    same_text: bool,
+    facts: dict[str, float],
 ) -> None:
-    plain = seconds["model.generate"]
-    print(f"{'':18}{'tok/s':>8}{'lowest':>9}{'highest':>9}{'ratio':>8}")
+    plain, limit = seconds["model.generate"], allowed(model) if on_gpu() else None
+    print(f"{'':18}{'tok/s':>8}{'lowest':>9}{'highest':>9}{'ratio':>8}{'decoding':>10}" + f"{'of limit':>10}" * bool(limit))
     rows = {}
     for name, own in seconds.items():
         speeds = [args.new_tokens / second for second in own]
         ratio = statistics.median(base / second for base, second in zip(plain, own, strict=True))
-        rows[name] = dict(tok_s=statistics.median(speeds), lowest=min(speeds), highest=max(speeds), ratio=ratio)
-        print(f"{name:18}{rows[name]['tok_s']:8.1f}{min(speeds):9.1f}{max(speeds):9.1f}{ratio:8.3f}")
-    print(f"same text: {'yes' if same_text else 'NO'}")
-    where = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"{platform.machine()}, {torch.get_num_threads()} threads"
-    )
-    facts = dict(
-        vars(args), device=where, dtype=str(model.dtype), torch=torch.__version__, transformers=transformers.__version__
-    )
+        decoding = (args.new_tokens - 1) / max(1e-9, statistics.median(own) - statistics.median(first[name]))
+        rows[name] = dict(
+            tok_s=statistics.median(speeds), lowest=min(speeds), highest=max(speeds), ratio=ratio, decoding=decoding
+        )
+        line = f"{name:18}{rows[name]['tok_s']:8.1f}{min(speeds):9.1f}{max(speeds):9.1f}{ratio:8.3f}{decoding:10.1f}"
+        if limit:
+            rows[name]["of_limit"] = decoding / limit
+            line += f"{decoding / limit:10.3f}"
+        print(line)
+    print(f"same text: {'yes' if same_text else 'NO'}; " + ", ".join(f"{name} {value:.3f}" for name, value in facts.items()))
+    where = torch.cuda.get_device_name() if on_gpu() else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    versions = dict(torch=torch.__version__, transformers=transformers.__version__)
+    facts = dict(vars(args), device=where, dtype=str(model.dtype), **versions, **facts, limit=limit)
     print(json.dumps(dict(facts, same_text=same_text, results=rows)))
 
 

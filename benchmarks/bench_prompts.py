@@ -27,11 +27,13 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--router", default=None, help="None: the one of the embedded default")
     parser.add_argument("--model", default="default")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default=None)
     options = parser.parse_args()
     lines = [json.loads(line) for line in Path(options.prompts).read_text("utf-8").splitlines() if line.strip()]
-    model, tokenizer = TIDE.load_model(options.model)
+    model, tokenizer = TIDE.load_model(options.model, dtype=options.dtype and getattr(torch, options.dtype))
+    settings = dict(max_new_tokens=options.new_tokens, do_sample=False)
     sums: dict[str, dict[str, list[float]]] = {}
-    same = asked = 0
+    counts, gaps = dict(prompts=0, exact_is_exits_off=0, all_the_same=0), []
     with TIDE.TIDE(model, options.router or TIDE.default_router()) as engine:
 
         def exits_off(**request):
@@ -39,22 +41,42 @@ def main() -> None:
                 return engine.generate(**request)
 
         runs = {"model.generate": model.generate, "exits off": exits_off, "exact": engine.generate}
+        for run in (*runs.values(), *runs.values()):  # compile, capture, warm up
+            run(**chat(tokenizer, lines[0], model.device), **settings)
         for number, line in enumerate(lines[:: options.every]):
-            messages = [{"role": "user", "content": line["turns"][0]}]
-            inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-            texts = []
+            inputs, texts = chat(tokenizer, line, model.device), {}
             for name in (*RUNS[number % 3 :], *RUNS[: number % 3]):
                 start = time.perf_counter()
-                found = runs[name](**inputs, max_new_tokens=options.new_tokens, do_sample=False)
+                found = runs[name](**inputs, **settings)
+                if found.is_cuda:
+                    torch.cuda.synchronize()
                 seconds = time.perf_counter() - start
-                texts.append(found[0].tolist())
+                texts[name] = found[0].tolist()
                 own = sums.setdefault(line["category"], {}).setdefault(name, [0.0, 0.0])
                 own[0] += found.shape[1] - inputs["input_ids"].shape[1]
                 own[1] += seconds
-            same += texts[0] == texts[1] == texts[2]
-            asked += 1
-    stats = engine.total_stats
-    report(options, sums, dict(prompts=asked, same=same, drafted=stats.drafted, accepted=stats.accepted))
+            counts["prompts"] += 1
+            counts["exact_is_exits_off"] += texts["exact"] == texts["exits off"]
+            counts["all_the_same"] += texts["exact"] == texts["exits off"] == texts["model.generate"]
+            if texts["exits off"] != texts["model.generate"]:
+                gaps.append(gap(model, texts["model.generate"], texts["exits off"]))
+        stats = engine.total_stats
+    if gaps:
+        print("the model's own logits where texts part, its token's less the other's:", sorted(round(x, 4) for x in gaps))
+    report(options, sums, dict(counts, drafted=stats.drafted, accepted=stats.accepted, by_step=stats.acceptance_by_step))
+
+
+def chat(tokenizer, line: dict, device: torch.device) -> dict:
+    messages = [{"role": "user", "content": line["turns"][0]}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True).to(device)
+
+
+@torch.no_grad()
+def gap(model, one: list[int], other: list[int]) -> float:
+    """How much the model prefers its token to the other where two texts part, in one forward over what they share."""
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)) - 1)
+    logits = model(torch.tensor([one[:at]], device=model.device)).logits[0, -1].float()
+    return float(logits[one[at]] - logits[other[at]])
 
 
 def report(options: argparse.Namespace, sums: dict, counts: dict) -> None:
@@ -67,7 +89,13 @@ def report(options: argparse.Namespace, sums: dict, counts: dict) -> None:
         rows[category] = {**{name: round(x, 2) for name, x in speed.items()}, "ratios": [round(x, 3) for x in ratios]}
         print(f"{category:16}" + "".join(f"{speed[name]:16.1f}" for name in RUNS) + f"{ratios[0]:14.2f}{ratios[1]:11.2f}")
     print(", ".join(f"{name} {count}" for name, count in counts.items()))
-    facts = dict(new_tokens=options.new_tokens, every=options.every, torch=torch.__version__, threads=torch.get_num_threads())
+    facts = dict(
+        new_tokens=options.new_tokens,
+        dtype=options.dtype,
+        every=options.every,
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),
+    )
     print(json.dumps({**facts, **counts, "tok/s": rows}))
 
 

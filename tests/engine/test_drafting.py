@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from TIDE.engine.drafting import FIRST_REST, LONGEST_REST, TRIAL, Drafting, Pace, Timed
+from TIDE.engine.drafting import FIRST_REST, LONGEST_REST, TRIAL, Drafting, Pace
+from TIDE.engine.running import Timed
 
 
 def a_pace(step=1.0, exit_=0.1, passes=(1.0, 1.1, 1.2, 1.3, 2.3)) -> Pace:

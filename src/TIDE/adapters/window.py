@@ -169,7 +169,7 @@ class Window:
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor | None:
         """The states of token ids at depth 0, where the model's embedding alone gives them."""
-        return None if self.fused is None or self.fused.embedding is None else self.fused.embedding(ids)
+        return None if self.fused is None or self.fused.embedding is None else self.fused.embedding(ids.to(self.model.device))
 
     def head(
         self,
@@ -187,7 +187,7 @@ class Window:
             roughly: for exits: weights in 8 bits will do where they are quicker, and logits of the first tokens only where the
                 best of them is likely enough.
         """
-        if roughly and self.fused is not None and self.fused.norm is not None:
+        if roughly and self.fused is not None and self.fused.norm is not None and self.fused.has_rough_head:
             with self.grad_off():
                 return self.fused.rough_head(states, self.plain_head, vocabulary)
         if not with_grad and self.fused is not None and self.fused.norm is not None:

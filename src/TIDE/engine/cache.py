@@ -175,6 +175,12 @@ class SegmentCache(Cache):
             own.lazy_initialization(nothing, nothing)
         return own.keys, own.values
 
+    def adopt(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Use these tensors, (rows, heads, columns, dim), for a layer."""
+        own = self.layers[layer]
+        own.keys, own.values = keys, values
+        own.rows, own.capacity, own.is_initialized = len(keys), keys.shape[2], True
+
     def _owner(self, layer: int) -> SegmentLengths:
         """The segment a layer belongs to."""
         return next(segment for segment in self.segments if layer in segment.layers)

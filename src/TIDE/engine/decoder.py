@@ -14,8 +14,11 @@ import torch
 
 from TIDE.adapters.window import Window
 from TIDE.engine.batch import Batch
+from TIDE.engine.circuit import Circuit
 from TIDE.engine.drafting import Drafting, Pace
+from TIDE.engine.fused import check_fused
 from TIDE.engine.plan import Plan
+from TIDE.engine.rounds import Rounds
 from TIDE.engine.sampling import Chooser, Draft
 from TIDE.engine.segments import Segments
 from TIDE.engine.verify import Verifier
@@ -36,6 +39,7 @@ class Decoder:
         capacity: int,
         pace: Pace | None = None,
         stats: ExitStats | None = None,
+        circuit: Circuit | None = None,
     ) -> None:
         self.window = window
         self.plan = plan
@@ -48,11 +52,25 @@ class Decoder:
         self.verifier = Verifier(batch, chooser, self.segments, self.stats)
         self.exits_in_a_row = [0] * len(batch)
         self.exits = [0] * len(batch)
-        self.drafting = Drafting(batch.size, pace or Pace(), plan.weighs) if plan.rests else None
+        self.pace = pace or Pace()
+        self.drafting = Drafting(batch.size, self.pace, plan.weighs) if plan.rests else None
+        self.circuit = circuit  # lent: see `run`
+        if circuit is not None:
+            circuit.lend(self.segments.cache)
         self.asked_before = False  # the first exit after a pause has to catch up with the text and says nothing about others
 
     def run(self) -> Iterator[None]:
-        """Step until every row is finished."""
+        """Step until every row is finished; in rounds after the first step, where a circuit is there for them."""
+        self.step()
+        yield
+        if not self.batch.unfinished():
+            return
+        if self.window.fused is not None and not self.window.fused.is_checked:
+            check_fused(self.window)
+        if self.circuit is not None and self.window.fused is not None and self.window.fused.has_rounds:
+            memories = [*getattr(self.policy, "memories", {}).values()]
+            rounds = Rounds(self.window, self.plan, self.batch, self.circuit, self.pace.length, self.stats)
+            yield from rounds.run(memories[0] if memories else None)
         while self.batch.unfinished():
             self.step()
             yield

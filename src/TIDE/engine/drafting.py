@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-NEWEST = 0.2  # weight of the newest measurement
+from TIDE.engine.draft_length import DraftLength
+from TIDE.engine.running import Running, Timed
+
 FIRST_GAIN = 0.5  # before any score was seen
 FIRST_REST, LONGEST_REST = 16, 256  # tokens
 HOPELESS, LATE_START = 16, 64  # exits asked in vain after which the next texts begin with so many tokens of rest
@@ -28,26 +30,6 @@ TRIAL = 2  # times an exit is asked after a rest: the first has to catch up with
 ALLOWANCE, MOST_CREDIT = 3.0, 2.0  # steps a row may lose before it rests, and those of its gains that are remembered
 NO_LUCK = 3  # where a threshold lets nothing out, a row may lose the third part only
 GUESS = 0.1  # of a full step: what a place costs before it was measured
-
-
-class Running:
-    """A mean that forgets."""
-
-    def __init__(self, mean: float | None = None) -> None:
-        self.mean = mean
-
-    def add(self, value: float) -> None:
-        self.mean = value if self.mean is None else self.mean + NEWEST * (value - self.mean)
-
-
-class Timed(Running):
-    """The machine may look away, but it never runs ahead: long times count for twice the mean at most, short ones at once."""
-
-    def add(self, value: float) -> None:
-        if self.mean is None or value < self.mean / 2:
-            self.mean = value
-        else:
-            super().add(min(value, 2 * self.mean))
 
 
 class Pace:
@@ -63,6 +45,7 @@ class Pace:
         self.passes: dict[int, Running] = {}  # by tokens: of what comes after the exits, in steps
         self.gain = Running(FIRST_GAIN)  # of asking: a share of a step
         self.in_vain = 0  # exits asked since the last one that gave a draft
+        self.length = DraftLength()  # of rounds on a GPU
 
     def saw_pass(self, tokens: int, seconds: float) -> None:
         if tokens == 1:

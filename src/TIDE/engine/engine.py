@@ -38,6 +38,7 @@ from TIDE.engine.request import (
     prepare,
     refuse_ropes_that_change,
 )
+from TIDE.engine.rounds import ROOM, exit_head, suits
 from TIDE.engine.sampling import Chooser
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router_file import RouterFile
@@ -86,6 +87,11 @@ class TIDE:
         """Counts of all requests so far, those included that are going on or were broken off."""
         return sum(self._going.values(), start=self._over)
 
+    @property
+    def capture_seconds(self) -> float:
+        """Spent so far on capturing CUDA graphs."""
+        return getattr(self.window.fused, "capture_seconds", 0.0)
+
     def generate(
         self,
         input_ids: torch.Tensor,
@@ -114,7 +120,7 @@ class TIDE:
                 streamer.put(column.cpu())
         if streamer is not None:
             streamer.end()
-        return decoder.batch.output(request.pad_token_id)
+        return decoder.batch.output(request.pad_token_id).to(request.ids.device)
 
     def stream(
         self, input_ids: torch.Tensor, *, generation_config: GenerationConfig | None = None, **options: Any
@@ -187,11 +193,15 @@ class TIDE:
             self.window.fused = None
 
     def _decoder(self, request: Request, began: float) -> Decoder:
-        batch = Batch(request.ids, request.padding, request.criteria, context_limit(self.model))
+        circuit, ids = None, request.ids
+        wanted = request.config.max_length or ids.shape[1]
+        if suits(self.window, self.plan, self.policy, request):
+            ids = ids.cpu()  # the text is on the device already, where rounds need it
+            circuit = self.window.fused.take_circuit(wanted + ROOM, exit_head(self.plan, self.policy))
+        batch = Batch(ids, request.padding, request.criteria, context_limit(self.model))
         chooser = Chooser(request.processors, request.config.do_sample, batch)
-        wanted = request.config.max_length or request.ids.shape[1]
         capacity = min(wanted, request.ids.shape[1] + FIRST_ROOM) + self.plan.max_pending
-        decoder = Decoder(self.window, self.plan, self.policy, batch, chooser, capacity, self.pace)
+        decoder = Decoder(self.window, self.plan, self.policy, batch, chooser, capacity, self.pace, circuit=circuit)
         self.last_stats = decoder.stats
         self.last_stats.seconds.whole = time.perf_counter() - began
         return decoder
@@ -209,13 +219,23 @@ class TIDE:
     def _columns(self, decoder: Decoder, request: Request) -> Iterator[torch.Tensor]:
         """The columns of new tokens, each as soon as it is final in every row. What happens between them is not timed."""
         columns = self._final_columns(decoder, request)
-        with self._counted(decoder.stats):
+        with self._counted(decoder.stats), self._lent(decoder):
             while True:
                 with decoder.stats.seconds.measured():
                     column = next(columns, None)
                 if column is None:
                     return
                 yield column
+
+    @contextmanager
+    def _lent(self, decoder: Decoder) -> Iterator[None]:
+        """The decoder's circuit goes back for the next request."""
+        fused = self.window.fused
+        try:
+            yield
+        finally:
+            if decoder.circuit is not None and self.window.fused is fused:
+                fused.give_back(decoder.circuit)
 
     def _final_columns(self, decoder: Decoder, request: Request) -> Iterator[torch.Tensor]:
         batch, shown = decoder.batch, request.ids.shape[1]

@@ -18,11 +18,13 @@ from torch import nn
 from TIDE.adapters.features import layer_features
 from TIDE.adapters.window import Feed, Window
 from TIDE.engine.check import first_difference
+from TIDE.engine.gpu_layers import GPULayers
 from TIDE.engine.rough_head import RoughHead
-from TIDE.kernels.dispatch import arrays, compiled_exits, compiled_ops
+from TIDE.kernels.dispatch import arrays, compiled_exits, compiled_ops, compiled_rounds
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass
 
 logger = logging.getLogger(__name__)
+CPU = torch.device("cpu")
 
 
 class FusedLayers:
@@ -32,6 +34,10 @@ class FusedLayers:
         embedding, norm: the model's own, where nothing else happens to ids before the first layer and to states between the
             last one and the LM head; None where something does.
     """
+
+    has_rough_head = True
+    has_rounds = False
+    is_checked = True  # before it is used
 
     def __init__(self, layers: list[Layer], ops: Any) -> None:
         self.ops = ops
@@ -65,7 +71,7 @@ class FusedLayers:
         return x.view_as(states), dict(zip(taps, torch.from_numpy(tapped).view(-1, *states.shape), strict=True))
 
     def multiplies(self, states: torch.Tensor, weight: torch.Tensor) -> bool:
-        return states.shape[0] * states.shape[1] <= MOST_TOKENS and _plain((weight, states))
+        return states.shape[0] * states.shape[1] <= MOST_TOKENS and _plain((weight, states), torch.float32, CPU)
 
     def linear(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """(n, q, hidden), (m, hidden) -> (n, q, m)"""
@@ -83,20 +89,38 @@ class FusedLayers:
 
 
 def fuse(window: Window) -> None:
-    """Let a window run fused layers, if that is possible and gives what the model's own layers give."""
+    """Let a window run fused layers, if there is compiled code for them.
+
+    On a CPU they are checked at once. On a GPU compiling takes seconds, so they are checked after the first prompt.
+    """
     ops = compiled_ops(window.model.device, window.model.dtype)
     layers = None if ops is None else _features(window)
     if layers is None:
         return
+    if window.model.device.type == "cuda":
+        window.fused = GPULayers(window, layers, ops, compiled_rounds())
+        return
     window.fused = FusedLayers(layers, ops)
-    different = first_difference(window)
+    check_fused(window)
+
+
+def check_fused(window: Window) -> None:
+    """Use fused layers from now on, if they give what the model's own give."""
+    window.fused.is_checked = True
+    try:
+        different = first_difference(window)
+    except Exception as problem:  # compilers refuse cards, dtypes and sizes in many ways
+        window.fused = None
+        logger.warning("fused layers do not run here, so the model's own do: %s: %s", type(problem).__name__, problem)
+        return
     if different is not None:
+        name = type(window.layers[different]).__name__
         window.fused = None
         logger.warning(
             "the fused layer gives other states than layer %d (%s) of this model, so its own layers run. Please report the "
             "model.",
             different,
-            type(window.layers[different]).__name__,
+            name,
         )
         return
     _take_short_cuts(window)
@@ -105,7 +129,7 @@ def fuse(window: Window) -> None:
 @torch.no_grad()
 def _take_short_cuts(window: Window) -> None:
     """Leave out the model's `forward` where embedding or norm alone give the same."""
-    ids = torch.arange(3, 7)[:, None] % window.vocab_size
+    ids = torch.arange(3, 7, device=window.model.device)[:, None] % window.vocab_size
     states = window.run(0, 0, Feed(ids, torch.zeros_like(ids), None, None)).states
     logits = window.head(states[:, 0])
     embedding, norm = window.model.get_input_embeddings(), getattr(window.model.get_decoder(), "norm", None)
@@ -113,7 +137,8 @@ def _take_short_cuts(window: Window) -> None:
         window.fused.embedding = embedding
     if norm is not None and window.plain_head is not None:
         found = window.fused.linear(norm(states), window.plain_head)
-        if torch.allclose(found[:, 0], logits, rtol=1e-4, atol=1e-4):
+        close = 1e-4 if logits.dtype == torch.float32 else 3e-2
+        if torch.allclose(found[:, 0], logits, rtol=close, atol=close * float(logits.abs().max())):
             window.fused.norm = norm
 
 
@@ -121,10 +146,14 @@ def still_fused(window: Window) -> bool:
     """Whether the modules a fused window stands for are as they were: same weights, no hooks."""
     layers = _features(window)
     return layers is not None and all(
-        theirs.ctypes.data == ours.data_ptr()
+        _address(theirs) == ours.data_ptr()
         for old, new in zip(window.fused.layers, layers, strict=True)
         for theirs, ours in zip(old[:9], new[:9], strict=True)
     )
+
+
+def _address(values: Any) -> int:
+    return int(values.data_ptr() if isinstance(values, torch.Tensor) else values.ctypes.data)
 
 
 def _features(window: Window) -> list[Layer] | None:
@@ -134,14 +163,14 @@ def _features(window: Window) -> list[Layer] | None:
         return None
     found = [layer_features(layer, config) for layer in window.layers]
     whole = [layer for layer in found if layer is not None]
-    return whole if len(whole) == len(found) and all(_plain(layer) for layer in whole) else None
+    return whole if len(whole) == len(found) and all(_plain(layer, model.dtype, model.device) for layer in whole) else None
 
 
 def _has_hooks(whole: nn.Module) -> bool:
     return any(module._forward_hooks or module._forward_pre_hooks for module in whole.modules())
 
 
-def _plain(values: Iterable[Any]) -> bool:
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+def _plain(values: Iterable[Any], dtype: torch.dtype, device: torch.device) -> bool:
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and len(value)]
     kinds = torch.Tensor, nn.Parameter  # not the tensors of quantization
-    return all(type(x) in kinds and x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous() for x in tensors)
+    return all(type(x) in kinds and x.dtype == dtype and x.device == device and x.is_contiguous() for x in tensors)

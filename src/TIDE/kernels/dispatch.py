@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 from types import ModuleType
@@ -10,28 +11,38 @@ from typing import Any
 
 import torch
 
+HALVES = torch.float16, torch.bfloat16
+
 
 def compiled_ops(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     """The module with compiled layers, or None: then everything runs as torch has it."""
-    if device.type != "cpu" or dtype != torch.float32 or os.environ.get("TIDE_NO_KERNELS") == "1" or not has_numba():
-        return None
-    from TIDE.kernels import cpu_ops  # takes a second, so it is imported where it is used
-
-    return cpu_ops
-
-
-@functools.cache
-def has_numba() -> bool:
-    return importlib.util.find_spec("numba") is not None
+    return _module(device, dtype, "cpu_ops", "triton_ops")
 
 
 def compiled_exits(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """The module with compiled exits, or None."""
-    if compiled_ops(device, dtype) is None:
-        return None
-    from TIDE.kernels import cpu_exits
+    """The module with compiled exits for a CPU, or None."""
+    return _module(device, dtype, "cpu_exits", None)
 
-    return cpu_exits
+
+def compiled_rounds() -> ModuleType:
+    """The module with what rounds need on a GPU, beside its layers."""
+    return importlib.import_module("TIDE.kernels.triton_exits")
+
+
+def _module(device: torch.device, dtype: torch.dtype, cpu: str, gpu: str | None) -> ModuleType | None:
+    """Compilers take a second to import, so they are imported where they are used."""
+    if os.environ.get("TIDE_NO_KERNELS") == "1":
+        return None
+    if device.type == "cpu" and dtype == torch.float32 and _has("numba"):
+        return importlib.import_module(f"TIDE.kernels.{cpu}")
+    if gpu and device.type == "cuda" and dtype in (torch.float32, *HALVES) and _has("triton"):
+        return importlib.import_module(f"TIDE.kernels.{gpu}")
+    return None
+
+
+@functools.cache
+def _has(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
 
 def arrays(values: Any) -> Any:

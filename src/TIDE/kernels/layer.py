@@ -5,7 +5,7 @@
 
 What Llama-like families do differently is a few features, kept in `Layer`; the tokens of a pass are in `Pass`. Backends
 are functions `decoder_layer(layer, tokens, keys, values)` that change `tokens.x`, `keys` and `values` in place:
-`reference.py` says in torch what they compute, `cpu_ops.py` does it in compiled code.
+`reference.py` says in torch what they compute, `cpu_ops.py` and `triton_ops.py` do it in compiled code.
 """
 
 from __future__ import annotations
@@ -73,5 +73,5 @@ class Pass(NamedTuple):
     sin: Any
     rows: Any  # (n,) rows of the cache
     origins: Any  # (n,) the first column of each row
-    start: int
+    start: Any  # a number, or where a GPU finds it
     width: int

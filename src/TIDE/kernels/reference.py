@@ -1,4 +1,4 @@
-"""What a fused layer computes, in torch."""
+"""What fused layers and the machinery of exits compute, in torch."""
 
 from __future__ import annotations
 
@@ -7,35 +7,72 @@ from torch.nn import functional as F
 
 from TIDE.kernels.layer import GELU, GELU_TANH, SILU, Layer, Pass
 
+EMPTY = torch.zeros(0)
 ACTIVATIONS = {SILU: F.silu, GELU_TANH: lambda x: F.gelu(x, approximate="tanh"), GELU: F.gelu}
 
 
-def decoder_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """One layer for the tokens of a pass; `tokens.x`, `keys` and `values`, (rows, kv_heads, columns, head_dim), change."""
-    x, (kv_heads, _, dim) = tokens.x, keys.shape[1:]
-    h = _norm(x, layer.input_norm, layer)
-    q = _linear(h, layer.q, layer.q_bias).view(len(x), -1, dim)
-    k = _linear(h, layer.k, layer.k_bias).view(len(x), kv_heads, dim)
-    v = _linear(h, layer.v, layer.v_bias).view(len(x), kv_heads, dim)
+def decoder_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor, most: int | None = None) -> None:
+    """One layer for the tokens of a pass; `tokens.x`, `keys` and `values`, (rows, kv_heads, columns, head_dim), change.
+
+    `most` is for backends that have to plan: no row has more tokens.
+    """
+    x = tokens.x
+    h = norm(x, layer.input_norm, layer.eps, layer.norm_offset)
+    queries = project(layer, tokens, h, keys, values)
+    seen = attend(layer, tokens, queries, keys, values, most or keys.shape[2])
+    linear(seen, layer.o, layer.o_bias, x, layer.residual)
+    h = norm(x, layer.mlp_norm, layer.eps, layer.norm_offset)
+    linear(gated(h, layer.gate, layer.up, layer.activation), layer.down, EMPTY, x, layer.residual)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """RMS norm over the last dimension."""
+    return F.rms_norm(x, x.shape[-1:], eps=eps) * (weight + offset)
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor = EMPTY, base: torch.Tensor | None = None, scale: float = 1.0
+) -> torch.Tensor:
+    """(n, width), (height, width) -> (n, height); with a base, `scale` times that is added to it, in place."""
+    found = x @ weight.T + bias if len(bias) else x @ weight.T
+    return found if base is None else base.add_(scale * found)
+
+
+def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
+    """(n, hidden) -> (n, inner)"""
+    return ACTIVATIONS[activation](x @ gate.T) * (x @ up.T)
+
+
+def project(layer: Layer, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """(n, heads * dim) queries of normed states; keys and values go into the cache."""
+    q, k, v = (
+        linear(h, weight, bias).view(len(h), -1, layer.head_dim)
+        for weight, bias in ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
+    )
     if len(layer.q_norm):
-        q, k = _norm(q, layer.q_norm, layer), _norm(k, layer.k_norm, layer)
+        q = norm(q, layer.q_norm, layer.eps, layer.norm_offset)
+        k = norm(k, layer.k_norm, layer.eps, layer.norm_offset)
     if layer.rotary:
         q, k = (_turn(states, tokens.cos, tokens.sin) for states in (q, k))
-    stop = tokens.start + tokens.width
+    start = int(tokens.start)
     for index, row in enumerate(tokens.rows.tolist()):
         own = slice(index * tokens.width, (index + 1) * tokens.width)
-        keys[row, :, tokens.start : stop] = k[own].transpose(0, 1)
-        values[row, :, tokens.start : stop] = v[own].transpose(0, 1)
-    attended = torch.stack([_attend(layer, tokens, place, states, keys, values) for place, states in enumerate(q)])
-    x += layer.residual * _linear(attended.flatten(1), layer.o, layer.o_bias)
-    h = _norm(x, layer.mlp_norm, layer)
-    inner = ACTIVATIONS[layer.activation](h @ layer.gate.T) * (h @ layer.up.T)
-    x += layer.residual * (inner @ layer.down.T)
+        keys[row, :, start : start + tokens.width] = k[own].transpose(0, 1)
+        values[row, :, start : start + tokens.width] = v[own].transpose(0, 1)
+    return q.flatten(1)
+
+
+def attend(
+    layer: Layer, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, most: int
+) -> torch.Tensor:
+    """(n, heads * dim) queries -> what they see."""
+    q = queries.view(len(queries), -1, layer.head_dim)
+    return torch.stack([_attend(layer, tokens, place, states, keys, values) for place, states in enumerate(q)]).flatten(1)
 
 
 def _attend(layer: Layer, tokens: Pass, place: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """(heads, dim) queries of one token -> what they see."""
-    index, column = place // tokens.width, tokens.start + place % tokens.width
+    index, column = place // tokens.width, int(tokens.start) + place % tokens.width
     first = int(tokens.origins[index])
     if layer.window:
         first = max(first, column + 1 - layer.window)
@@ -45,14 +82,6 @@ def _attend(layer: Layer, tokens: Pass, place: int, q: torch.Tensor, keys: torch
     return (weights * values[row, :, first : column + 1].repeat_interleave(groups, 0)).sum(1)
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return x @ weight.T + bias if len(bias) else x @ weight.T
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor, layer: Layer) -> torch.Tensor:
-    return F.rms_norm(x, x.shape[-1:], eps=layer.eps) * (weight + layer.norm_offset)
-
-
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """(tokens, heads, dim): the first rotary_dim of dim are turned."""
     size = cos.shape[-1]
@@ -60,3 +89,56 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
     first, second = turned.chunk(2, -1)
     turned = turned * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
     return torch.cat([turned, rest], -1)
+
+
+def best_tokens(x: torch.Tensor, weight: torch.Tensor, best: torch.Tensor, token: torch.Tensor) -> None:
+    """The best token of normed states (n, hidden) and its logit, by an LM head; infinity where a logit is NaN."""
+    logits = (x @ weight.T).float()
+    logits = torch.where(logits.isnan(), float("inf"), logits)
+    best.copy_(logits.amax(-1))
+    token.copy_(logits.argmax(-1))
+
+
+def centred(
+    table: torch.Tensor,
+    rows: torch.Tensor | None,
+    out: torch.Tensor,
+    eps: float,
+    center: torch.Tensor | None = None,
+    spread: torch.Tensor | None = None,
+) -> None:
+    """States (all, or some rows of a table), normed and in coordinates of a centre and a spread, as memory heads take them."""
+    states = (table if rows is None else table[rows.long()]).float()
+    states = F.rms_norm(states, states.shape[-1:], eps=eps)
+    out.copy_(states if center is None or spread is None else (states - center.float()) / spread.float())
+
+
+def outward(
+    x: torch.Tensor,
+    center: torch.Tensor,
+    spread: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    start: torch.Tensor,
+    table: torch.Tensor,
+) -> torch.Tensor:
+    """(1, hidden) out of a memory head's block -> its guess, put behind row `start` of a table, and normed for the LM head."""
+    guess = (x.float() * spread.float() + center.float()).to(x.dtype)
+    table[int(start) + 1] = guess[0]
+    return (F.rms_norm(guess.float(), guess.shape[-1:], eps=eps) * (weight.float() + offset)).to(x.dtype)
+
+
+def accept(
+    found: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor, out: torch.Tensor, drafts: int
+) -> None:
+    """Compare drafts, tokens[1:], with what was found for the tokens before them, and begin the next round.
+
+    `out` gets how many stood (-1: a logit is NaN), then what was found; tokens[0] becomes the newest final token, `starts`
+    where it and those after it stand.
+    """
+    stood = next((i for i in range(drafts) if found[i] != tokens[i + 1]), drafts)
+    out[0] = -1 if bool(best[: drafts + 1].isinf().any()) else stood
+    out[1 : drafts + 2] = found[: drafts + 1]
+    tokens[0] = found[stood]
+    starts += stood + 1

@@ -79,6 +79,14 @@ class HeadMemory:
                     found[row] = own
         return torch.stack([found[row] for row in newest])
 
+    def finished(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Memories, keys and values of a row, as far as its tokens have run all layers."""
+        self._recall([row])
+        if self.fed[row] < self.known[row]:
+            self._feed([row], [range(self.fed[row], self.known[row])])
+            self.fed[row] = self.known[row]
+        return self._before[row], self._keys[row], self._values[row]
+
     def _put_in_place(self, row: int) -> None:
         """What was shown, in one piece where it is one: tokens come one by one."""
         shown: dict[int, list[_Shown]] = {}

@@ -1,0 +1,233 @@
+"""Rounds: greedy decoding of one row on a GPU, a whole round at a time and without the host between.
+
+    draft       k times: the newest token runs to the checkpoint, the memory head guesses, the guess's best token is next
+    deep pass   the newest final token and the k drafts through the rest, in one pass; the full model's token after each
+    accept      drafts that the full model says too stand; its token after them is the newest final one now
+
+A round is one graph. The host looks at one small buffer for each, while the next round already runs: what a round starts
+from is on the device. With exits off a round is a step of the full model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+
+from TIDE.adapters.window import Window
+from TIDE.engine.batch import Batch
+from TIDE.engine.circuit import Circuit, Memory, Turns
+from TIDE.engine.draft_length import DraftLength
+from TIDE.engine.plan import Plan
+from TIDE.engine.request import Request
+from TIDE.kernels.layer import MOST_TOKENS, Pass
+from TIDE.routing.heads import EPS, MemoryHead, input_depths, memory_depths
+from TIDE.routing.memory import HeadMemory
+from TIDE.stats import ExitStats
+
+HOST_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)  # that can be asked about ids on the CPU
+ROOM = 4 * MOST_TOKENS  # columns beyond the text: a round may run ahead
+FEWEST = 256  # columns a graph is made for; then twice as many, and so on
+
+
+class Launched(NamedTuple):
+    """A round on its way."""
+
+    drafts: int
+    out: torch.Tensor  # pinned
+    over: torch.cuda.Event | None  # None: it is over
+
+
+def suits(window: Window, plan: Plan, policy: Any, request: Request) -> bool:
+    """Whether a request can be decoded in rounds, if the model's layers turn out to be fused."""
+    fused = window.fused
+    if fused is None or not fused.has_rounds or len(request.ids) > 1 or request.processors or request.config.do_sample:
+        return False
+    drafts = len(plan.spans) == 1 or (plan.weighs and policy.vocabulary is None and exit_head(plan, policy) is not None)
+    return drafts and all(type(one) in HOST_CRITERIA for one in request.criteria)
+
+
+def exit_head(plan: Plan, policy: Any) -> MemoryHead | None:
+    """The head of the only exit, if it is a memory head."""
+    exits = getattr(policy, "exits", {})
+    head = exits[plan.spans[-1].start].head if len(plan.spans) == 2 and exits else None
+    return head if isinstance(head, MemoryHead) else None
+
+
+class Rounds:
+    """One request, after its prompt."""
+
+    def __init__(
+        self, window: Window, plan: Plan, batch: Batch, circuit: Circuit, length: DraftLength, stats: ExitStats
+    ) -> None:
+        self.window = window
+        self.fused = window.fused
+        self.depth = plan.spans[-1].start if circuit.head is not None else 0  # of the exit
+        self.max_pending = plan.max_pending if circuit.head is not None else 0
+        self.batch = batch
+        self.circuit = circuit
+        self.length = length
+        self.stats = stats
+        self.on_gpu = circuit.out.is_cuda
+        self.pinned = torch.zeros(2, len(circuit.out), dtype=torch.long, pin_memory=self.on_gpu)
+        self.launched = 0
+        self.began = 0.0
+
+    def run(self, memory: HeadMemory | None) -> Iterator[None]:
+        """Decode until the row is finished."""
+        with self.window.grad_off():
+            self._begin(memory)
+            ahead = self._launch()
+        while not self.batch.finished[0]:
+            with self.window.grad_off():
+                now, ahead = ahead, self._launch()
+                stood = self._take(now)
+            self._note(now.drafts, stood)
+            yield
+
+    def _begin(self, memory: HeadMemory | None) -> None:
+        size = self.batch.size[0]
+        self.circuit.begin(int(self.batch.ids[0, self.batch.columns(0) - 1]), size - 1)
+        if memory is not None and self.circuit.memory is not None:
+            _fill(self.circuit, memory, size - 1)
+        self.began = time.perf_counter()
+
+    def _note(self, drafts: int, stood: int) -> None:
+        now = time.perf_counter()
+        self.length.saw(drafts, stood, now - self.began)
+        self.stats.seconds.deep += now - self.began
+        self.began = now
+
+    def _launch(self) -> Launched:
+        """Hand a round to the device. It starts from what the one before it leaves there."""
+        drafts = self.length.choose(min(self.max_pending, MOST_TOKENS - 1))
+        most = FEWEST
+        while most < self.batch.size[0] + ROOM:
+            most *= 2
+        self.circuit.graphs.run((drafts, most), lambda: self._round(drafts, most))
+        out = self.pinned[self.launched % 2]
+        out.copy_(self.circuit.out, non_blocking=True)
+        over = torch.cuda.Event() if self.on_gpu else None
+        if over is not None:
+            over.record()
+        self.launched += 1
+        self.stats.layers_run += (drafts + 1) * self.window.num_layers
+        return Launched(drafts, out, over)
+
+    def _take(self, round_: Launched) -> int:
+        """What a round came to."""
+        if round_.over is not None:
+            round_.over.synchronize()
+        stood, *tokens = round_.out.tolist()
+        if stood < 0:
+            raise FloatingPointError(
+                "the model's logits are NaN, so no token can be chosen. Check the weights, and the dtype: fp16 overflows in "
+                "models made for bf16; torch.bfloat16 or torch.float32 usually help. The engine stays usable."
+            )
+        for step in range(1, round_.drafts + 1):
+            self.stats.drafted_by_step[step] += 1
+        self.stats.catch_ups += round_.drafts > 0
+        self.stats.rollbacks += stood < round_.drafts
+        self.stats.rolled_back += round_.drafts - stood
+        for step, token in enumerate(tokens[: stood + 1], 1):
+            self.batch.append(0, token)
+            self.batch.final[0] += 1
+            self.stats.count_token(self.depth if step <= stood else self.stats.num_layers, step)
+            if self.batch.stops([0]):
+                self.batch.finished[0] = True
+                break
+        return stood
+
+    # ---- what runs on the device ----------------------------------------------------------------------------------------
+
+    def _round(self, drafts: int, most: int) -> None:
+        circuit, ops, last = self.circuit, self.fused.exits, self.window.num_layers
+        circuit.turns.look_up(circuit.starts[: drafts + 1])
+        if circuit.memory is not None:
+            circuit.memory.turns.look_up(circuit.starts[: drafts + 1])
+        for step in range(drafts):
+            self._draft(step, most)
+        if self.depth:
+            self._shallow(drafts, most)
+        else:
+            self.fused.embed(circuit.tokens[: drafts + 1], circuit.states[: drafts + 1])
+        states = circuit.states[: drafts + 1].clone()  # the memory head will want those at the checkpoint again
+        self._through(range(self.depth, last), states, slice(0, drafts + 1), most)
+        self._choose(states, circuit.found[: drafts + 1], circuit.best[: drafts + 1])
+        if circuit.memory is not None:
+            self._remember(circuit.memory, drafts)
+        ops.accept(circuit.found, circuit.best, circuit.tokens, circuit.starts, circuit.out, drafts)
+
+    def _pass(self, states: torch.Tensor, own: slice, turns: Turns) -> Pass:
+        circuit = self.circuit
+        place = circuit.starts[own.start : own.start + 1]
+        return Pass(states, turns.cos[own], turns.sin[own], circuit.row, circuit.row, place, len(states))
+
+    def _through(self, span: range, states: torch.Tensor, own: slice, most: int) -> None:
+        """Take states (in place) through layers, and note what is to be remembered of them."""
+        circuit, memory, going = self.circuit, self.circuit.memory, self._pass(states, own, self.circuit.turns)
+        depths = [] if memory is None else memory_depths(self.window.num_layers, memory.head.sizes.memories)
+        for index in span:
+            self.fused.ops.decoder_layer(self.fused.layers[index], going, circuit.keys[index], circuit.values[index], most)
+            if memory is not None and index + 1 in depths:
+                place = depths.index(index + 1) * states.shape[1]
+                self.fused.exits.centred(states, None, memory.parts[own, place : place + states.shape[1]], EPS)
+
+    def _choose(self, states: torch.Tensor, token: torch.Tensor, best: torch.Tensor) -> None:
+        norm = self.fused.last_norm
+        normed = self.fused.ops.norm(states, norm.weight, norm.eps, norm.offset)
+        self.fused.exits.best_tokens(normed, self.window.plain_head, best, token)
+
+    def _shallow(self, step: int, most: int) -> None:
+        """The token of a draft step to the checkpoint."""
+        states = self.circuit.states[step : step + 1]
+        self.fused.embed(self.circuit.tokens[step : step + 1], states)
+        self._through(range(self.depth), states, slice(step, step + 1), most)
+
+    def _draft(self, step: int, most: int) -> None:
+        circuit, memory, norm = self.circuit, self.circuit.memory, self.fused.last_norm
+        assert memory is not None
+        if self.depth:
+            self._shallow(step, most)
+        own = slice(step, step + 1)
+        x = self._entered(memory, own)
+        self.fused.ops.decoder_layer(memory.layer, self._pass(x, own, memory.turns), memory.keys, memory.values, most)
+        head = memory.head
+        normed = self.fused.exits.outward(x, head.deep_center, head.deep_spread, *norm, circuit.starts[own], memory.before)
+        self.fused.exits.best_tokens(normed, self.window.plain_head, circuit.best[:1], circuit.tokens[step + 1 : step + 2])
+
+    def _entered(self, memory: Memory, own: slice) -> torch.Tensor:
+        """Tokens of a round as the head's block takes them."""
+        circuit, head, exits = self.circuit, memory.head, self.fused.exits
+        width, depths = head.sizes.hidden_dim, input_depths(self.depth, head.sizes.inputs)
+        joined = memory.before.new_empty(own.stop - own.start, (len(depths) + 1) * width)
+        for place, depth in enumerate(depths):
+            part = slice(place * width, (place + 1) * width)
+            table, rows = (circuit.states[own], None) if depth else self.fused.embedded(circuit.tokens[own])
+            exits.centred(table, rows, joined[:, part], EPS, head.shallow_center[part], head.shallow_spread[part])
+        exits.centred(memory.before, circuit.starts[own], joined[:, -width:], EPS, head.deep_center, head.deep_spread)
+        return self.fused.ops.linear(joined, head.fuse.weight)
+
+    def _remember(self, memory: Memory, drafts: int) -> None:
+        """Finished tokens, in place of guesses; then K/V of the tokens after them."""
+        circuit, head, ops = self.circuit, memory.head, self.fused.ops
+        parts = memory.parts[: drafts + 1]
+        found = parts if head.recall is None else ops.linear(parts, head.recall.weight)
+        memory.before.index_copy_(0, circuit.starts[: drafts + 1].long() + 1, found)
+        if drafts:
+            own = slice(1, drafts + 1)
+            x = self._entered(memory, own)
+            h = ops.norm(x, memory.layer.input_norm, memory.layer.eps)
+            ops.project(memory.layer, self._pass(x, own, memory.turns), h, memory.keys, memory.values)
+
+
+def _fill(circuit: Circuit, memory: HeadMemory, known: int) -> None:
+    """Take over what a memory head has seen of the prompt."""
+    assert circuit.memory is not None
+    before, keys, values = memory.finished(0)
+    circuit.memory.before[1 : known + 1] = before[:known]
+    circuit.memory.keys[0, :, :known] = keys[:, :known]
+    circuit.memory.values[0, :, :known] = values[:, :known]

@@ -1,0 +1,164 @@
+"""Triton kernels give what the references give. Here they run in Triton's interpreter, which proves arithmetic, not speed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from TIDE.kernels import reference
+from TIDE.kernels.layer import GELU, GELU_TANH
+
+pytest.importorskip("triton")
+from test_cpu_ops import COLUMNS, DIM, HIDDEN, KV_HEADS, ROWS, a_layer, a_pass
+
+from TIDE.kernels import triton_exits, triton_ops
+
+CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3}  # of the largest; the interpreter has no bf16 products, GPUs have
+FEATURES = [
+    dict(),
+    dict(bias=True),
+    dict(norms=True),
+    dict(norms=True, norm_offset=1.0),
+    dict(scaling=0.7, residual=0.2),
+    dict(window=3),
+    dict(activation=GELU_TANH),
+    dict(activation=GELU),
+    dict(rotary=False),
+]
+
+
+def in_dtype(values, dtype):
+    """A layer or pass with its numbers in a dtype, and what a GPU wants as tensors; nothing shared."""
+    found = {
+        name: x.clone().to(dtype if x.is_floating_point() else torch.int32)
+        for name, x in values._asdict().items()
+        if isinstance(x, torch.Tensor)
+    }
+    if "start" in values._fields:
+        found["start"] = torch.tensor([values.start], dtype=torch.int32)
+    return values._replace(**found)
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=CLOSE[found.dtype] * float(expected.abs().max()))
+
+
+def assert_same_layer(layer, tokens, generator, dtype):
+    cache = torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator)
+    own, ours = cache.to(dtype), in_dtype(tokens, dtype)
+    own = own.clone()
+    triton_ops.decoder_layer(in_dtype(layer, dtype), ours, own[0], own[1])
+    reference.decoder_layer(layer, tokens, cache[0], cache[1])
+    assert_close(ours.x, tokens.x)
+    assert_close(own, cache)
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_every_feature(features):
+    generator = torch.Generator().manual_seed(3)
+    assert_same_layer(a_layer(generator, **features), a_pass(generator, [2, 0], 4, 9), generator, torch.float32)
+
+
+@pytest.mark.parametrize("rows", [[1], [2, 0, 1]])
+@pytest.mark.parametrize("width", [1, 5])
+def test_half_precision_any_rows_and_tokens(rows, width):
+    generator = torch.Generator().manual_seed(5)
+    assert_same_layer(a_layer(generator), a_pass(generator, rows, width, 17), generator, torch.float16)
+
+
+def test_part_of_a_head_is_turned():
+    generator = torch.Generator().manual_seed(4)
+    assert_same_layer(a_layer(generator), a_pass(generator, [1], 4, 9, rotary_dim=6), generator, torch.float32)
+
+
+def test_stretches_of_keys_are_joined(monkeypatch):
+    monkeypatch.setattr(triton_ops, "SPLIT", 16)
+    monkeypatch.setattr(triton_ops, "TILE", 16)
+    for features in (dict(), dict(window=5)):
+        generator = torch.Generator().manual_seed(6)
+        tokens = a_pass(generator, [2, 0], 3, 21)._replace(origins=torch.tensor([2, 17]))
+        assert_same_layer(a_layer(generator, **features), tokens, generator, torch.float32)
+
+
+@pytest.mark.parametrize("together", [2, 5])
+def test_a_token_has_the_same_bits_alone_and_among_others(together):
+    generator = torch.Generator().manual_seed(7)
+    layer, tokens = in_dtype(a_layer(generator), torch.float16), a_pass(generator, [1], together, 9)
+    tokens = in_dtype(tokens._replace(origins=torch.tensor([2])), torch.float16)
+    cache = torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator).half()
+    alone, states = cache.clone(), []
+    for at in range(together):
+        parts = {name: getattr(tokens, name)[at : at + 1].clone() for name in ("x", "cos", "sin")}
+        one = tokens._replace(**parts, start=tokens.start + at, width=1)
+        triton_ops.decoder_layer(layer, one, alone[0], alone[1], most=10 + at)
+        states.append(one.x)
+    triton_ops.decoder_layer(layer, tokens, cache[0], cache[1])
+    assert torch.equal(torch.cat(states), tokens.x)
+    assert torch.equal(alone, cache)
+
+
+def test_what_is_not_asked_for_does_not_matter():
+    """NaN in rows of no token, in columns before a row's first and after its last, and beyond the tokens of a product."""
+    generator = torch.Generator().manual_seed(8)
+    layer, tokens = a_layer(generator), a_pass(generator, [1], 2, 9)._replace(origins=torch.tensor([4]))
+    cache = torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator)
+    cache[:, :, :, :4] = cache[:, :, :, 11:] = cache[:, 0] = cache[:, 2] = float("nan")
+    ours = in_dtype(tokens, torch.float32)
+    triton_ops.decoder_layer(layer, ours, cache[0], cache[1])
+    assert ours.x.isfinite().all()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16])
+@pytest.mark.parametrize("outputs", [1, 31, 64])
+def test_products_of_odd_shapes_and_rows_of_a_larger_weight(tokens, outputs):
+    x, whole, bias = torch.randn(tokens, 19), torch.randn(2 * outputs, 19), torch.randn(outputs)
+    weight = whole[outputs:]
+    assert_close(triton_ops.linear(x, weight), x @ weight.T)
+    base = torch.randn(tokens, outputs)
+    expected = base + 0.5 * (x @ weight.T + bias)
+    assert_close(triton_ops.linear(x, weight, bias, base, 0.5), expected)
+    assert_close(base, expected)
+
+
+def test_the_best_token_is_the_first_of_the_highest():
+    x, weight = torch.randn(3, HIDDEN), torch.randn(201, HIDDEN)
+    weight[[7, 180]] = 5 * x[1] / x[1].norm()
+    best, token = torch.zeros(3), torch.zeros(3, dtype=torch.long)
+    triton_exits.best_tokens(x, weight, best, token)
+    logits = x @ weight.T
+    assert token.tolist() == logits.argmax(-1).tolist() and token[1] == 7
+    assert_close(best, logits.amax(-1))
+    weight[20, 0] = float("nan")
+    triton_exits.best_tokens(x, weight, best, token)
+    assert best.isinf().all()
+
+
+def test_states_for_a_memory_head():
+    generator = torch.Generator().manual_seed(9)
+    table, center = torch.randn(9, HIDDEN, generator=generator), torch.randn(HIDDEN, generator=generator)
+    spread, rows = 0.5 + torch.rand(HIDDEN, generator=generator), torch.tensor([4, 7])
+    found, expected = torch.zeros(2, 2, 3 * HIDDEN)
+    for ops, out in ((triton_exits, found), (reference, expected)):
+        ops.centred(table, rows, out[:, HIDDEN : 2 * HIDDEN], 1e-6, center, spread)
+        ops.centred(table[:2], None, out[:, 2 * HIDDEN :], 1e-6)
+    assert_close(found, expected)
+    tables = table.clone(), table.clone()
+    for offset in (0.0, 1.0):
+        arguments = table[:1], center, spread, center, 1e-6, offset, torch.tensor([3])
+        assert_close(triton_exits.outward(*arguments, tables[0]), reference.outward(*arguments, tables[1]))
+        assert_close(*tables)
+
+
+@pytest.mark.parametrize(("drafts", "wrong"), [(0, 0), (4, 0), (4, 2), (4, 4), (15, 9)])
+def test_drafts_stand_up_to_the_first_difference(drafts, wrong):
+    def after(ops, worst):
+        tokens, found = torch.arange(10, 27), torch.zeros(16, dtype=torch.long)
+        found[: drafts + 1] = tokens[1 : drafts + 2]
+        found[wrong] = 99
+        best, starts, out = torch.full((16,), worst), torch.arange(5, 21, dtype=torch.int32), torch.zeros(18, dtype=torch.long)
+        ops.accept(found, best, tokens, starts, out, drafts)
+        return [*tokens.tolist(), *starts.tolist(), *out.tolist()]
+
+    for worst in (1.0, float("inf")):
+        assert after(triton_exits, worst) == after(reference, worst)
+    assert after(reference, 1.0)[-18:][: wrong + 2][0] == wrong
