@@ -5,7 +5,8 @@
     python benchmarks/bench_decode.py --model tiny        a random tiny Llama, as a smoke test
 
 On a GPU `model.generate` also runs with a static cache, compiled, and speeds stand beside what the memory allows: the bytes of
-all weights but the embedding, at the bandwidth of a copy. Prints a table, then one JSON line. Speeds are medians over the
+all weights but the embedding, at the bandwidth of a copy. Two more comparisons with exits off: exits that never agree, and the
+pattern "three of four tokens leave at a quarter of the depth, the fourth carries them" (mode fast, wrong text). Prints a table, then one JSON line. Speeds are medians over the
 rounds, with the prompt; "decoding" is without it (one new token's time taken off).
 """
 
@@ -22,6 +23,11 @@ import torch
 import transformers
 
 import TIDE
+from TIDE.config import TIDEConfig
+from TIDE.routing.exits import Exit
+from TIDE.routing.heads import build_head, head_sizes
+from TIDE.routing.router import SIGNALS, Router
+from TIDE.routing.router_file import RouterFile
 
 SHAPES = {
     "tiny": dict(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4),
@@ -65,8 +71,46 @@ def main() -> None:
             measure(runs, rounds=1, new_tokens=new)
         first, _ = measure(runs, args.rounds, 1)
         seconds, texts = measure(runs, args.rounds, args.new_tokens)
+    forced = {"never right": never_right(model, ids, args), "three of four leave": three_of_four(model, ids, args)}
     same = len({texts[name] for name in ("model.generate", "TIDE, exits off")}) == 1
-    report(args, model, first, seconds, same, facts)
+    report(args, model, first, seconds, same, facts | forced)
+
+
+def never_right(model: transformers.PreTrainedModel, ids: torch.Tensor, args: argparse.Namespace) -> float:
+    """Decoding speed with an untrained memory head before the first layer, by that with exits off."""
+    return against_exits_off(model, ids, args, "memory", 0, TIDEConfig())
+
+
+def three_of_four(model: transformers.PreTrainedModel, ids: torch.Tensor, args: argparse.Namespace) -> float:
+    config = TIDEConfig(mode="fast", exit_threshold=0.0, max_pending=3, max_exit_share=1.0)
+    return against_exits_off(model, ids, args, "identity", model.config.num_hidden_layers // 4, config)
+
+
+def against_exits_off(
+    model: transformers.PreTrainedModel,
+    ids: torch.Tensor,
+    args: argparse.Namespace,
+    strategy: str,
+    depth: int,
+    config: TIDEConfig,
+) -> float:
+    sizes = head_sizes(strategy, model.config, model.config.hidden_size, depth)
+    router = Router(sizes.hidden_dim, 128, SIGNALS)
+    file = RouterFile(strategy, {depth: Exit(build_head(strategy, sizes).eval(), router, 0.5)}, (depth,), 7, None)
+    with TIDE.TIDE(model) as engine:
+        policy = file.policy(engine.window)
+    with TIDE.TIDE(model, policy, config) as engine:
+
+        def run(new: int, exits: bool) -> torch.Tensor:
+            with engine.using(config, exits=exits):
+                return engine.generate(ids, max_new_tokens=new, do_sample=False)
+
+        runs = {"off": lambda new: run(new, False), "on": lambda new: run(new, True)}
+        measure(runs, 2, args.new_tokens)
+        first, _ = measure(runs, args.rounds, 1)
+        seconds, _ = measure(runs, args.rounds, args.new_tokens)
+    own = {name: statistics.median(seconds[name]) - statistics.median(first[name]) for name in runs}
+    return own["off"] / own["on"]
 
 
 def on_gpu() -> bool:

@@ -24,6 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--generate-every", type=int, default=1, help="of these prompts, how often model.generate runs too")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--router", default=None, help="None: the one of the embedded default")
     parser.add_argument("--model", default="default")
@@ -33,7 +34,7 @@ def main() -> None:
     model, tokenizer = TIDE.load_model(options.model, dtype=options.dtype and getattr(torch, options.dtype))
     settings = dict(max_new_tokens=options.new_tokens, do_sample=False)
     sums: dict[str, dict[str, list[float]]] = {}
-    counts, gaps = dict(prompts=0, exact_is_exits_off=0, all_the_same=0), []
+    counts, gaps = dict(prompts=0, exact_is_exits_off=0, with_generate=0, all_the_same=0), []
     with TIDE.TIDE(model, options.router or TIDE.default_router()) as engine:
 
         def exits_off(**request):
@@ -45,7 +46,10 @@ def main() -> None:
             run(**chat(tokenizer, lines[0], model.device), **settings)
         for number, line in enumerate(lines[:: options.every]):
             inputs, texts = chat(tokenizer, line, model.device), {}
-            for name in (*RUNS[number % 3 :], *RUNS[: number % 3]):
+            asked = [*RUNS[number % 3 :], *RUNS[: number % 3]]
+            if number % options.generate_every:
+                asked.remove("model.generate")
+            for name in asked:
                 start = time.perf_counter()
                 found = runs[name](**inputs, **settings)
                 if found.is_cuda:
@@ -57,6 +61,9 @@ def main() -> None:
                 own[1] += seconds
             counts["prompts"] += 1
             counts["exact_is_exits_off"] += texts["exact"] == texts["exits off"]
+            if "model.generate" not in texts:
+                continue
+            counts["with_generate"] += 1
             counts["all_the_same"] += texts["exact"] == texts["exits off"] == texts["model.generate"]
             if texts["exits off"] != texts["model.generate"]:
                 gaps.append(gap(model, texts["model.generate"], texts["exits off"]))
@@ -80,22 +87,17 @@ def gap(model, one: list[int], other: list[int]) -> float:
 
 
 def report(options: argparse.Namespace, sums: dict, counts: dict) -> None:
-    whole = {name: [sum(own[name][i] for own in sums.values()) for i in (0, 1)] for name in RUNS}
+    whole = {name: [sum(own.get(name, (0, 0))[i] for own in sums.values()) for i in (0, 1)] for name in RUNS}
     print(f"{'':16}" + "".join(f"{name:>16}" for name in RUNS) + f"{'off/generate':>14}{'exact/off':>11}")
     rows = {}
     for category, own in [*sorted(sums.items()), ("all", whole)]:
-        speed = {name: own[name][0] / own[name][1] for name in RUNS}
+        speed = {name: own[name][0] / own[name][1] if name in own else float("nan") for name in RUNS}
         ratios = speed["exits off"] / speed["model.generate"], speed["exact"] / speed["exits off"]
         rows[category] = {**{name: round(x, 2) for name, x in speed.items()}, "ratios": [round(x, 3) for x in ratios]}
         print(f"{category:16}" + "".join(f"{speed[name]:16.1f}" for name in RUNS) + f"{ratios[0]:14.2f}{ratios[1]:11.2f}")
     print(", ".join(f"{name} {count}" for name, count in counts.items()))
-    facts = dict(
-        new_tokens=options.new_tokens,
-        dtype=options.dtype,
-        every=options.every,
-        torch=torch.__version__,
-        threads=torch.get_num_threads(),
-    )
+    facts = dict(new_tokens=options.new_tokens, dtype=options.dtype, every=options.every)
+    facts |= dict(torch=torch.__version__, threads=torch.get_num_threads())
     print(json.dumps({**facts, **counts, "tok/s": rows}))
 
 

@@ -10,43 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layers import COLUMNS, DIM, KV_HEADS, ROWS, a_layer, a_pass
 from TIDE.kernels import reference
-from TIDE.kernels.layer import GELU, GELU_TANH, Layer, Pass
+from TIDE.kernels.layer import GELU, GELU_TANH
 
 pytest.importorskip("numba")
 from TIDE.kernels import cpu_exits, cpu_ops
 from TIDE.routing.router import Router, signals_of
-
-HIDDEN, HEADS, KV_HEADS, DIM, INNER, COLUMNS, ROWS = 24, 4, 2, 10, 38, 40, 3
-
-
-def a_layer(generator, *, bias=False, norms=False, **features):
-    def some(*shape, around=0.0):
-        return around + 0.3 * torch.randn(*shape, generator=generator)
-
-    def maybe(wanted, size):
-        return some(size) if wanted else torch.zeros(0)
-
-    q, kv = HEADS * DIM, KV_HEADS * DIM
-    return Layer(
-        *[some(HIDDEN, around=1.0) for _ in range(2)],
-        *[some(size, HIDDEN) for size in (q, kv, kv)],
-        some(HIDDEN, q),
-        some(INNER, HIDDEN),
-        some(INNER, HIDDEN),
-        some(HIDDEN, INNER),
-        *[maybe(bias, size) for size in (q, kv, kv, HIDDEN)],
-        *[maybe(norms, DIM) for _ in range(2)],
-        head_dim=DIM,
-        **{"eps": 1e-5, "scaling": DIM**-0.5, **features},
-    )
-
-
-def a_pass(generator, rows, width, start, rotary_dim=DIM):
-    angles = 6 * torch.rand(len(rows) * width, rotary_dim // 2, generator=generator).repeat(1, 2)
-    states = torch.randn(len(rows) * width, HIDDEN, generator=generator)
-    origins = torch.randint(0, start + 1, (len(rows),), generator=generator)
-    return Pass(states, angles.cos(), angles.sin(), torch.tensor(rows), origins, start, width)
 
 
 def arrays(values):

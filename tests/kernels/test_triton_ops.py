@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from layers import COLUMNS, DIM, HIDDEN, KV_HEADS, ROWS, a_layer, a_pass, in_dtype
 from TIDE.kernels import reference
 from TIDE.kernels.layer import GELU, GELU_TANH
 
 pytest.importorskip("triton")
-from test_cpu_ops import COLUMNS, DIM, HIDDEN, KV_HEADS, ROWS, a_layer, a_pass
-
+from TIDE.engine.circuit import gauge
 from TIDE.kernels import triton_exits, triton_ops
+from TIDE.routing.heads import EPS
+from TIDE.routing.router import Router, signals_of
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3}  # of the largest; the interpreter has no bf16 products, GPUs have
 FEATURES = [
@@ -25,18 +27,6 @@ FEATURES = [
     dict(activation=GELU),
     dict(rotary=False),
 ]
-
-
-def in_dtype(values, dtype):
-    """A layer or pass with its numbers in a dtype, and what a GPU wants as tensors; nothing shared."""
-    found = {
-        name: x.clone().to(dtype if x.is_floating_point() else torch.int32)
-        for name, x in values._asdict().items()
-        if isinstance(x, torch.Tensor)
-    }
-    if "start" in values._fields:
-        found["start"] = torch.tensor([values.start], dtype=torch.int32)
-    return values._replace(**found)
 
 
 def assert_close(found, expected):
@@ -145,20 +135,42 @@ def test_states_for_a_memory_head():
     tables = table.clone(), table.clone()
     for offset in (0.0, 1.0):
         arguments = table[:1], center, spread, center, 1e-6, offset, torch.tensor([3])
-        assert_close(triton_exits.outward(*arguments, tables[0]), reference.outward(*arguments, tables[1]))
-        assert_close(*tables)
+        pairs = zip(triton_exits.outward(*arguments, tables[0]), reference.outward(*arguments, tables[1]), strict=True)
+        for found, expected in (*pairs, tables):
+            assert_close(found, expected)
 
 
 @pytest.mark.parametrize(("drafts", "wrong"), [(0, 0), (4, 0), (4, 2), (4, 4), (15, 9)])
-def test_drafts_stand_up_to_the_first_difference(drafts, wrong):
-    def after(ops, worst):
+@pytest.mark.parametrize("verifies", [True, False])
+def test_drafts_stand_up_to_the_first_that_is_wrong_or_unsure(drafts, wrong, verifies):
+    def after(ops, worst, unsure=16):
         tokens, found = torch.arange(10, 27), torch.zeros(16, dtype=torch.long)
         found[: drafts + 1] = tokens[1 : drafts + 2]
         found[wrong] = 99
         best, starts, out = torch.full((16,), worst), torch.arange(5, 21, dtype=torch.int32), torch.zeros(18, dtype=torch.long)
-        ops.accept(found, best, tokens, starts, out, drafts)
-        return [*tokens.tolist(), *starts.tolist(), *out.tolist()]
+        scores = torch.full((17,), 0.8)
+        scores[unsure] = 0.3
+        ops.accept(found, best, tokens, starts, scores, out, drafts, 0.5, verifies)
+        return [*out.tolist(), *tokens.tolist(), *starts.tolist()]
 
-    for worst in (1.0, float("inf")):
-        assert after(triton_exits, worst) == after(reference, worst)
-    assert after(reference, 1.0)[-18:][: wrong + 2][0] == wrong
+    for case in ((1.0,), (float("inf"),), (1.0, 0), (1.0, 3)):
+        assert after(triton_exits, *case) == after(reference, *case)
+    assert after(reference, 1.0)[0] == (wrong if verifies else drafts)
+    assert after(reference, 1.0, 1)[0] == min(1, wrong if verifies else drafts)
+
+
+@pytest.mark.parametrize("signals", [0, 4])
+def test_routers_and_their_signals(signals):
+    generator = torch.Generator().manual_seed(10)
+    router, guess = Router(HIDDEN, 13, signals), torch.randn(1, HIDDEN, generator=generator)
+    router.temperature.fill_(1.7)
+    router.offset.fill_(0.2)
+    weight, best, token = torch.randn(201, HIDDEN, generator=generator), torch.zeros(1), torch.zeros(1, dtype=torch.long)
+    seen, score = torch.zeros(1, 4), torch.zeros(1)
+    triton_exits.best_tokens(guess, weight, best, token, seen)
+    logits = guess @ weight.T
+    torch.testing.assert_close(seen, signals_of(logits), rtol=1e-4, atol=1e-5)
+    weights = router.down.weight, router.down.bias, router.up.weight
+    for ops in (triton_exits, reference):
+        ops.router_score(guess, seen, *weights, gauge(router), EPS, score)
+        torch.testing.assert_close(score, router(guess, logits), rtol=1e-4, atol=1e-5)

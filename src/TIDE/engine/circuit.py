@@ -15,7 +15,9 @@ import torch
 from TIDE.engine.cache import SegmentCache
 from TIDE.engine.graphs import Graphs
 from TIDE.kernels.layer import MOST_TOKENS, Layer
+from TIDE.routing.exits import Exit
 from TIDE.routing.heads import MemoryHead
+from TIDE.routing.router import Router
 
 COLUMNS = 512  # a circuit has so many, or a multiple
 
@@ -45,25 +47,37 @@ class Memory:
         self.turns = Turns(*(part[0, 0].contiguous() for part in head.angles(positions, weight.dtype)))
 
 
+def gauge(router: Router) -> torch.Tensor:
+    """What makes a score of a router's sum: bias, temperature, offset."""
+    bias = router.temperature.new_zeros(1) if router.up.bias is None else router.up.bias
+    return torch.cat([bias, router.temperature[None], router.offset[None]])
+
+
 class Circuit:
     """Fixed addresses for a row of up to `columns` tokens."""
 
-    def __init__(self, layers: list[Layer], turns: Turns, columns: int, head: MemoryHead | None) -> None:
+    def __init__(self, layers: list[Layer], turns: Turns, columns: int, exit_: Exit | None) -> None:
         weight = layers[0].q
         whole = dict(dtype=torch.long, device=weight.device)
         self.columns = columns
-        self.head = head
+        self.exit = exit_
         self.turns = turns
         self.keys, self.values = [], []
         for layer in layers:
             shape = 1, len(layer.k) // layer.head_dim, columns, layer.head_dim
             self.keys.append(weight.new_zeros(shape))
             self.values.append(weight.new_zeros(shape))
-        self.memory = None if head is None else Memory(head, columns)
+        head = None if exit_ is None else exit_.head
+        self.memory = Memory(head, columns) if isinstance(head, MemoryHead) else None
+        self.gauge = None if exit_ is None else gauge(exit_.router)
         self.tokens = torch.zeros(MOST_TOKENS + 1, **whole)
         self.starts = torch.zeros(MOST_TOKENS, dtype=torch.int32, device=weight.device)
         self.row = torch.zeros(1, dtype=torch.int32, device=weight.device)
         self.found, self.best = torch.zeros(MOST_TOKENS, **whole), weight.new_zeros(MOST_TOKENS, dtype=torch.float32)
+        self.scores, self.signals = (
+            weight.new_zeros(MOST_TOKENS, dtype=torch.float32),
+            weight.new_zeros(1, 4, dtype=torch.float32),
+        )
         self.out = torch.zeros(MOST_TOKENS + 2, **whole)
         self.states = weight.new_zeros(MOST_TOKENS, weight.shape[1])
         self.graphs = Graphs(weight.device)

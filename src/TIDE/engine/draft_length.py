@@ -39,9 +39,10 @@ class DraftLength:
         best = max(lengths, key=lambda length: self.tokens(length) / self.cost(length))
         return lengths[1] if best == 0 and self._rounds % TRY_AGAIN == 0 else best
 
-    def saw(self, drafts: int, stood: int, seconds: float) -> None:
-        """A round is over."""
-        self.seconds.setdefault(drafts, Timed()).add(seconds)
+    def saw(self, drafts: int, stood: int, seconds: float | None) -> None:
+        """A round is over; None: what it took says nothing about others."""
+        if seconds is not None:
+            self.seconds.setdefault(drafts, Timed()).add(seconds)
         for number in range(min(stood + 1, drafts)):
             own = self.seen[number]
             own[0], own[1] = KEPT * own[0] + (number < stood), KEPT * own[1] + 1

@@ -38,7 +38,7 @@ from TIDE.engine.request import (
     prepare,
     refuse_ropes_that_change,
 )
-from TIDE.engine.rounds import ROOM, exit_head, suits
+from TIDE.engine.rounds import ROOM, exit_of, suits
 from TIDE.engine.sampling import Chooser
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router_file import RouterFile
@@ -197,7 +197,7 @@ class TIDE:
         wanted = request.config.max_length or ids.shape[1]
         if suits(self.window, self.plan, self.policy, request):
             ids = ids.cpu()  # the text is on the device already, where rounds need it
-            circuit = self.window.fused.take_circuit(wanted + ROOM, exit_head(self.plan, self.policy))
+            circuit = self.window.fused.take_circuit(wanted + ROOM, exit_of(self.plan, self.policy))
         batch = Batch(ids, request.padding, request.criteria, context_limit(self.model))
         chooser = Chooser(request.processors, request.config.do_sample, batch)
         capacity = min(wanted, request.ids.shape[1] + FIRST_ROOM) + self.plan.max_pending

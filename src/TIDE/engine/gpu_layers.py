@@ -11,7 +11,7 @@ from TIDE.adapters.features import AROUND_ONE
 from TIDE.adapters.window import Window
 from TIDE.engine.circuit import COLUMNS, Circuit, Turns
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass
-from TIDE.routing.heads import MemoryHead
+from TIDE.routing.exits import Exit
 
 
 class Norm(NamedTuple):
@@ -70,15 +70,15 @@ class GPULayers:
             return self.embedding.weight, tokens
         return self.embedding(tokens), None  # some are scaled
 
-    def take_circuit(self, columns: int, head: MemoryHead | None) -> Circuit:
+    def take_circuit(self, columns: int, exit_: Exit | None) -> Circuit:
         """A circuit with room for so many columns, for these exits: one that served before, if there is one."""
         for circuit in self._free:
-            if circuit.columns >= columns and circuit.head is head:
+            if circuit.columns >= columns and circuit.exit is exit_:
                 self._free.remove(circuit)
                 return circuit
         columns = -(-columns // COLUMNS) * COLUMNS
-        self._free = [kept for kept in self._free if kept.head is not head]  # too small for what is asked now
-        return Circuit(self.layers, self._turns(columns), columns, head)
+        self._free = [kept for kept in self._free if kept.exit is not exit_]  # too small for what is asked now
+        return Circuit(self.layers, self._turns(columns), columns, exit_)
 
     def give_back(self, circuit: Circuit) -> None:
         self._free.append(circuit)

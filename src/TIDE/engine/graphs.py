@@ -34,15 +34,21 @@ class Graphs:
         self._captured: dict[Hashable, Any] = {}
         self._pool = None if self.without else torch.cuda.graph_pool_handle()
 
-    def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Do the work. It must do the same for the same key, wait for nothing, and leave its results at fixed addresses."""
+    def run(self, key: Hashable, work: Callable[[], None]) -> bool:
+        """Do the work. It must do the same for the same key, wait for nothing, and leave its results at fixed addresses.
+
+        Returns:
+            Whether it was done as quickly as it will be from now on: not for the first time, and not captured just now.
+        """
+        known = key in self._captured or (key in self._seen and self.without is not None)
         if key not in self._captured and key in self._seen and self.without is None:
             self._capture(key, work)
         if key in self._captured:
             self._captured[key].replay()
-            return
-        self._seen.add(key)
-        work()
+        else:
+            self._seen.add(key)
+            work()
+        return known
 
     def _capture(self, key: Hashable, work: Callable[[], None]) -> None:
         began, graph = time.perf_counter(), torch.cuda.CUDAGraph()

@@ -24,7 +24,8 @@ from TIDE.engine.draft_length import DraftLength
 from TIDE.engine.plan import Plan
 from TIDE.engine.request import Request
 from TIDE.kernels.layer import MOST_TOKENS, Pass
-from TIDE.routing.heads import EPS, MemoryHead, input_depths, memory_depths
+from TIDE.routing.exits import Exit
+from TIDE.routing.heads import EPS, IdentityHead, MemoryHead, input_depths, memory_depths
 from TIDE.routing.memory import HeadMemory
 from TIDE.stats import ExitStats
 
@@ -37,6 +38,7 @@ class Launched(NamedTuple):
     """A round on its way."""
 
     drafts: int
+    is_usual: bool  # nothing had to be compiled or captured for it
     out: torch.Tensor  # pinned
     over: torch.cuda.Event | None  # None: it is over
 
@@ -46,15 +48,17 @@ def suits(window: Window, plan: Plan, policy: Any, request: Request) -> bool:
     fused = window.fused
     if fused is None or not fused.has_rounds or len(request.ids) > 1 or request.processors or request.config.do_sample:
         return False
-    drafts = len(plan.spans) == 1 or (plan.weighs and policy.vocabulary is None and exit_head(plan, policy) is not None)
-    return drafts and all(type(one) in HOST_CRITERIA for one in request.criteria)
+    exits = len(plan.spans) == 1 or (plan.catches_up and exit_of(plan, policy) is not None)
+    return exits and all(type(one) in HOST_CRITERIA for one in request.criteria)
 
 
-def exit_head(plan: Plan, policy: Any) -> MemoryHead | None:
-    """The head of the only exit, if it is a memory head."""
+def exit_of(plan: Plan, policy: Any) -> Exit | None:
+    """The only exit, if it is one that rounds can ask: with a memory or no head of its own, and for all tokens."""
     exits = getattr(policy, "exits", {})
-    head = exits[plan.spans[-1].start].head if len(plan.spans) == 2 and exits else None
-    return head if isinstance(head, MemoryHead) else None
+    found = exits[plan.spans[-1].start] if len(plan.spans) == 2 and exits and policy.vocabulary is None else None
+    if found is None or (isinstance(found.head, IdentityHead) and not plan.spans[-1].start):
+        return None
+    return found if isinstance(found.head, MemoryHead | IdentityHead) else None
 
 
 class Rounds:
@@ -65,8 +69,11 @@ class Rounds:
     ) -> None:
         self.window = window
         self.fused = window.fused
-        self.depth = plan.spans[-1].start if circuit.head is not None else 0  # of the exit
-        self.max_pending = plan.max_pending if circuit.head is not None else 0
+        self.plan = plan
+        self.depth = plan.spans[-1].start if circuit.exit is not None else 0  # of the exit
+        self.threshold = 0.0 if plan.weighs else plan.threshold(self.depth)
+        self.rule = plan.exact, plan.weighs, self.threshold
+        self.exits = 0
         self.batch = batch
         self.circuit = circuit
         self.length = length
@@ -80,12 +87,14 @@ class Rounds:
         """Decode until the row is finished."""
         with self.window.grad_off():
             self._begin(memory)
-            ahead = self._launch()
+            ahead = self._launch() if self.plan.exact else None
         while not self.batch.finished[0]:
             with self.window.grad_off():
-                now, ahead = ahead, self._launch()
+                now = ahead or self._launch()
+                if self.plan.exact:  # in mode "fast" how many tokens may exit depends on how many did
+                    ahead = self._launch()
                 stood = self._take(now)
-            self._note(now.drafts, stood)
+            self._note(now, stood, ahead)
             yield
 
     def _begin(self, memory: HeadMemory | None) -> None:
@@ -95,19 +104,29 @@ class Rounds:
             _fill(self.circuit, memory, size - 1)
         self.began = time.perf_counter()
 
-    def _note(self, drafts: int, stood: int) -> None:
+    def _note(self, round_: Launched, stood: int, ahead: Launched | None) -> None:
         now = time.perf_counter()
-        self.length.saw(drafts, stood, now - self.began)
+        is_usual = round_.is_usual and (ahead is None or ahead.is_usual)
+        self.length.saw(round_.drafts, stood, now - self.began if is_usual else None)
         self.stats.seconds.deep += now - self.began
         self.began = now
 
+    def _most_drafts(self) -> int:
+        """How many exits in a row are allowed now."""
+        if self.circuit.exit is None:
+            return 0
+        new, most = self.batch.size[0] - self.batch.prompt[0], min(self.plan.max_pending, MOST_TOKENS - 1)
+        return next((n for n in range(most) if not self.plan.within_share(self.exits + n, new + n)), most)
+
     def _launch(self) -> Launched:
         """Hand a round to the device. It starts from what the one before it leaves there."""
-        drafts = self.length.choose(min(self.max_pending, MOST_TOKENS - 1))
+        drafts = self._most_drafts()
+        if self.plan.exact:  # in mode "fast" the text must not depend on what takes how long
+            drafts = self.length.choose(drafts)
         most = FEWEST
         while most < self.batch.size[0] + ROOM:
             most *= 2
-        self.circuit.graphs.run((drafts, most), lambda: self._round(drafts, most))
+        is_usual = self.circuit.graphs.run((drafts, most, *self.rule), lambda: self._round(drafts, most))
         out = self.pinned[self.launched % 2]
         out.copy_(self.circuit.out, non_blocking=True)
         over = torch.cuda.Event() if self.on_gpu else None
@@ -115,31 +134,37 @@ class Rounds:
             over.record()
         self.launched += 1
         self.stats.layers_run += (drafts + 1) * self.window.num_layers
-        return Launched(drafts, out, over)
+        return Launched(drafts, is_usual, out, over)
 
     def _take(self, round_: Launched) -> int:
         """What a round came to."""
         if round_.over is not None:
             round_.over.synchronize()
-        stood, *tokens = round_.out.tolist()
+        stood, *tokens, drafted = round_.out.tolist()
         if stood < 0:
             raise FloatingPointError(
                 "the model's logits are NaN, so no token can be chosen. Check the weights, and the dtype: fp16 overflows in "
                 "models made for bf16; torch.bfloat16 or torch.float32 usually help. The engine stays usable."
             )
-        for step in range(1, round_.drafts + 1):
-            self.stats.drafted_by_step[step] += 1
-        self.stats.catch_ups += round_.drafts > 0
-        self.stats.rollbacks += stood < round_.drafts
-        self.stats.rolled_back += round_.drafts - stood
-        for step, token in enumerate(tokens[: stood + 1], 1):
+        self.exits += stood
+        emitted = self._emit(tokens[: stood + 1])
+        drafted = min(drafted, emitted)  # those behind the end of a text are nobody's
+        self.stats.drafted_by_step.update(range(1, drafted + 1))
+        self.stats.catch_ups += drafted > 0
+        self.stats.rollbacks += stood < drafted
+        self.stats.rolled_back += max(0, drafted - stood)
+        return stood
+
+    def _emit(self, tokens: list[int]) -> int:
+        """Put final tokens into the text, up to its end; the last is the full model's. How many there were."""
+        for step, token in enumerate(tokens, 1):
             self.batch.append(0, token)
             self.batch.final[0] += 1
-            self.stats.count_token(self.depth if step <= stood else self.stats.num_layers, step)
+            self.stats.count_token(self.depth if step < len(tokens) else self.stats.num_layers, step)
             if self.batch.stops([0]):
                 self.batch.finished[0] = True
-                break
-        return stood
+                return step
+        return len(tokens)
 
     # ---- what runs on the device ----------------------------------------------------------------------------------------
 
@@ -159,7 +184,8 @@ class Rounds:
         self._choose(states, circuit.found[: drafts + 1], circuit.best[: drafts + 1])
         if circuit.memory is not None:
             self._remember(circuit.memory, drafts)
-        ops.accept(circuit.found, circuit.best, circuit.tokens, circuit.starts, circuit.out, drafts)
+        result = circuit.starts, circuit.scores, circuit.out
+        ops.accept(circuit.found, circuit.best, circuit.tokens, *result, drafts, self.threshold, self.plan.exact)
 
     def _pass(self, states: torch.Tensor, own: slice, turns: Turns) -> Pass:
         circuit = self.circuit
@@ -177,8 +203,7 @@ class Rounds:
                 self.fused.exits.centred(states, None, memory.parts[own, place : place + states.shape[1]], EPS)
 
     def _choose(self, states: torch.Tensor, token: torch.Tensor, best: torch.Tensor) -> None:
-        norm = self.fused.last_norm
-        normed = self.fused.ops.norm(states, norm.weight, norm.eps, norm.offset)
+        normed = self.fused.ops.norm(states, *self.fused.last_norm)
         self.fused.exits.best_tokens(normed, self.window.plain_head, best, token)
 
     def _shallow(self, step: int, most: int) -> None:
@@ -188,16 +213,34 @@ class Rounds:
         self._through(range(self.depth), states, slice(step, step + 1), most)
 
     def _draft(self, step: int, most: int) -> None:
-        circuit, memory, norm = self.circuit, self.circuit.memory, self.fused.last_norm
-        assert memory is not None
+        """The token after the newest one, by the exit."""
+        circuit, norm, own = self.circuit, self.fused.last_norm, slice(step, step + 1)
         if self.depth:
             self._shallow(step, most)
-        own = slice(step, step + 1)
-        x = self._entered(memory, own)
+        if circuit.memory is not None:
+            guess, normed = self._guess(circuit.memory, own, most)
+        else:
+            guess = circuit.states[own]
+            normed = self.fused.ops.norm(guess, *norm)
+        signals = None if self.plan.weighs else circuit.signals
+        self.fused.exits.best_tokens(
+            normed, self.window.plain_head, circuit.best[:1], circuit.tokens[step + 1 : step + 2], signals
+        )
+        if signals is not None:
+            self._score(guess, circuit.scores[own])
+
+    def _guess(self, memory: Memory, own: slice, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the memory head makes of a token, and that normed."""
+        head, x = memory.head, self._entered(memory, own)
         self.fused.ops.decoder_layer(memory.layer, self._pass(x, own, memory.turns), memory.keys, memory.values, most)
-        head = memory.head
-        normed = self.fused.exits.outward(x, head.deep_center, head.deep_spread, *norm, circuit.starts[own], memory.before)
-        self.fused.exits.best_tokens(normed, self.window.plain_head, circuit.best[:1], circuit.tokens[step + 1 : step + 2])
+        place = self.circuit.starts[own]
+        return self.fused.exits.outward(x, head.deep_center, head.deep_spread, *self.fused.last_norm, place, memory.before)
+
+    def _score(self, guess: torch.Tensor, score: torch.Tensor) -> None:
+        assert self.circuit.exit is not None
+        router = self.circuit.exit.router
+        weights = router.down.weight, router.down.bias, router.up.weight
+        self.fused.exits.router_score(guess, self.circuit.signals, *weights, self.circuit.gauge, EPS, score)
 
     def _entered(self, memory: Memory, own: slice) -> torch.Tensor:
         """Tokens of a round as the head's block takes them."""

@@ -91,12 +91,40 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
     return torch.cat([turned, rest], -1)
 
 
-def best_tokens(x: torch.Tensor, weight: torch.Tensor, best: torch.Tensor, token: torch.Tensor) -> None:
-    """The best token of normed states (n, hidden) and its logit, by an LM head; infinity where a logit is NaN."""
+def best_tokens(
+    x: torch.Tensor, weight: torch.Tensor, best: torch.Tensor, token: torch.Tensor, signals: torch.Tensor | None = None
+) -> None:
+    """The best token of normed states (n, hidden) and its logit, by an LM head; infinity where a logit is NaN.
+
+    `signals`, (n, 4), are those of `TIDE.routing.router`: best probability, its logarithm, its lead over the second, entropy.
+    """
     logits = (x @ weight.T).float()
     logits = torch.where(logits.isnan(), float("inf"), logits)
     best.copy_(logits.amax(-1))
     token.copy_(logits.argmax(-1))
+    if signals is not None:
+        logs = logits.log_softmax(-1)
+        first, second = logs.topk(2, -1).values.unbind(-1)
+        entropy = -(logs.exp() * logs).sum(-1)
+        signals.copy_(torch.stack([first.exp(), first, first.exp() - second.exp(), entropy], -1))
+
+
+def router_score(
+    guess: torch.Tensor,
+    signals: torch.Tensor,
+    down: torch.Tensor,
+    bias: torch.Tensor | None,
+    up: torch.Tensor,
+    gauge: torch.Tensor,
+    eps: float,
+    score: torch.Tensor,
+) -> None:
+    """The score of a router for one guess (1, hidden), normed where it takes signals; gauge: bias, temperature, offset."""
+    states = guess.float()
+    if down.shape[1] > guess.shape[-1]:
+        states = torch.cat([F.rms_norm(states, states.shape[-1:], eps=eps), signals], -1)
+    inner = F.silu(F.linear(states, down, bias))
+    score.copy_(torch.sigmoid((F.linear(inner, up)[0] + gauge[0]) / gauge[1] + gauge[2]))
 
 
 def centred(
@@ -122,23 +150,38 @@ def outward(
     offset: float,
     start: torch.Tensor,
     table: torch.Tensor,
-) -> torch.Tensor:
-    """(1, hidden) out of a memory head's block -> its guess, put behind row `start` of a table, and normed for the LM head."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(1, hidden) out of a memory head's block -> its guess, and that normed for the LM head.
+
+    The guess also goes into a table, behind row `start`.
+    """
     guess = (x.float() * spread.float() + center.float()).to(x.dtype)
     table[int(start) + 1] = guess[0]
-    return (F.rms_norm(guess.float(), guess.shape[-1:], eps=eps) * (weight.float() + offset)).to(x.dtype)
+    return guess, (F.rms_norm(guess.float(), guess.shape[-1:], eps=eps) * (weight.float() + offset)).to(x.dtype)
 
 
 def accept(
-    found: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor, out: torch.Tensor, drafts: int
+    found: torch.Tensor,
+    best: torch.Tensor,
+    tokens: torch.Tensor,
+    starts: torch.Tensor,
+    scores: torch.Tensor,
+    out: torch.Tensor,
+    drafts: int,
+    threshold: float,
+    verifies: bool,
 ) -> None:
-    """Compare drafts, tokens[1:], with what was found for the tokens before them, and begin the next round.
+    """See how many drafts, tokens[1:], stand, and begin the next round.
 
-    `out` gets how many stood (-1: a logit is NaN), then what was found; tokens[0] becomes the newest final token, `starts`
-    where it and those after it stand.
+    A draft stands if its score reaches the threshold and, where that is verified, it is what was found for the token before
+    it. `out` gets how many stood (-1: a logit is NaN), those, and what was found after them; its last place, how many were sure
+    enough. tokens[0] becomes the newest final token, `starts` where it and those after it stand.
     """
-    stood = next((i for i in range(drafts) if found[i] != tokens[i + 1]), drafts)
+    sure = next((i for i in range(drafts) if scores[i] < threshold), drafts)
+    stood = next((i for i in range(sure) if verifies and found[i] != tokens[i + 1]), sure)
+    out[-1] = sure
     out[0] = -1 if bool(best[: drafts + 1].isinf().any()) else stood
     out[1 : drafts + 2] = found[: drafts + 1]
+    out[1 : stood + 1] = tokens[1 : stood + 1]
     tokens[0] = found[stood]
     starts += stood + 1

@@ -12,7 +12,10 @@ from TIDE.kernels.triton_products import _gained, _product, _tile, counted
 
 
 @counted
-def _peaks(x, weight, peaks, tokens_at, tokens, height, width, blocks, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
+def _peaks(
+    x, weight, peaks, tokens_at, sums, tokens, height, width, blocks,
+    SIGNALS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """The best of a block of tokens, for each state. NaN counts as infinity, which is how the host notices."""
     block, place = tl.program_id(0), tl.arange(0, 16)
     rows = block * BN + tl.arange(0, BN)
@@ -22,30 +25,108 @@ def _peaks(x, weight, peaks, tokens_at, tokens, height, width, blocks, BN: tl.co
     logits = tl.where(inside[:, None], logits, float("-inf"))
     best = tl.max(logits, 0)
     first = tl.min(tl.where(logits == best[None, :], rows[:, None], height), 0)
-    tl.store(peaks + place * blocks + block, best, mask=place < tokens)
-    tl.store(tokens_at + place * blocks + block, first, mask=place < tokens)
+    at, known = place * blocks + block, place < tokens
+    tl.store(peaks + at, best, mask=known)
+    tl.store(tokens_at + at, first, mask=known)
+    if SIGNALS:
+        shares = tl.exp(logits - best[None, :])
+        tl.store(sums + at, tl.max(tl.where(rows[:, None] == first[None, :], float("-inf"), logits), 0), mask=known)
+        tl.store(sums + 16 * blocks + at, tl.sum(shares, 0), mask=known)
+        weighed = tl.where(shares > 0, shares * (logits - best[None, :]), 0.0)
+        tl.store(sums + 32 * blocks + at, tl.sum(weighed, 0), mask=known)
 
 
 @triton.jit
-def _best(peaks, tokens_at, best, token, blocks, BLOCK: tl.constexpr):
+def _best(peaks, tokens_at, sums, best, token, signals, blocks, SIGNALS: tl.constexpr, BLOCK: tl.constexpr):
     state, block = tl.program_id(0), tl.arange(0, BLOCK)
-    own = tl.load(peaks + state * blocks + block, mask=block < blocks, other=float("-inf"))
+    there, at = block < blocks, state * blocks + block
+    own = tl.load(peaks + at, mask=there, other=float("-inf"))
     highest = tl.max(own, 0)
-    at = tl.load(tokens_at + state * blocks + block, mask=block < blocks, other=0)
+    first = tl.min(tl.where((own == highest) & there, tl.load(tokens_at + at, mask=there, other=0), 2147483647), 0)
     tl.store(best + state, highest)
-    tl.store(token + state, tl.min(tl.where((own == highest) & (block < blocks), at, 2147483647), 0).to(tl.int64))
+    tl.store(token + state, first.to(tl.int64))
+    if SIGNALS:
+        holder = tl.min(tl.where((own == highest) & there, block, BLOCK), 0)
+        runner_up = tl.load(sums + at, mask=there, other=float("-inf"))
+        second = tl.max(tl.where(block == holder, runner_up, own), 0)
+        lower = tl.where(there, tl.exp(own - highest), 0.0)
+        shares = tl.load(sums + 16 * blocks + at, mask=there, other=0.0) * lower
+        weighed = tl.load(sums + 32 * blocks + at, mask=there, other=0.0) * lower
+        weighed += tl.where(shares > 0, shares * (own - highest), 0.0)
+        total = tl.sum(shares, 0)
+        entropy = tl.log(total) - tl.sum(weighed, 0) / total
+        tl.store(signals + 4 * state, 1 / total)
+        tl.store(signals + 4 * state + 1, -tl.log(total))
+        tl.store(signals + 4 * state + 2, (1 - tl.exp(second - highest)) / total)
+        tl.store(signals + 4 * state + 3, entropy)
 
 
-def best_tokens(x: torch.Tensor, weight: torch.Tensor, best: torch.Tensor, token: torch.Tensor) -> None:
+def best_tokens(
+    x: torch.Tensor, weight: torch.Tensor, best: torch.Tensor, token: torch.Tensor, signals: torch.Tensor | None = None
+) -> None:
     """Logits themselves are never written."""
     (height, width), tile = weight.shape, _tile(weight, 64, 256, 4)
     blocks = triton.cdiv(height, tile.rows)
-    peaks, at = x.new_empty(len(x), blocks, dtype=torch.float32), x.new_empty(len(x), blocks, dtype=torch.int32)
+    peaks, at = x.new_empty(16, blocks, dtype=torch.float32), x.new_empty(16, blocks, dtype=torch.int32)
+    sums = peaks if signals is None else x.new_empty(3, 16, blocks, dtype=torch.float32)
     _peaks[(blocks,)](
-        x, weight, peaks, at, len(x), height, width, blocks, tile.rows, tile.columns, tile.even,
+        x, weight, peaks, at, sums, len(x), height, width, blocks, signals is not None, tile.rows, tile.columns, tile.even,
         num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
-    _best[(len(x),)](peaks, at, best, token, blocks, triton.next_power_of_2(blocks), num_warps=4)
+    _best[(len(x),)](
+        peaks, at, sums, best, token, best if signals is None else signals, blocks, signals is not None,
+        triton.next_power_of_2(blocks), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _router(
+    guess, signals, down, bias, up, parts, width, height, eps,
+    SIGNALS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A few of the bottleneck's rows. With signals the guess is normed; routers without see it as it is."""
+    rows, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    inside, known = rows < height, column < width
+    states = tl.load(guess + column, mask=known, other=0.0).to(tl.float32)
+    if SIGNALS > 0:
+        states *= tl.rsqrt(tl.sum(states * states, 0) / width + eps)
+    start = rows[:, None] * (width + SIGNALS)
+    weights = tl.load(down + start + column[None, :], mask=inside[:, None] & known[None, :], other=0.0)
+    found = tl.sum(weights * states[None, :], 1)
+    if SIGNALS > 0:
+        for signal in tl.static_range(SIGNALS):
+            found += tl.load(down + rows * (width + SIGNALS) + width + signal, mask=inside, other=0.0) * tl.load(
+                signals + signal
+            )
+        found += tl.load(bias + rows, mask=inside, other=0.0)
+    found *= tl.sigmoid(found) * tl.load(up + rows, mask=inside, other=0.0)
+    tl.store(parts + tl.program_id(0), tl.sum(found, 0))
+
+
+@triton.jit
+def _score(parts, gauge, score, count, BLOCK: tl.constexpr):
+    part = tl.arange(0, BLOCK)
+    raw = tl.sum(tl.load(parts + part, mask=part < count, other=0.0), 0) + tl.load(gauge)
+    tl.store(score, tl.sigmoid(raw / tl.load(gauge + 1) + tl.load(gauge + 2)))
+
+
+def router_score(
+    guess: torch.Tensor,
+    signals: torch.Tensor,
+    down: torch.Tensor,
+    bias: torch.Tensor | None,
+    up: torch.Tensor,
+    gauge: torch.Tensor,
+    eps: float,
+    score: torch.Tensor,
+) -> None:
+    height, count = len(down), triton.cdiv(len(down), 8)
+    parts, width = guess.new_empty(count, dtype=torch.float32), guess.shape[-1]
+    _router[(count,)](
+        guess, signals, down, down if bias is None else bias, up, parts, width, height, eps,
+        down.shape[1] - width, 8, triton.next_power_of_2(width), num_warps=4,
+    )  # fmt: skip
+    _score[(1,)](parts, gauge, score, count, triton.next_power_of_2(count), num_warps=1)
 
 
 @triton.jit
@@ -82,7 +163,7 @@ def centred(
 
 
 @triton.jit
-def _outward(x, center, spread, weight, start, table, out, width, eps, OFFSET: tl.constexpr, BLOCK: tl.constexpr):
+def _outward(x, center, spread, weight, start, table, guessed, out, width, eps, OFFSET: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     known = column < width
     states = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
@@ -90,6 +171,7 @@ def _outward(x, center, spread, weight, start, table, out, width, eps, OFFSET: t
     states += tl.load(center + column, mask=known, other=0.0).to(tl.float32)
     guess = states.to(out.dtype.element_ty)
     tl.store(table + (tl.load(start).to(tl.int64) + 1) * width + column, guess, mask=known)
+    tl.store(guessed + column, guess, mask=known)
     states = guess.to(tl.float32)
     states *= tl.rsqrt(tl.sum(states * states, 0) / width + eps)
     factor = tl.load(weight + column, mask=known, other=0.0)
@@ -105,21 +187,28 @@ def outward(
     offset: float,
     start: torch.Tensor,
     table: torch.Tensor,
-) -> torch.Tensor:
-    out, width = torch.empty_like(x), x.shape[1]
-    _outward[(1,)](x, center, spread, weight, start, table, out, width, eps, offset, triton.next_power_of_2(width), num_warps=4)
-    return out
+) -> tuple[torch.Tensor, torch.Tensor]:
+    guess, out, width = torch.empty_like(x), torch.empty_like(x), x.shape[1]
+    _outward[(1,)](
+        x, center, spread, weight, start, table, guess, out, width, eps, offset, triton.next_power_of_2(width), num_warps=4
+    )
+    return guess, out
 
 
 @triton.jit
-def _accept(found, best, tokens, starts, out, drafts):
+def _accept(found, best, tokens, starts, scores, out, drafts, threshold, VERIFIES: tl.constexpr):
     place = tl.arange(0, 16)
+    drafting = place < drafts
     said = tl.load(found + place, mask=place <= drafts, other=0)
-    drafted = tl.load(tokens + 1 + place, mask=place < drafts, other=0)
-    stood = tl.min(tl.where((place < drafts) & (said != drafted), place, drafts), 0)
+    drafted = tl.load(tokens + 1 + place, mask=drafting, other=0)
+    falls = drafting & (tl.load(scores + place, mask=drafting, other=0.0) < threshold)
+    tl.store(out + 17, tl.min(tl.where(falls, place, drafts), 0).to(tl.int64))
+    if VERIFIES:
+        falls = falls | (drafting & (said != drafted))
+    stood = tl.min(tl.where(falls, place, drafts), 0)
     worst = tl.max(tl.load(best + place, mask=place <= drafts, other=0.0), 0)
     tl.store(out, tl.where(worst == float("inf"), -1, stood).to(tl.int64))
-    tl.store(out + 1 + place, said, mask=place <= drafts)
+    tl.store(out + 1 + place, tl.where(place < stood, drafted, said), mask=place <= drafts)
     newest = tl.sum(tl.where(place == stood, said, 0), 0)
     at = tl.load(starts + place)
     tl.debug_barrier()
@@ -128,6 +217,14 @@ def _accept(found, best, tokens, starts, out, drafts):
 
 
 def accept(
-    found: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor, out: torch.Tensor, drafts: int
+    found: torch.Tensor,
+    best: torch.Tensor,
+    tokens: torch.Tensor,
+    starts: torch.Tensor,
+    scores: torch.Tensor,
+    out: torch.Tensor,
+    drafts: int,
+    threshold: float,
+    verifies: bool,
 ) -> None:
-    _accept[(1,)](found, best, tokens, starts, out, drafts, num_warps=1)
+    _accept[(1,)](found, best, tokens, starts, scores, out, drafts, threshold, verifies, num_warps=1)

@@ -1,0 +1,185 @@
+"""What can only be seen on a GPU: compiled kernels, their bits, graphs. Skipped where there is none.
+
+PYTHONPATH=src:tests python -m pytest -o addopts="" tests/gpu
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import TIDE
+from families import build
+from layers import COLUMNS, DIM, KV_HEADS, ROWS, a_layer, a_pass, in_dtype
+from TIDE.config import TIDEConfig
+from TIDE.kernels import reference
+from TIDE.kernels.layer import GELU, GELU_TANH
+from TIDE.routing.heads import IdentityHead, MemoryHead, build_head, head_sizes
+from TIDE.routing.router import SIGNALS, Router
+from TIDE.routing.router_file import Exit, RouterFile
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+
+CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest
+DTYPES = list(CLOSE)
+FUSED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "granite", "smollm3"]
+OPTIONS = dict(max_new_tokens=40, do_sample=False, eos_token_id=None)
+
+
+@pytest.fixture
+def ops():
+    return pytest.importorskip("TIDE.kernels.triton_ops")
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 100, (1, 20), generator=torch.Generator().manual_seed(0)).cuda()
+
+
+def with_exit(model, depth, strategy="memory", threshold=0.0):
+    """A policy with one random exit."""
+    torch.manual_seed(0)
+    config = model.config.get_text_config(decoder=True)
+    head = build_head(strategy, head_sizes(strategy, config, config.hidden_size, depth)).eval().requires_grad_(False)
+    assert isinstance(head, MemoryHead | IdentityHead)
+    router = Router(config.hidden_size, 8, SIGNALS).requires_grad_(False)
+    file = RouterFile(strategy, {depth: Exit(head, router, threshold)}, (depth,), 7, None)
+    with TIDE.TIDE(model) as engine:
+        return file.policy(engine.window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "features",
+    [
+        dict(),
+        dict(bias=True),
+        dict(norms=True),
+        dict(norms=True, norm_offset=1.0),
+        dict(scaling=0.7, residual=0.2),
+        dict(window=3),
+        dict(activation=GELU_TANH),
+        dict(activation=GELU),
+        dict(rotary=False),
+    ],
+    ids=str,
+)
+def test_the_layer_is_the_references(features, dtype, ops):
+    generator = torch.Generator().manual_seed(3)
+    layer, tokens = a_layer(generator, **features), a_pass(generator, [2, 0], 4, 9)
+    cache = torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator)
+    ours, own = in_dtype(tokens, dtype, "cuda"), cache.to("cuda", dtype)
+    ops.decoder_layer(in_dtype(layer, dtype, "cuda"), ours, own[0], own[1])
+    reference.decoder_layer(layer, tokens, cache[0], cache[1])
+    for found, expected in ((ours.x, tokens.x), (own, cache)):
+        allowed = CLOSE[dtype] * float(expected.abs().max())
+        torch.testing.assert_close(found.float().cpu(), expected, rtol=0, atol=allowed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("together", range(2, 17))
+def test_logits_have_the_same_bits_alone_and_among_others(dtype, together, ops):
+    """Through all layers and the LM head of a model, as a deep pass computes them."""
+    from TIDE.engine.fused import _features, check_fused
+
+    model = build("llama").to("cuda", dtype)
+    ids = torch.randint(3, 100, (together + 9,), generator=torch.Generator().manual_seed(1)).cuda()
+
+    def logits(counts):
+        from transformers import StoppingCriteriaList
+
+        from TIDE.engine.batch import Batch
+        from TIDE.engine.segments import Segments
+        from TIDE.stats import ExitStats
+
+        batch = Batch(ids[None], [0], StoppingCriteriaList(), None)
+        segments = Segments(engine.window, engine.plan, batch, len(ids), ExitStats(engine.window.num_layers))
+        return torch.cat([segments.run(0, {0: n}, {0: segments.length(0, 0)})[0] for n in counts])
+
+    with TIDE.TIDE(model) as engine, torch.inference_mode():
+        assert _features(engine.window) is not None
+        check_fused(engine.window)
+        assert engine.window.fused is not None
+        alone, among = logits([9] + [1] * together), logits([9, together])
+    assert torch.equal(alone, among)
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("depth", [None, 0, 2])
+def test_in_fp32_the_text_is_the_models(name, depth, ids):
+    model = build(name).cuda()
+    expected = model.generate(ids, **OPTIONS)
+    with TIDE.TIDE(model, None if depth is None else with_exit(model, depth)) as engine:
+        for _ in range(3):  # as it is written, captured, replayed
+            assert torch.equal(engine.generate(ids, **OPTIONS), expected)
+        assert engine.window.fused is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("depth", [0, 2])
+def test_in_half_precision_exact_is_exits_off(dtype, depth, ids):
+    model = build("llama").to("cuda", dtype)
+    with TIDE.TIDE(model, with_exit(model, depth)) as engine:
+        for _ in range(3):
+            exact = engine.generate(ids, **OPTIONS)
+            drafted = engine.last_stats.drafted
+            with engine.using(engine.config, exits=False):
+                assert torch.equal(engine.generate(ids, **OPTIONS), exact)
+        assert drafted
+
+
+@pytest.mark.parametrize("switch", ["TIDE_NO_GRAPHS", "TIDE_NO_KERNELS"])
+def test_plain_paths_write_the_same(switch, ids, monkeypatch):
+    model = build("llama").cuda()
+    expected = model.generate(ids, **OPTIONS)
+    monkeypatch.setenv(switch, "1")
+    with TIDE.TIDE(model, with_exit(model, 0)) as engine:
+        for _ in range(2):
+            assert torch.equal(engine.generate(ids, **OPTIONS), expected)
+        assert engine.capture_seconds == 0
+
+
+@pytest.mark.parametrize(("strategy", "depth"), [("memory", 0), ("memory", 2), ("identity", 2)])
+def test_mode_fast_in_rounds_is_mode_fast_without_kernels(strategy, depth, ids, monkeypatch):
+    model, texts = build("llama").cuda(), []
+    config = TIDEConfig(mode="fast", exit_threshold=0.0, max_pending=3, max_exit_share=0.7)
+    policy = with_exit(model, depth, strategy)
+    for plain in ("0", "1"):
+        monkeypatch.setenv("TIDE_NO_KERNELS", plain)
+        with TIDE.TIDE(model, policy, config) as engine:
+            texts.append([engine.generate(ids, **OPTIONS)[0].tolist() for _ in range(3)])
+    assert texts[0][0] == texts[0][1] == texts[0][2] == texts[1][0]
+
+
+def test_rows_side_by_side_and_sampling_go_through_fused_layers(ids):
+    model = build("llama").cuda()
+    both = torch.cat([ids, ids.flip(1)])
+    options = {**OPTIONS, "attention_mask": torch.ones_like(both), "pad_token_id": 0}
+    with TIDE.TIDE(model) as engine:
+        engine.generate(ids, **OPTIONS)
+        assert engine.window.fused is not None and engine.window.fused.is_checked
+        assert torch.equal(engine.generate(both, **options), model.generate(both, **options))
+        sampled = dict(max_new_tokens=20, do_sample=True, eos_token_id=None)
+        torch.manual_seed(0)
+        expected = model.generate(ids, **sampled)
+        torch.manual_seed(0)
+        assert torch.equal(engine.generate(ids, **sampled), expected)
+
+
+def test_requests_at_the_same_time_do_not_share_a_circuit(ids):
+    model = build("llama").cuda()
+    other = ids.flip(1)
+    expected = [model.generate(one, **OPTIONS)[0, ids.shape[1] :].tolist() for one in (ids, other)]
+    with TIDE.TIDE(model) as engine:
+        streams = [engine.stream(one, **OPTIONS) for one in (ids, other)]
+        found = list(zip(*streams, strict=True))
+    assert [list(one) for one in zip(*found, strict=True)] == expected
+
+
+def test_weights_that_are_exchanged_are_the_ones_that_count(ids):
+    model = build("llama").cuda()
+    with TIDE.TIDE(model) as engine:
+        engine.generate(ids, **OPTIONS)
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.9
+        assert torch.equal(engine.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
