@@ -6,8 +6,10 @@
 
 On a GPU `model.generate` also runs with a static cache, compiled, and speeds stand beside what the memory allows: the bytes of
 all weights but the embedding, at the bandwidth of a copy. Two more comparisons with exits off: exits that never agree, and the
-pattern "three of four tokens leave at a quarter of the depth, the fourth carries them" (mode fast, wrong text). Prints a table, then one JSON line. Speeds are medians over the
-rounds, with the prompt; "decoding" is without it (one new token's time taken off).
+pattern "three of four tokens leave at a quarter of the depth, the fourth carries them" (mode fast, wrong text).
+
+Prints a table, then one JSON line. Speeds are medians over the rounds, with the prompt; "decoding" is without it (one new
+token's time taken off).
 """
 
 from __future__ import annotations
