@@ -40,7 +40,8 @@ def rounds(monkeypatch):
 def on_references(engine):
     """The engine with rounds, as on a GPU."""
     layers = fused._features(engine.window)
-    engine.window.fused = None if layers is None else GPULayers(engine.window, layers, reference, reference)
+    engine.window.fused = GPULayers(engine.window, layers, reference, reference)
+    engine.window.fused.addresses = fused._addresses(engine.window, layers)
     return engine
 
 
@@ -142,6 +143,18 @@ def test_a_text_ends_where_the_models_does(ids, rounds):
         assert torch.equal(engine.generate(ids, **options), model.generate(ids, **options))
         assert list(engine.stream(ids, **options)) == model.generate(ids, **options)[0, len(ids[0]) :].tolist()
     assert rounds
+
+
+def test_weights_that_are_exchanged_are_noticed(ids):
+    """A graph would go on reading where the old ones were."""
+    model = build("llama")
+    with an_engine(model) as engine:
+        assert fused.still_fused(engine.window)
+        for weight in (model.model.layers[1].mlp.up_proj.weight, model.lm_head.weight):
+            held, weight.data = weight.data, weight.data.clone()
+            assert not fused.still_fused(engine.window)
+            weight.data = held
+        assert fused.still_fused(engine.window)
 
 
 def test_logits_that_are_nan_are_an_error_and_the_engine_stays_usable(ids, monkeypatch):

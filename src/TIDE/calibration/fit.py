@@ -34,7 +34,7 @@ class Schedule:
     """How long and how hard to train."""
 
     epochs: float = 2
-    least_steps: int = 400  # few texts are seen more often
+    least_steps: int = 300  # few texts are seen more often
     batch_tokens: int = 8192
     positions: int = 6144  # of a batch whose logits are compared
     learning_rate: float = 3e-3

@@ -191,6 +191,7 @@ class TIDE:
             raise ValueError("the model is in train mode, where dropout makes every run different. Call model.eval() first.")
         if self.window.fused is not None and not still_fused(self.window):
             self.window.fused = None
+            fuse(self.window)  # weights may have been exchanged; hooks keep a model as it is
 
     def _decoder(self, request: Request, began: float) -> Decoder:
         circuit, ids = None, request.ids

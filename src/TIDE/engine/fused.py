@@ -40,6 +40,7 @@ class FusedLayers:
     is_checked = True  # before it is used
 
     def __init__(self, layers: list[Layer], ops: Any) -> None:
+        self.addresses: list[int] = []
         self.ops = ops
         self.layers = [arrays(layer) for layer in layers]
         self.embedding: nn.Module | None = None
@@ -97,11 +98,11 @@ def fuse(window: Window) -> None:
     layers = None if ops is None else _features(window)
     if layers is None:
         return
-    if window.model.device.type == "cuda":
-        window.fused = GPULayers(window, layers, ops, compiled_rounds())
-        return
-    window.fused = FusedLayers(layers, ops)
-    check_fused(window)
+    on_gpu = window.model.device.type == "cuda"
+    window.fused = GPULayers(window, layers, ops, compiled_rounds()) if on_gpu else FusedLayers(layers, ops)
+    window.fused.addresses = _addresses(window, layers)
+    if not on_gpu:
+        check_fused(window)
 
 
 def check_fused(window: Window) -> None:
@@ -145,21 +146,23 @@ def _take_short_cuts(window: Window) -> None:
 def still_fused(window: Window) -> bool:
     """Whether the modules a fused window stands for are as they were: same weights, no hooks."""
     layers = _features(window)
-    return layers is not None and all(
-        _address(theirs) == ours.data_ptr()
-        for old, new in zip(window.fused.layers, layers, strict=True)
-        for theirs, ours in zip(old[:9], new[:9], strict=True)
-    )
+    return layers is not None and _addresses(window, layers) == window.fused.addresses
 
 
-def _address(values: Any) -> int:
-    return int(values.data_ptr() if isinstance(values, torch.Tensor) else values.ctypes.data)
+def _addresses(window: Window, layers: list[Layer]) -> list[int]:
+    """Where the weights are: a graph knows nothing else of them."""
+    weights = [getattr(module, "weight", None) for module in _around(window)]
+    return [x.data_ptr() for x in (*(x for layer in layers for x in layer[:9]), *weights) if x is not None]
+
+
+def _around(window: Window) -> list[nn.Module | None]:
+    model = window.model
+    return [model.get_input_embeddings(), model.get_output_embeddings(), getattr(model.get_decoder(), "norm", None)]
 
 
 def _features(window: Window) -> list[Layer] | None:
     config, model = window.model.config.get_text_config(decoder=True), window.model
-    around = [model.get_input_embeddings(), model.get_output_embeddings(), getattr(model.get_decoder(), "norm", None)]
-    if any(_has_hooks(module) for module in (*around, *window.layers) if module is not None):
+    if any(_has_hooks(module) for module in (*_around(window), *window.layers) if module is not None):
         return None
     found = [layer_features(layer, config) for layer in window.layers]
     whole = [layer for layer in found if layer is not None]

@@ -36,6 +36,7 @@ class GPULayers:
         self.ops, self.exits = ops, exits
         self.layers = layers
         self.is_checked = False
+        self.addresses: list[int] = []
         self.embedding: nn.Module | None = None
         self.norm: nn.Module | None = None
         self.rotary = getattr(window.model.get_decoder(), "rotary_emb", None)

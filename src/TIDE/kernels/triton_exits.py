@@ -36,7 +36,7 @@ def _peaks(
         tl.store(sums + 32 * blocks + at, tl.sum(weighed, 0), mask=known)
 
 
-@triton.jit
+@counted
 def _best(peaks, tokens_at, sums, best, token, signals, blocks, SIGNALS: tl.constexpr, BLOCK: tl.constexpr):
     state, block = tl.program_id(0), tl.arange(0, BLOCK)
     there, at = block < blocks, state * blocks + block
@@ -103,7 +103,7 @@ def _router(
     tl.store(parts + tl.program_id(0), tl.sum(found, 0))
 
 
-@triton.jit
+@counted
 def _score(parts, gauge, score, count, BLOCK: tl.constexpr):
     part = tl.arange(0, BLOCK)
     raw = tl.sum(tl.load(parts + part, mask=part < count, other=0.0), 0) + tl.load(gauge)
@@ -129,7 +129,7 @@ def router_score(
     _score[(1,)](parts, gauge, score, count, triton.next_power_of_2(count), num_warps=1)
 
 
-@triton.jit
+@counted
 def _centred(
     table, rows, center, spread, out, stride, out_stride, width, eps,
     HAS_ROWS: tl.constexpr, CENTRE: tl.constexpr, BLOCK: tl.constexpr,
@@ -162,7 +162,7 @@ def centred(
     )  # fmt: skip
 
 
-@triton.jit
+@counted
 def _outward(x, center, spread, weight, start, table, guessed, out, width, eps, OFFSET: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     known = column < width
@@ -195,7 +195,7 @@ def outward(
     return guess, out
 
 
-@triton.jit
+@counted
 def _accept(found, best, tokens, starts, scores, out, drafts, threshold, VERIFIES: tl.constexpr):
     place = tl.arange(0, 16)
     drafting = place < drafts

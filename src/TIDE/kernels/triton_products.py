@@ -17,7 +17,11 @@ import triton.language as tl
 
 PLACES = 16
 EMPTY = torch.zeros(0)
-counted = triton.jit(do_not_specialize=["tokens", "per_row"])  # one binary for any number of tokens
+# One binary for any number of tokens, and for any place of a round's small buffers.
+counted = triton.jit(
+    do_not_specialize=["tokens", "per_row", "drafts"],
+    do_not_specialize_on_alignment=["start", "starts", "rows", "best", "token", "score", "scores"],
+)
 
 
 @triton.jit
