@@ -1,0 +1,96 @@
+"""What the kernels of a fused layer take for 1, 8 and 16 tokens, and the share of copy bandwidth at which they read weights.
+
+    python benchmarks/bench_kernels.py                    the layers of a Llama-3.1-8B, bf16, for a GPU
+    python benchmarks/bench_kernels.py --model tiny       a smoke test; on a CPU the references are timed
+
+Each kernel runs once for every layer, replayed as one graph, so that weights come from memory and not from a cache. Prints a table
+of microseconds a layer, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_llama, timed
+from TIDE.adapters.features import layer_features
+from TIDE.kernels import reference
+from TIDE.kernels.dispatch import compiled_ops
+from TIDE.kernels.layer import Layer, Pass
+
+LONGEST = 512
+WEIGHTS = {
+    "project": ("q", "k", "v"),
+    "o": ("o",),
+    "gated": ("gate", "up"),
+    "down": ("down",),
+    "layer": ("q", "k", "v", "o", "gate", "up", "down"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-8b", choices=[*SHAPES])
+    parser.add_argument("--layers", type=int, default=8, help="so many, to leave caches behind")
+    parser.add_argument("--context", type=int, default=200)
+    args = parser.parse_args()
+    model = random_llama({**SHAPES[args.model], "num_hidden_layers": args.layers})
+    layers = [layer_features(layer, model.config) for layer in model.model.layers]
+    ops = (compiled_ops(model.device, model.dtype) if on_gpu() else None) or reference
+    bandwidth, rows = copy_bandwidth() if on_gpu() else None, {}
+    with torch.inference_mode():
+        for tokens in (1, 8, 16):
+            rows[tokens] = measure(ops, layers, tokens, args.context, bandwidth)
+            print(
+                f"{tokens:3} tokens  " + "  ".join(f"{name} {took:.1f} {share}" for name, (took, share) in rows[tokens].items())
+            )
+    print(json.dumps(dict(vars(args), bandwidth=bandwidth, dtype=str(model.dtype), microseconds_and_share=rows)))
+
+
+def measure(ops, layers: list[Layer], tokens: int, context: int, bandwidth: float | None) -> dict[str, tuple[float, str]]:
+    first = layers[0]
+    device, dtype, hidden = first.q.device, first.q.dtype, first.q.shape[1]
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device).to(dtype)
+
+    h, q, inner = some(tokens, hidden), some(tokens, len(first.q)), some(tokens, len(first.gate))
+    kept = some(2, len(layers), 1, len(first.k) // first.head_dim, LONGEST, first.head_dim)
+    place = torch.zeros(1, dtype=torch.int32, device=device)
+    going = Pass(h.clone(), some(tokens, first.head_dim), some(tokens, first.head_dim), place, place, place + context, tokens)
+    each: dict[str, Callable[[Layer, torch.Tensor, torch.Tensor], object]] = {
+        "norm": lambda layer, keys, values: ops.norm(h, layer.input_norm, layer.eps),
+        "project": lambda layer, keys, values: ops.project(layer, going, h, keys, values),
+        "attend": lambda layer, keys, values: ops.attend(layer, going, q, keys, values, LONGEST),
+        "o": lambda layer, keys, values: ops.linear(q, layer.o, base=going.x),
+        "gated": lambda layer, keys, values: ops.gated(h, layer.gate, layer.up, layer.activation),
+        "down": lambda layer, keys, values: ops.linear(inner, layer.down, base=going.x),
+        "layer": lambda layer, keys, values: ops.decoder_layer(layer, going, keys, values, LONGEST),
+    }
+    found = {}
+    for name, kernel in each.items():
+        run = replayed(lambda kernel=kernel: [kernel(layer, *kept[:, index]) for index, layer in enumerate(layers)])
+        seconds = statistics.median(timed(run)[0] for _ in range(9))
+        size = sum(getattr(layer, part).nbytes for layer in layers for part in WEIGHTS.get(name, ()))
+        found[name] = 1e6 * seconds / len(layers), f"({size / seconds / bandwidth:.2f})" if bandwidth and size else ""
+    return found
+
+
+def replayed(work: Callable[[], object]) -> Callable[[], object]:
+    """The work as a graph, where there are graphs."""
+    work()
+    if not on_gpu():
+        return work
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+if __name__ == "__main__":
+    main()
