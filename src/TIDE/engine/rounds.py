@@ -31,7 +31,7 @@ from TIDE.stats import ExitStats
 
 HOST_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)  # that can be asked about ids on the CPU
 ROOM = 4 * MOST_TOKENS  # columns beyond the text: a round may run ahead
-FEWEST = 256  # columns a graph is made for; then twice as many, and so on
+FEWEST = 1024  # columns a graph is made for; then four times as many, and so on
 
 
 class Launched(NamedTuple):
@@ -125,7 +125,7 @@ class Rounds:
             drafts = self.length.choose(drafts)
         most = FEWEST
         while most < self.batch.size[0] + ROOM:
-            most *= 2
+            most *= 4
         is_usual = self.circuit.graphs.run((drafts, most, *self.rule), lambda: self._round(drafts, most))
         out = self.pinned[self.launched % 2]
         out.copy_(self.circuit.out, non_blocking=True)
