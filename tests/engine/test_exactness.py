@@ -189,7 +189,7 @@ def test_a_rope_that_changes_with_length_is_followed(family):
 
 
 @pytest.mark.real
-def test_twenty_prompts_of_the_embedded_model_are_written_as_generate_writes_them(embedded):
+def test_ten_prompts_of_the_embedded_model_are_written_as_generate_writes_them(embedded):
     """With three drafts before every verification, each right nine times in ten."""
     model, tokenizer = embedded
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
@@ -207,23 +207,13 @@ def test_twenty_prompts_of_the_embedded_model_are_written_as_generate_writes_the
 
 PROMPTS = [
     "Why is the sky blue?",
-    "Write a haiku about rain.",
     "What is 17 times 23? Show the steps.",
-    "Translate to French: The train leaves at noon.",
     "Name five European capitals.",
-    "Write a Python function that reverses a list.",
     "Explain what a mortgage is.",
-    "Summarise the story of Robinson Crusoe in two sentences.",
     "How do I boil an egg?",
-    "List three differences between cats and dogs.",
     "Who wrote Faust?",
-    "Give me a packing list for a weekend in the mountains.",
     "What does HTTP status 404 mean?",
-    "Finish the sentence: The best time to plant a tree",
     "Write an email asking a colleague to move a meeting.",
-    "What is the boiling point of water at sea level?",
     "Explain recursion to a ten-year-old.",
-    "Convert 5 kilometres to miles.",
     "Write SQL that counts the orders of each customer.",
-    "What should I visit in Lisbon?",
 ]

@@ -81,39 +81,36 @@ def play(
 ) -> Placed:
     """One round from every position."""
     texts = candidates[checkpoints[0]].trace.texts
-    stride = max(1, len(texts) // POSITIONS)
-    starts = torch.arange(0, len(texts), stride)
+    starts = torch.arange(0, len(texts), max(1, len(texts) // POSITIONS))
     edges = [0, *checkpoints, costs.num_layers]
-    one = torch.ones(len(starts))
-    seconds, accepted = torch.zeros(len(starts)), torch.zeros(len(starts))
+    prices = [costs.span(start, stop, torch.arange(drafts + 2.0)) for start, stop in itertools.pairwise(edges)]  # by tokens
+    seconds, accepted = torch.zeros(len(starts)), torch.zeros(len(starts), dtype=torch.long)
     drafting, right = torch.ones(len(starts), dtype=torch.bool), torch.ones(len(starts), dtype=torch.bool)
-    waiting = [torch.zeros(len(starts)) for _ in checkpoints]  # tokens that left at each checkpoint
+    waiting = [torch.zeros_like(accepted) for _ in checkpoints]  # tokens that left at each checkpoint
     for step in range(drafts):
         at = (starts + step).clamp(max=len(texts) - 1)
         inside = texts[at] == texts[starts]
         undecided = drafting.clone()
-        seconds += drafting * costs.span(0, edges[1], one)
+        seconds += drafting * prices[0][1]
         for place_, (depth, threshold) in enumerate(zip(checkpoints, thresholds, strict=True)):
             trace, head = candidates[depth]
             known = min(step, trace.scores.shape[1] - 1)
             seconds += undecided * head
             leaves = undecided & inside & (trace.scores[at, known] >= threshold)
             seconds += leaves * costs.choice
-            agreed = trace.agreed[at, known]
-            right &= ~leaves | agreed
+            right &= ~leaves | trace.agreed[at, known]
             accepted += leaves & right
             undecided &= ~leaves
-            carried = 1 + waiting[place_]
-            seconds += undecided * (costs.span(depth, edges[place_ + 2], carried))
+            seconds += undecided * prices[place_ + 1][1 + waiting[place_]]
             if place_ + 1 < len(checkpoints):
                 waiting[place_ + 1] += undecided * waiting[place_]
-            waiting[place_] = torch.where(undecided, 0.0, waiting[place_] + leaves)
+            waiting[place_] = torch.where(undecided, 0, waiting[place_] + leaves)
         seconds += undecided * (1 + accepted) * costs.choice  # the full model chose, and looked at every draft
         drafting &= ~undecided
-    carried = one.clone()
-    for place_, (start, stop) in enumerate(itertools.pairwise(edges)):
+    carried = torch.ones_like(accepted)
+    for place_, price in enumerate(prices):
         carried = carried + (waiting[place_ - 1] if place_ else 0)
-        seconds += drafting * costs.span(start, stop, carried)
+        seconds += drafting * price[carried]
     seconds += drafting * (1 + accepted) * costs.choice
-    tokens = 1 + accepted
+    tokens = 1.0 + accepted
     return Placed(checkpoints, thresholds, drafts, float(tokens.sum() / seconds.sum()), float(tokens.mean()))

@@ -7,11 +7,15 @@ their own pace; criteria are asked once for every token that is appended.
 
 from __future__ import annotations
 
+import functools
+import time
 from collections import defaultdict
 
 import torch
 from transformers import StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+QUICK = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)  # criteria that need no tensors
 GROW = 256  # columns added at a time
 
 
@@ -72,6 +76,25 @@ class Batch:
                 self.cut_short[row] = True
                 stopped.add(row)
         return stopped
+
+    def stops_quickly(self, token: int) -> bool:
+        """Whether a single row stops with its newest token, where all criteria are `QUICK`: a round on a GPU is soon over."""
+        columns, stopped = self.columns(0), False
+        for one in self._criteria:
+            if isinstance(one, EosTokenCriteria):
+                stopped |= token in self._ends
+            elif isinstance(one, MaxLengthCriteria):
+                stopped |= columns >= one.max_length
+            else:
+                stopped |= time.time() - one.initial_timestamp > one.max_time
+        if self._limit is not None and self.size[0] >= self._limit and not stopped:
+            self.cut_short[0] = stopped = True
+        return stopped
+
+    @functools.cached_property
+    def _ends(self) -> set[int]:
+        """Tokens that end a text."""
+        return {end for one in self._criteria if isinstance(one, EosTokenCriteria) for end in one.eos_token_id.tolist()}
 
     def column(self, column: int, pad_token_id: int) -> torch.Tensor:
         """(rows,) final ids of a column, padding where a row ended before it."""

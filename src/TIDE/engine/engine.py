@@ -113,12 +113,12 @@ class TIDE:
         began = time.perf_counter()
         request = self._prepare(input_ids, generation_config, options)
         decoder = self._decoder(request, began)
-        if streamer is not None:
+        if streamer is None:
+            self._finish(decoder)
+        else:
             streamer.put(request.ids.cpu())
-        for column in self._columns(decoder, request):
-            if streamer is not None:
+            for column in self._columns(decoder, request):
                 streamer.put(column.cpu())
-        if streamer is not None:
             streamer.end()
         return decoder.batch.output(request.pad_token_id).to(request.ids.device)
 
@@ -228,6 +228,13 @@ class TIDE:
                     return
                 yield column
 
+    def _finish(self, decoder: Decoder) -> None:
+        """Decode to the end, with nobody looking on."""
+        with self._counted(decoder.stats), self._lent(decoder), decoder.stats.seconds.measured():
+            for _ in decoder.run():
+                pass
+        self._warn_where_cut_short(decoder)
+
     @contextmanager
     def _lent(self, decoder: Decoder) -> Iterator[None]:
         """The decoder's circuit goes back for the next request."""
@@ -244,6 +251,9 @@ class TIDE:
             for column in range(shown, batch.final_columns()):
                 yield batch.column(column, request.pad_token_id)
             shown = max(shown, batch.final_columns())
-        if any(batch.cut_short):
-            rows = [row for row, cut in enumerate(batch.cut_short) if cut]
-            logger.warning("stopped at the model's context of %d tokens in rows %s.", max(batch.size), rows)
+        self._warn_where_cut_short(decoder)
+
+    def _warn_where_cut_short(self, decoder: Decoder) -> None:
+        rows = [row for row, cut in enumerate(decoder.batch.cut_short) if cut]
+        if rows:
+            logger.warning("stopped at the model's context of %d tokens in rows %s.", max(decoder.batch.size), rows)

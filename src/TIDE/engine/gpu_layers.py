@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,11 @@ class GPULayers:
         eps = float(getattr(norm, "variance_epsilon", None) or norm.eps)
         return Norm(norm.weight, eps, float(type(norm).__name__ in AROUND_ONE))
 
+    def here(self) -> AbstractContextManager[Any]:
+        """Kernels are launched where the model is, which need not be the current device."""
+        device = self.layers[0].q.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
     def embed(self, tokens: torch.Tensor, out: torch.Tensor) -> None:
         """States of tokens at depth 0."""
         table, rows = self.embedded(tokens)
@@ -110,7 +116,8 @@ class GPULayers:
                 tapped[index] = x.view_as(states).clone()
             layer = self.layers[index]
             keys, values = cache.room(index, len(layer.k) // layer.head_dim, layer.head_dim, x)
-            self.ops.decoder_layer(layer, going, keys, values, view.stop)
+            with self.here():
+                self.ops.decoder_layer(layer, going, keys, values, view.stop)
         return x.view_as(states), tapped
 
     def multiplies(self, states: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -118,4 +125,5 @@ class GPULayers:
 
     def linear(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """(n, q, hidden), (m, hidden) -> (n, q, m)"""
-        return self.ops.linear(states.flatten(0, 1), weight).view(*states.shape[:2], -1)
+        with self.here():
+            return self.ops.linear(states.flatten(0, 1), weight).view(*states.shape[:2], -1)

@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from TIDE.adapters.window import Window
-from TIDE.engine.batch import Batch
+from TIDE.engine.batch import QUICK, Batch
 from TIDE.engine.circuit import Circuit, Memory, Turns
 from TIDE.engine.draft_length import DraftLength
 from TIDE.engine.plan import Plan
@@ -29,7 +28,6 @@ from TIDE.routing.heads import EPS, IdentityHead, MemoryHead, input_depths, memo
 from TIDE.routing.memory import HeadMemory
 from TIDE.stats import ExitStats
 
-HOST_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)  # that can be asked about ids on the CPU
 ROOM = 4 * MOST_TOKENS  # columns beyond the text: a round may run ahead
 FEWEST = 1024  # columns a graph is made for; then four times as many, and so on
 
@@ -49,7 +47,8 @@ def suits(window: Window, plan: Plan, policy: Any, request: Request) -> bool:
     if fused is None or not fused.has_rounds or len(request.ids) > 1 or request.processors or request.config.do_sample:
         return False
     exits = len(plan.spans) == 1 or (plan.catches_up and exit_of(plan, policy) is not None)
-    return exits and all(type(one) in HOST_CRITERIA for one in request.criteria)
+    short = plan.exact or plan.max_pending < MOST_TOKENS  # a round has no place for more
+    return exits and short and all(type(one) in QUICK for one in request.criteria)
 
 
 def exit_of(plan: Plan, policy: Any) -> Exit | None:
@@ -85,11 +84,11 @@ class Rounds:
 
     def run(self, memory: HeadMemory | None) -> Iterator[None]:
         """Decode until the row is finished."""
-        with self.window.grad_off():
+        with self.window.grad_off(), self.fused.here():
             self._begin(memory)
             ahead = self._launch() if self.plan.exact else None
         while not self.batch.finished[0]:
-            with self.window.grad_off():
+            with self.window.grad_off(), self.fused.here():
                 now = ahead or self._launch()
                 if self.plan.exact:  # in mode "fast" how many tokens may exit depends on how many did
                     ahead = self._launch()
@@ -161,7 +160,7 @@ class Rounds:
             self.batch.append(0, token)
             self.batch.final[0] += 1
             self.stats.count_token(self.depth if step < len(tokens) else self.stats.num_layers, step)
-            if self.batch.stops([0]):
+            if self.batch.stops_quickly(token):
                 self.batch.finished[0] = True
                 return step
         return len(tokens)
