@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from TIDE.kernels.layer import Layer, Pass
+from TIDE.kernels.layer import GELU, GELU_TANH, Layer, Pass
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, COLUMNS, ROWS = 24, 4, 2, 10, 38, 40, 3
+
+FEATURES = [
+    dict(),
+    dict(bias=True),
+    dict(norms=True),
+    dict(norms=True, norm_offset=1.0),
+    dict(scaling=0.7, residual=0.2),
+    dict(window=3),
+    dict(activation=GELU_TANH),
+    dict(activation=GELU),
+    dict(rotary=False),
+    dict(eps=1e-2),
+]
 
 
 def a_layer(generator, *, bias=False, norms=False, **features):

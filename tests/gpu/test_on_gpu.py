@@ -10,10 +10,9 @@ import torch
 
 import TIDE
 from families import build
-from layers import COLUMNS, DIM, KV_HEADS, ROWS, a_layer, a_pass, in_dtype
+from layers import COLUMNS, DIM, FEATURES, KV_HEADS, ROWS, a_layer, a_pass, in_dtype
 from TIDE.config import TIDEConfig
 from TIDE.kernels import reference
-from TIDE.kernels.layer import GELU, GELU_TANH
 from TIDE.routing.heads import IdentityHead, MemoryHead, build_head, head_sizes
 from TIDE.routing.router import SIGNALS, Router
 from TIDE.routing.router_file import Exit, RouterFile
@@ -49,21 +48,7 @@ def with_exit(model, depth, strategy="memory", threshold=0.0):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "features",
-    [
-        dict(),
-        dict(bias=True),
-        dict(norms=True),
-        dict(norms=True, norm_offset=1.0),
-        dict(scaling=0.7, residual=0.2),
-        dict(window=3),
-        dict(activation=GELU_TANH),
-        dict(activation=GELU),
-        dict(rotary=False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("features", FEATURES, ids=str)
 def test_the_layer_is_the_references(features, dtype, ops):
     generator = torch.Generator().manual_seed(3)
     layer, tokens = a_layer(generator, **features), a_pass(generator, [2, 0], 4, 9)

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layers import COLUMNS, DIM, KV_HEADS, ROWS, a_layer, a_pass
+from layers import COLUMNS, DIM, FEATURES, KV_HEADS, ROWS, a_layer, a_pass
 from TIDE.kernels import reference
-from TIDE.kernels.layer import GELU, GELU_TANH
 
 pytest.importorskip("numba")
 from TIDE.kernels import cpu_exits, cpu_ops
@@ -51,21 +50,7 @@ def test_any_rows_tokens_and_columns(rows, width, start, seed):
     assert_same(a_layer(generator), a_pass(generator, rows, width, start), generator)
 
 
-@pytest.mark.parametrize(
-    "features",
-    [
-        dict(bias=True),
-        dict(norms=True),
-        dict(norms=True, norm_offset=1.0),
-        dict(scaling=0.7, residual=0.2),
-        dict(window=3),
-        dict(activation=GELU_TANH),
-        dict(activation=GELU),
-        dict(rotary=False),
-        dict(eps=1e-2),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 def test_every_feature(features, width):
     generator = torch.Generator().manual_seed(3)

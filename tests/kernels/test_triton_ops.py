@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layers import COLUMNS, DIM, HIDDEN, KV_HEADS, ROWS, a_layer, a_pass, in_dtype
+from layers import COLUMNS, DIM, FEATURES, HIDDEN, KV_HEADS, ROWS, a_layer, a_pass, in_dtype
 from TIDE.kernels import reference
-from TIDE.kernels.layer import GELU, GELU_TANH
 
 pytest.importorskip("triton")
 from TIDE.engine.circuit import gauge
@@ -16,17 +15,6 @@ from TIDE.routing.heads import EPS
 from TIDE.routing.router import Router, signals_of
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3}  # of the largest; the interpreter has no bf16 products, GPUs have
-FEATURES = [
-    dict(),
-    dict(bias=True),
-    dict(norms=True),
-    dict(norms=True, norm_offset=1.0),
-    dict(scaling=0.7, residual=0.2),
-    dict(window=3),
-    dict(activation=GELU_TANH),
-    dict(activation=GELU),
-    dict(rotary=False),
-]
 
 
 def assert_close(found, expected):

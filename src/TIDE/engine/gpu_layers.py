@@ -68,7 +68,10 @@ class GPULayers:
     def embed(self, tokens: torch.Tensor, out: torch.Tensor) -> None:
         """States of tokens at depth 0."""
         table, rows = self.embedded(tokens)
-        torch.index_select(table, 0, rows, out=out) if rows is not None else out.copy_(table)
+        if rows is None:
+            out.copy_(table)
+        else:
+            torch.index_select(table, 0, rows, out=out)
 
     def embedded(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A table and the rows of it that are the tokens' states at depth 0; no rows: all of them."""

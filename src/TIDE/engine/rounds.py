@@ -22,6 +22,7 @@ from TIDE.engine.circuit import Circuit, Memory, Turns
 from TIDE.engine.draft_length import DraftLength
 from TIDE.engine.plan import Plan
 from TIDE.engine.request import Request
+from TIDE.engine.sampling import NAN
 from TIDE.kernels.layer import MOST_TOKENS, Pass
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import EPS, IdentityHead, MemoryHead, input_depths, memory_depths
@@ -141,10 +142,7 @@ class Rounds:
             round_.over.synchronize()
         stood, *tokens, drafted = round_.out.tolist()
         if stood < 0:
-            raise FloatingPointError(
-                "the model's logits are NaN, so no token can be chosen. Check the weights, and the dtype: fp16 overflows in "
-                "models made for bf16; torch.bfloat16 or torch.float32 usually help. The engine stays usable."
-            )
+            raise FloatingPointError(NAN)
         self.exits += stood
         emitted = self._emit(tokens[: stood + 1])
         drafted = min(drafted, emitted)  # those behind the end of a text are nobody's

@@ -15,6 +15,11 @@ from transformers import LogitsProcessorList
 
 from TIDE.engine.batch import Batch, by_value
 
+NAN = (
+    "the model's logits are NaN, so no token can be chosen. Check the weights, and the dtype: fp16 overflows in models made "
+    "for bf16; torch.bfloat16 or torch.float32 usually help. The engine stays usable."
+)
+
 
 class Draft(NamedTuple):
     """A chosen token."""
@@ -97,7 +102,4 @@ def _best(scores: torch.Tensor) -> list[int]:
 
 def _refuse_nan(values: torch.Tensor) -> None:
     if bool(values.isnan().any()):
-        raise FloatingPointError(
-            "the model's logits are NaN, so no token can be chosen. Check the weights, and the dtype: fp16 overflows in models "
-            "made for bf16; torch.bfloat16 or torch.float32 usually help. The engine stays usable."
-        )
+        raise FloatingPointError(NAN)

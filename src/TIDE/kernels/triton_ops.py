@@ -19,7 +19,7 @@ import triton.language as tl
 from TIDE.kernels.layer import Layer, Pass
 from TIDE.kernels.triton_products import EMPTY, _gained, _tile, _two_products, counted, gated, linear, norm
 
-SPLIT, TILE = 64, 64  # keys of a program, and of one turn of its loop (in fp32 half of it)
+SPLIT, TILE = 64, 64  # keys of a program, and of one turn of its loop (in fp32 a quarter)
 
 
 # ---- queries, keys and values ---------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-PLACES = 16
+from TIDE.kernels.layer import MOST_TOKENS
+
 EMPTY = torch.zeros(0)
 # One binary for any number of tokens, and for any place of a round's small buffers.
 counted = triton.jit(
@@ -26,7 +27,7 @@ counted = triton.jit(
 
 @triton.jit
 def _product(x, weight, rows, inside, tokens, width, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
-    """(BN, PLACES) products of some rows of a weight with all tokens."""
+    """(BN, 16) products of some rows of a weight with all tokens."""
     place = tl.arange(0, 16)
     total = tl.zeros((BN, 16), tl.float32)
     start = rows.to(tl.int64)[:, None] * width
@@ -156,7 +157,7 @@ def _tile(weight: torch.Tensor, rows: int, columns: int, stages: int) -> Tile:
     while rows > 16 and height < 128 * rows:
         rows //= 2
     columns = 2 * columns // weight.element_size()
-    fits = _shared_memory(weight.device) // ((2 * rows + PLACES) * columns * weight.element_size())
+    fits = _shared_memory(weight.device) // ((2 * rows + MOST_TOKENS) * columns * weight.element_size())
     return Tile(rows, columns, min(stages, 1 + fits), width % columns == 0)
 
 
