@@ -18,6 +18,11 @@ import torch
 import TIDE
 
 RUNS = ("model.generate", "exits off", "exact")
+RATIOS = {
+    "off/generate": ("exits off", "model.generate"),
+    "exact/off": ("exact", "exits off"),
+    "exact/generate": ("exact", "model.generate"),
+}
 
 
 def main() -> None:
@@ -33,7 +38,7 @@ def main() -> None:
     lines = [json.loads(line) for line in Path(options.prompts).read_text("utf-8").splitlines() if line.strip()]
     model, tokenizer = TIDE.load_model(options.model, dtype=options.dtype and getattr(torch, options.dtype))
     settings = dict(max_new_tokens=options.new_tokens, do_sample=False)
-    sums: dict[str, dict[str, list[float]]] = {}
+    records: list[dict] = []
     counts, gaps = dict(prompts=0, exact_is_exits_off=0, with_generate=0, all_the_same=0), []
     with TIDE.TIDE(model, options.router or TIDE.default_router()) as engine:
 
@@ -45,7 +50,7 @@ def main() -> None:
         for run in (*runs.values(), *runs.values()):  # compile, capture, warm up
             run(**chat(tokenizer, lines[0], model.device), **settings)
         for number, line in enumerate(lines[:: options.every]):
-            inputs, texts = chat(tokenizer, line, model.device), {}
+            inputs, texts, record = chat(tokenizer, line, model.device), {}, {"category": line["category"]}
             asked = [*RUNS[number % 3 :], *RUNS[: number % 3]]
             if number % options.generate_every:
                 asked.remove("model.generate")
@@ -56,9 +61,8 @@ def main() -> None:
                     torch.cuda.synchronize()
                 seconds = time.perf_counter() - start
                 texts[name] = found[0].tolist()
-                own = sums.setdefault(line["category"], {}).setdefault(name, [0.0, 0.0])
-                own[0] += found.shape[1] - inputs["input_ids"].shape[1]
-                own[1] += seconds
+                record[name] = found.shape[1] - inputs["input_ids"].shape[1], seconds
+            records.append(record)
             counts["prompts"] += 1
             counts["exact_is_exits_off"] += texts["exact"] == texts["exits off"]
             if "model.generate" not in texts:
@@ -70,7 +74,7 @@ def main() -> None:
         stats = engine.total_stats
     if gaps:
         print("the model's own logits where texts part, its token's less the other's:", sorted(round(x, 4) for x in gaps))
-    report(options, sums, dict(counts, drafted=stats.drafted, accepted=stats.accepted, by_step=stats.acceptance_by_step))
+    report(options, records, dict(counts, drafted=stats.drafted, accepted=stats.accepted, by_step=stats.acceptance_by_step))
 
 
 def chat(tokenizer, line: dict, device: torch.device) -> dict:
@@ -86,15 +90,24 @@ def gap(model, one: list[int], other: list[int]) -> float:
     return float(logits[one[at]] - logits[other[at]])
 
 
-def report(options: argparse.Namespace, sums: dict, counts: dict) -> None:
-    whole = {name: [sum(own.get(name, (0, 0))[i] for own in sums.values()) for i in (0, 1)] for name in RUNS}
-    print(f"{'':16}" + "".join(f"{name:>16}" for name in RUNS) + f"{'off/generate':>14}{'exact/off':>11}")
+def speed(records: list[dict], name: str, other: str) -> float:
+    """Tokens per second of a run, over the prompts that another had too."""
+    both = [record[name] for record in records if name in record and other in record]
+    return sum(tokens for tokens, _ in both) / max(1e-9, sum(seconds for _, seconds in both))
+
+
+def report(options: argparse.Namespace, records: list[dict], counts: dict) -> None:
+    """Ratios compare the same prompts; a speed is over all prompts that it was measured on."""
+    print(f"{'':16}" + "".join(f"{name:>16}" for name in RUNS) + "".join(f"{of:>16}" for of in RATIOS))
     rows = {}
-    for category, own in [*sorted(sums.items()), ("all", whole)]:
-        speed = {name: own[name][0] / own[name][1] if name in own else float("nan") for name in RUNS}
-        ratios = speed["exits off"] / speed["model.generate"], speed["exact"] / speed["exits off"]
-        rows[category] = {**{name: round(x, 2) for name, x in speed.items()}, "ratios": [round(x, 3) for x in ratios]}
-        print(f"{category:16}" + "".join(f"{speed[name]:16.1f}" for name in RUNS) + f"{ratios[0]:14.2f}{ratios[1]:11.2f}")
+    for category in [*sorted({record["category"] for record in records}), "all"]:
+        own = [record for record in records if category in ("all", record["category"])]
+        speeds = {name: speed(own, name, name) for name in RUNS}
+        ratios = {of: speed(own, a, b) / speed(own, b, a) for of, (a, b) in RATIOS.items()}
+        rows[category] = {name: round(value, 3) for name, value in (speeds | ratios).items()}
+        print(
+            f"{category:16}" + "".join(f"{x:16.1f}" for x in speeds.values()) + "".join(f"{x:16.2f}" for x in ratios.values())
+        )
     print(", ".join(f"{name} {count}" for name, count in counts.items()))
     facts = dict(new_tokens=options.new_tokens, dtype=options.dtype, every=options.every)
     facts |= dict(torch=torch.__version__, threads=torch.get_num_threads())
