@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--generate-every", type=int, default=1, help="of these prompts, how often model.generate runs too")
+    parser.add_argument("--warm-up", action="store_true", help="let TIDE answer all prompts once before, so that all is captured")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--router", default=None, help="None: the one of the embedded default")
     parser.add_argument("--model", default="default")
@@ -49,6 +50,9 @@ def main() -> None:
         runs = {"model.generate": model.generate, "exits off": exits_off, "exact": engine.generate}
         for run in (*runs.values(), *runs.values()):  # compile, capture, warm up
             run(**chat(tokenizer, lines[0], model.device), **settings)
+        for line in lines[:: options.every] if options.warm_up else []:
+            for run in (exits_off, engine.generate):
+                run(**chat(tokenizer, line, model.device), **settings)
         for number, line in enumerate(lines[:: options.every]):
             inputs, texts, record = chat(tokenizer, line, model.device), {}, {"category": line["category"]}
             asked = [*RUNS[number % 3 :], *RUNS[: number % 3]]
@@ -93,7 +97,7 @@ def gap(model, one: list[int], other: list[int]) -> float:
 def speed(records: list[dict], name: str, other: str) -> float:
     """Tokens per second of a run, over the prompts that another had too."""
     both = [record[name] for record in records if name in record and other in record]
-    return sum(tokens for tokens, _ in both) / max(1e-9, sum(seconds for _, seconds in both))
+    return sum(tokens for tokens, _ in both) / sum(seconds for _, seconds in both) if both else float("nan")
 
 
 def report(options: argparse.Namespace, records: list[dict], counts: dict) -> None:
@@ -109,7 +113,7 @@ def report(options: argparse.Namespace, records: list[dict], counts: dict) -> No
             f"{category:16}" + "".join(f"{x:16.1f}" for x in speeds.values()) + "".join(f"{x:16.2f}" for x in ratios.values())
         )
     print(", ".join(f"{name} {count}" for name, count in counts.items()))
-    facts = dict(new_tokens=options.new_tokens, dtype=options.dtype, every=options.every)
+    facts = dict(new_tokens=options.new_tokens, dtype=options.dtype, every=options.every, warm_up=options.warm_up)
     facts |= dict(torch=torch.__version__, threads=torch.get_num_threads())
     print(json.dumps({**facts, **counts, "tok/s": rows}))
 

@@ -5,6 +5,8 @@ Here they run on a CPU, with the references in place of the kernels: the same ro
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,8 +20,10 @@ from families import build
 from TIDE.config import TIDEConfig
 from TIDE.engine import fused
 from TIDE.engine.batch import Batch
-from TIDE.engine.draft_length import TRY_AGAIN, DraftLength
+from TIDE.engine.draft_length import FIRST_REST, LONGEST_REST, DraftLength
 from TIDE.engine.gpu_layers import GPULayers
+from TIDE.engine.opening import FEWEST, LONGEST, padded
+from TIDE.engine.own_layers import OwnLayers
 from TIDE.engine.rounds import Rounds
 from TIDE.kernels import reference
 
@@ -43,16 +47,22 @@ def on_references(engine):
     """The engine with rounds, as on a GPU."""
     layers = fused._features(engine.window)
     engine.window.fused = GPULayers(engine.window, layers, reference, reference)
-    engine.window.fused.addresses = fused._addresses(engine.window, layers)
+    engine.window.fused.parts = fused.Parts(fused._fused_modules(engine.window))
     return engine
 
 
-def an_engine(model, depth=None, **config):
+def on_own_layers(engine):
+    engine.window.fused = OwnLayers(engine.window, reference, reference)
+    engine.window.fused.parts = fused.Parts(engine.model.modules())
+    return engine
+
+
+def an_engine(model, depth=None, place=on_references, **config):
     policy = None
     with TIDE.TIDE(model) as engine:
         if depth is not None:
             policy = a_file(model, "memory", (depth,), 0.0).policy(engine.window)
-    return on_references(TIDE.TIDE(model, policy, TIDEConfig(**config)))
+    return place(TIDE.TIDE(model, policy, TIDEConfig(**config)))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "granite", "smollm3"])
@@ -65,9 +75,46 @@ def test_the_text_is_the_models(name, depth, ids, rounds):
             assert torch.equal(engine.generate(ids, **OPTIONS), expected)
             assert engine.last_stats.total_tokens == OPTIONS["max_new_tokens"]
         assert engine.window.fused is not None
-        if engine.window.fused.has_rounds:  # granite scales its logits: it has fused layers and no rounds
-            assert len(rounds) > 4
-            assert any(rounds) == (depth is not None)
+        assert len(rounds) > 4
+        assert any(rounds) == (depth is not None)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "opt", "phi", "falcon", "olmo2", "gemma2", "cohere", "mixtral"])
+@pytest.mark.parametrize("depth", [None, 0, 2])
+def test_families_without_fused_layers_run_their_own(name, depth, ids, rounds, monkeypatch):
+    monkeypatch.setattr(OwnLayers, "has_rounds", property(lambda self: self.is_checked))  # without graphs they are not worth it
+    model = build(name)
+    expected = model.generate(ids, **OPTIONS)
+    with an_engine(model, depth, place=on_own_layers) as engine:
+        for _ in range(2):
+            assert torch.equal(engine.generate(ids, **OPTIONS), expected)
+        assert isinstance(engine.window.fused, OwnLayers)
+        assert len(rounds) > 4 and any(rounds) == (depth is not None)
+
+
+def test_a_model_that_does_not_work_on_a_static_cache_runs_as_it_is(ids, rounds, caplog):
+    model = build("gpt_neo")  # its attention counts the columns it is handed
+    with an_engine(model, place=on_own_layers) as engine:
+        assert torch.equal(engine.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
+        assert engine.window.fused is None and not rounds
+    assert "runs as it is, without compiled layers or graphs" in caplog.text
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 33, 64, 65, 100, 200])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_opening_pads_texts_and_nothing_sees_it(tokens, depth, rounds):
+    ids = torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+    other = torch.randint(3, 100, (1, 90), generator=torch.Generator().manual_seed(7))
+    model = build("llama")
+    with an_engine(model, depth) as engine:
+        for text in (other, ids):  # what the circuit still holds of the first is nothing to the second
+            assert torch.equal(engine.generate(text, **OPTIONS), model.generate(text, **OPTIONS))
+
+
+def test_there_are_four_lengths_to_each_doubling():
+    assert [padded(n) for n in (1, FEWEST, 33, 64, 65, 80, 81, 1025, LONGEST)] == [32, 32, 40, 64, 80, 80, 96, 1280, LONGEST]
+    assert padded(LONGEST + 1) == LONGEST + 1
+    assert all(n <= padded(n) <= max(FEWEST, 1.25 * n) for n in range(1, LONGEST))
 
 
 @settings(deadline=None, max_examples=15)
@@ -97,12 +144,12 @@ def test_whatever_is_drafted_right_or_wrong(lengths, wrong, depth):
         assert stats.accepted or not any(lengths) or wrong
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.5])
+@pytest.mark.parametrize(("threshold", "share"), [(0.0, 0.7), (0.0, 0.3), (0.5, 0.7)])
 @pytest.mark.parametrize(("strategy", "depth"), [("memory", 0), ("memory", 2), ("identity", 2)])
-def test_mode_fast_writes_what_it_writes_without_rounds(strategy, depth, threshold, ids, rounds, monkeypatch):
-    """The exit sees the same in both: guesses while drafting, finished states after each round."""
+def test_mode_fast_writes_what_it_writes_without_rounds(strategy, depth, threshold, share, ids, rounds, monkeypatch):
+    """The exit sees the same in both: guesses while drafting, finished states after each round, with drafts or without."""
     monkeypatch.setenv("TIDE_NO_KERNELS", "1")  # on a CPU they are in 8 bits
-    model, config = build("llama"), TIDEConfig(mode="fast", exit_threshold=threshold, max_pending=3, max_exit_share=0.7)
+    model, config = build("llama"), TIDEConfig(mode="fast", exit_threshold=threshold, max_pending=3, max_exit_share=share)
     with TIDE.TIDE(model) as engine:
         policy = a_file(model, strategy, (depth,), 0.0).policy(engine.window)
         policy.exits[depth].router.temperature.fill_(0.02)  # so that scores differ
@@ -134,6 +181,35 @@ def test_what_rounds_cannot_do_is_done_without_them(ids, rounds):
         options = {**OPTIONS, "attention_mask": torch.ones_like(both), "pad_token_id": 0}
         assert torch.equal(engine.generate(both, **options), model.generate(both, **options))
         assert not rounds
+
+
+@pytest.mark.parametrize("depth", [None, 0, 2])
+@pytest.mark.parametrize("good", [0, 1, 5])
+def test_where_a_round_fails_the_text_goes_on_by_steps(depth, good, ids, monkeypatch, caplog):
+    model, run, ran = build("llama"), Rounds._round, []
+
+    def fails(self, drafts, most):
+        ran.append(drafts)
+        if len(ran) > good:
+            raise RuntimeError("the card refuses")
+        run(self, drafts, most)
+
+    monkeypatch.setattr(Rounds, "_round", fails)
+    with an_engine(model, depth) as engine:
+        for _ in range(2):
+            assert torch.equal(engine.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
+        assert engine.window.fused is not None and not engine.window.fused.has_rounds
+    assert len(ran) == good + 1
+    assert "is not decoded in rounds: RuntimeError: the card refuses" in caplog.text
+
+
+def test_streams_that_are_left_give_their_circuit_back(ids):
+    model = build("llama")
+    with an_engine(model) as engine:
+        engine.generate(ids, **OPTIONS)
+        for _ in range(3):
+            next(engine.stream(ids, **OPTIONS))
+        assert len(engine.window.fused.circuits._free) == 1
 
 
 def test_a_text_ends_where_the_models_does(ids, rounds):
@@ -201,7 +277,20 @@ def test_the_length_goes_by_what_stands_and_what_it_takes():
     assert lengths_after(7, lambda drafts: 1 + 2 * drafts).choose(7) == 0
 
 
-def test_drafts_that_never_stand_are_tried_once_in_a_while():
+def test_drafts_that_never_stand_are_tried_ever_more_rarely():
     length = lengths_after(0, lambda drafts: 1 + drafts / 10, 200)
-    chosen = [length.choose(7) for _ in range(2 * TRY_AGAIN)]
-    assert 0 < len([drafts for drafts in chosen if drafts]) <= 2
+    length.begin()
+    tried = [number for number in range(4 * LONGEST_REST) if length.choose(7)]
+    assert tried[0] < FIRST_REST
+    gaps = [later - earlier for earlier, later in pairwise(tried)]
+    assert gaps == sorted(gaps) and max(gaps) == LONGEST_REST
+
+
+def test_another_text_is_soon_known():
+    length = lengths_after(0, lambda drafts: 1 + drafts / 10, 200)
+    length.begin()
+    chosen = []
+    for _ in range(3 * FIRST_REST):
+        chosen.append(length.choose(7))
+        length.saw(chosen[-1], chosen[-1], 1 + chosen[-1] / 10)
+    assert min(chosen[-FIRST_REST:]) > 2

@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest
 DTYPES = list(CLOSE)
 FUSED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "granite", "smollm3"]
+CAPTURED = ["gpt2", "gpt_neox", "opt", "phi", "olmo2", "gemma2", "gemma3", "cohere", "stablelm", "starcoder2", "glm4", "llama4"]
+NOT_CAPTURED = ["bloom", "falcon", "gptj", "mpt"]  # they copy from the host in their forward, or have tables of one size
 OPTIONS = dict(max_new_tokens=40, do_sample=False, eos_token_id=None)
 
 
@@ -98,6 +100,39 @@ def test_in_fp32_the_text_is_the_models(name, depth, ids):
         for _ in range(3):  # as it is written, captured, replayed
             assert torch.equal(engine.generate(ids, **OPTIONS), expected)
         assert engine.window.fused is not None
+
+
+@pytest.mark.parametrize("name", [*CAPTURED, *NOT_CAPTURED])
+@pytest.mark.parametrize("depth", [None, 0, 2])
+def test_families_without_fused_layers_run_their_own(name, depth, ids):
+    model = build(name).cuda()
+    expected = model.generate(ids, **OPTIONS)
+    with TIDE.TIDE(model, None if depth is None else with_exit(model, depth)) as engine:
+        for _ in range(4):
+            assert torch.equal(engine.generate(ids, **OPTIONS), expected)
+        assert engine.window.fused is not None
+        assert (engine.without_graphs is None) == (name in CAPTURED)
+        assert (engine.capture_seconds > 0) or name in NOT_CAPTURED
+
+
+def test_a_texts_end_at_the_context_is_no_accident(ids):
+    """Rounds run ahead of what is known, past the positions that a model has."""
+    model = build("gpt2").cuda()
+    limit = model.config.max_position_embeddings
+    text = torch.randint(3, 100, (1, limit - 20), generator=torch.Generator().manual_seed(5)).cuda()
+    with TIDE.TIDE(model) as engine:
+        for _ in range(3):
+            assert engine.generate(text, max_new_tokens=40, do_sample=False, eos_token_id=None).shape[1] == limit
+        assert engine.without_graphs is None
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 33, 100, 200])
+def test_openings_of_several_lengths(tokens):
+    model = build("llama").cuda()
+    ids = torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(tokens)).cuda()
+    with TIDE.TIDE(model, with_exit(model, 0)) as engine:
+        for _ in range(4):
+            assert torch.equal(engine.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

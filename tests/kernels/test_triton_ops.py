@@ -49,6 +49,21 @@ def test_part_of_a_head_is_turned():
     assert_same_layer(a_layer(generator), a_pass(generator, [1], 4, 9, rotary_dim=6), generator, torch.float32)
 
 
+@pytest.mark.parametrize("features", [dict(), dict(norms=True)], ids=str)
+def test_angles_may_be_those_of_all_columns(features):
+    generator = torch.Generator().manual_seed(4)
+    layer, tokens = a_layer(generator, **features), a_pass(generator, [1], 4, 9)
+    angles = 6 * torch.rand(COLUMNS, DIM // 2, generator=generator).repeat(1, 2)
+    by_column = tokens._replace(x=tokens.x.clone(), cos=angles.cos(), sin=angles.sin())
+    by_token = tokens._replace(x=tokens.x.clone(), cos=angles[9:13].cos(), sin=angles[9:13].sin())
+    cache = torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator)
+    found = by_column._replace(x=tokens.x.clone())
+    for one in (found, by_token):
+        reference.decoder_layer(layer, one, *cache.clone())
+    assert torch.equal(found.x, by_token.x)
+    assert_same_layer(layer, by_column, generator, torch.float32)
+
+
 def test_stretches_of_keys_are_joined(monkeypatch):
     monkeypatch.setattr(triton_ops, "SPLIT", 16)
     monkeypatch.setattr(triton_ops, "TILE", 16)
@@ -121,11 +136,12 @@ def test_states_for_a_memory_head():
         ops.centred(table[:2], None, out[:, 2 * HIDDEN :], 1e-6)
     assert_close(found, expected)
     tables = table.clone(), table.clone()
-    for offset in (0.0, 1.0):
-        arguments = table[:1], center, spread, center, 1e-6, offset, torch.tensor([3])
-        pairs = zip(triton_exits.outward(*arguments, tables[0]), reference.outward(*arguments, tables[1]), strict=True)
-        for found, expected in (*pairs, tables):
-            assert_close(found, expected)
+    for ops, own in zip((triton_exits, reference), tables, strict=True):
+        ops.linear_into(table[5:8], spread[:, None] * table[:1], own, torch.tensor([1]))
+    assert_close(*tables)
+    arguments = table[:1], center, spread, torch.tensor([3])
+    assert_close(triton_exits.outward(*arguments, tables[0]), reference.outward(*arguments, tables[1]))
+    assert_close(*tables)
 
 
 @pytest.mark.parametrize(("drafts", "wrong"), [(0, 0), (4, 0), (4, 2), (4, 4), (15, 9)])

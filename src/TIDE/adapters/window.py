@@ -90,6 +90,7 @@ class Window:
         self._kept_rows: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]] | None = None
         self._forward_takes = set(inspect.signature(model.forward).parameters)
         self.fused: Any = None  # runs spans in compiled code: see engine/fused.py
+        self.why_plain: str | None = None  # what came out when that was checked, where it is not used
         self._tasks = threading.local()  # another thread may use the model as ever while we run
         try:
             for index, layer in enumerate(self.layers):

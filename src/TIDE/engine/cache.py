@@ -116,6 +116,16 @@ class SegmentCache(Cache):
         finally:
             self._view = None
 
+    @contextmanager
+    def open_at(self, column: torch.Tensor, width: int) -> Iterator[None]:
+        """A pass of the only row of a static cache, from a column that only the device knows. Lengths stay as they are."""
+        assert self.static and len(self.segments) == len(self.segments[0].length) == 1
+        self._view, self._offset = View(0, [0], 0, width), column
+        try:
+            yield
+        finally:
+            self._view = None
+
     def mask(self) -> torch.Tensor | None:
         """(n, columns) 1 where a column belongs to the row; None where that is everywhere."""
         view, own = self.view, self.segments[self.view.segment]

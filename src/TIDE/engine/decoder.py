@@ -8,17 +8,18 @@ at the first difference, mode "fast" looks at the newest one only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
 
 from TIDE.adapters.window import Window
 from TIDE.engine.batch import Batch
-from TIDE.engine.circuit import Circuit
 from TIDE.engine.drafting import Drafting, Pace
 from TIDE.engine.fused import check_fused
 from TIDE.engine.plan import Plan
-from TIDE.engine.rounds import Rounds
+from TIDE.engine.request import Request
+from TIDE.engine.rounds import Rounds, suits
 from TIDE.engine.sampling import Chooser, Draft
 from TIDE.engine.segments import Segments
 from TIDE.engine.verify import Verifier
@@ -39,41 +40,51 @@ class Decoder:
         capacity: int,
         pace: Pace | None = None,
         stats: ExitStats | None = None,
-        circuit: Circuit | None = None,
+        request: Request | None = None,
     ) -> None:
         self.window = window
         self.plan = plan
-        self.policy = None if policy is None else policy.start(len(batch), window.head)
         self.batch = batch
         self.chooser = chooser
         self.stats = stats or ExitStats(window.num_layers)
         self.clock = Clock(self.stats.seconds)
-        self.segments = Segments(window, plan, batch, capacity, self.stats, self.policy)
-        self.verifier = Verifier(batch, chooser, self.segments, self.stats)
         self.exits_in_a_row = [0] * len(batch)
         self.exits = [0] * len(batch)
         self.pace = pace or Pace()
         self.drafting = Drafting(batch.size, self.pace, plan.weighs) if plan.rests else None
-        self.circuit = circuit  # lent: see `run`
-        if circuit is not None:
-            circuit.lend(self.segments.cache)
         self.asked_before = False  # the first exit after a pause has to catch up with the text and says nothing about others
+        self._policy, self._capacity, self._request = policy, capacity, request
+
+    @functools.cached_property
+    def policy(self) -> ExitPolicy | None:
+        return None if self._policy is None else self._policy.start(len(self.batch), self.window.head)
+
+    @functools.cached_property
+    def segments(self) -> Segments:
+        return Segments(self.window, self.plan, self.batch, self._capacity, self.stats, self.policy)
+
+    @functools.cached_property
+    def verifier(self) -> Verifier:
+        return Verifier(self.batch, self.chooser, self.segments, self.stats)
 
     def run(self) -> Iterator[None]:
-        """Step until every row is finished; in rounds after the first step, where a circuit is there for them."""
-        self.step()
-        yield
-        if not self.batch.unfinished():
-            return
-        if self.window.fused is not None and not self.window.fused.is_checked:
+        """Decode until every row is finished: in rounds where they suit, which on a GPU is known after the first step."""
+        yield from self._rounds()
+        if self.batch.unfinished():
+            self.step()
+            yield
+        if self.batch.unfinished() and self.window.fused is not None and not self.window.fused.is_checked:
             check_fused(self.window)
-        if self.circuit is not None and self.window.fused is not None and self.window.fused.has_rounds:
-            memories = [*getattr(self.policy, "memories", {}).values()]
-            rounds = Rounds(self.window, self.plan, self.batch, self.circuit, self.pace.length, self.stats)
-            yield from rounds.run(memories[0] if memories else None)
+            yield from self._rounds()
         while self.batch.unfinished():
             self.step()
             yield
+
+    def _rounds(self) -> Iterator[None]:
+        """As far as they get."""
+        if self._request is not None and suits(self.window, self.plan, self._policy, self._request):
+            columns = self._request.config.max_length or self._capacity
+            yield from Rounds(self.window, self.plan, self._policy, self.batch, columns, self.pace.length, self.stats).run()
 
     def step(self) -> None:
         self.clock.start(instead="prompt" if self.batch.size == self.batch.prompt else None)

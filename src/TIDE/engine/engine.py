@@ -38,7 +38,8 @@ from TIDE.engine.request import (
     prepare,
     refuse_ropes_that_change,
 )
-from TIDE.engine.rounds import ROOM, exit_of, suits
+from TIDE.engine.round_layers import RoundLayers
+from TIDE.engine.rounds import suits
 from TIDE.engine.sampling import Chooser
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router_file import RouterFile
@@ -90,7 +91,15 @@ class TIDE:
     @property
     def capture_seconds(self) -> float:
         """Spent so far on capturing CUDA graphs."""
-        return getattr(self.window.fused, "capture_seconds", 0.0)
+        return self.window.fused.circuits.capture_seconds if isinstance(self.window.fused, RoundLayers) else 0.0
+
+    @property
+    def without_graphs(self) -> str | None:
+        """Why no CUDA graphs are used, as far as that is known: the first request tells."""
+        fused = self.window.fused
+        if not isinstance(fused, RoundLayers):
+            return self.window.why_plain or "there are none without a GPU and compiled kernels"
+        return fused.without_rounds or fused.circuits.without_graphs
 
     def generate(
         self,
@@ -194,15 +203,13 @@ class TIDE:
             fuse(self.window)  # weights may have been exchanged; hooks keep a model as it is
 
     def _decoder(self, request: Request, began: float) -> Decoder:
-        circuit, ids = None, request.ids
-        wanted = request.config.max_length or ids.shape[1]
-        if suits(self.window, self.plan, self.policy, request):
-            ids = ids.cpu()  # the text is on the device already, where rounds need it
-            circuit = self.window.fused.take_circuit(wanted + ROOM, exit_of(self.plan, self.policy))
+        """What runs a request. In rounds the device has a text of its own, so the host keeps the other."""
+        wanted = request.config.max_length or request.ids.shape[1]
+        ids = request.ids.cpu() if suits(self.window, self.plan, self.policy, request) else request.ids
         batch = Batch(ids, request.padding, request.criteria, context_limit(self.model))
         chooser = Chooser(request.processors, request.config.do_sample, batch)
         capacity = min(wanted, request.ids.shape[1] + FIRST_ROOM) + self.plan.max_pending
-        decoder = Decoder(self.window, self.plan, self.policy, batch, chooser, capacity, self.pace, circuit=circuit)
+        decoder = Decoder(self.window, self.plan, self.policy, batch, chooser, capacity, self.pace, request=request)
         self.last_stats = decoder.stats
         self.last_stats.seconds.whole = time.perf_counter() - began
         return decoder
@@ -220,7 +227,7 @@ class TIDE:
     def _columns(self, decoder: Decoder, request: Request) -> Iterator[torch.Tensor]:
         """The columns of new tokens, each as soon as it is final in every row. What happens between them is not timed."""
         columns = self._final_columns(decoder, request)
-        with self._counted(decoder.stats), self._lent(decoder):
+        with self._counted(decoder.stats):
             while True:
                 with decoder.stats.seconds.measured():
                     column = next(columns, None)
@@ -230,20 +237,10 @@ class TIDE:
 
     def _finish(self, decoder: Decoder) -> None:
         """Decode to the end, with nobody looking on."""
-        with self._counted(decoder.stats), self._lent(decoder), decoder.stats.seconds.measured():
+        with self._counted(decoder.stats), decoder.stats.seconds.measured():
             for _ in decoder.run():
                 pass
         self._warn_where_cut_short(decoder)
-
-    @contextmanager
-    def _lent(self, decoder: Decoder) -> Iterator[None]:
-        """The decoder's circuit goes back for the next request."""
-        fused = self.window.fused
-        try:
-            yield
-        finally:
-            if decoder.circuit is not None and self.window.fused is fused:
-                fused.give_back(decoder.circuit)
 
     def _final_columns(self, decoder: Decoder, request: Request) -> Iterator[torch.Tensor]:
         batch, shown = decoder.batch, request.ids.shape[1]

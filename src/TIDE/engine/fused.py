@@ -17,8 +17,9 @@ from torch import nn
 
 from TIDE.adapters.features import layer_features
 from TIDE.adapters.window import Feed, Window
-from TIDE.engine.check import first_difference
+from TIDE.engine.check import TOLERANCE, TOLERANCE_HALF, first_difference
 from TIDE.engine.gpu_layers import GPULayers
+from TIDE.engine.own_layers import OwnLayers
 from TIDE.engine.rough_head import RoughHead
 from TIDE.kernels.dispatch import arrays, compiled_exits, compiled_ops, compiled_rounds
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass
@@ -40,7 +41,6 @@ class FusedLayers:
     is_checked = True  # before it is used
 
     def __init__(self, layers: list[Layer], ops: Any) -> None:
-        self.addresses: list[int] = []
         self.ops = ops
         self.layers = [arrays(layer) for layer in layers]
         self.embedding: nn.Module | None = None
@@ -90,41 +90,45 @@ class FusedLayers:
 
 
 def fuse(window: Window) -> None:
-    """Let a window run fused layers, if there is compiled code for them.
+    """Let a window run fused layers, if there is compiled code for them; on a GPU the others run in graphs.
 
     On a CPU they are checked at once. On a GPU compiling takes seconds, so they are checked after the first prompt.
     """
-    ops = compiled_ops(window.model.device, window.model.dtype)
+    ops, on_gpu = compiled_ops(window.model.device, window.model.dtype), window.model.device.type == "cuda"
     layers = None if ops is None else _features(window)
-    if layers is None:
-        return
-    on_gpu = window.model.device.type == "cuda"
-    window.fused = GPULayers(window, layers, ops, compiled_rounds()) if on_gpu else FusedLayers(layers, ops)
-    window.fused.addresses = _addresses(window, layers)
-    if not on_gpu:
+    if layers is not None:
+        window.fused = GPULayers(window, layers, ops, compiled_rounds()) if on_gpu else FusedLayers(layers, ops)
+        window.fused.parts = Parts(_fused_modules(window))
+    elif ops is not None and on_gpu and OwnLayers.suit(window) and not any(map(_has_hooks, window.model.modules())):
+        window.fused = OwnLayers(window, ops, compiled_rounds())
+        window.fused.parts = Parts(window.model.modules())
+    if window.fused is not None and not on_gpu:
         check_fused(window)
 
 
 def check_fused(window: Window) -> None:
-    """Use fused layers from now on, if they give what the model's own give."""
+    """Use fused layers, or rounds of a model's own, from now on, if they give what the model gives."""
     window.fused.is_checked = True
     try:
-        different = first_difference(window)
+        wrong = _what_is_wrong(window)
     except Exception as problem:  # compilers refuse cards, dtypes and sizes in many ways
-        window.fused = None
-        logger.warning("fused layers do not run here, so the model's own do: %s: %s", type(problem).__name__, problem)
-        return
-    if different is not None:
-        name = type(window.layers[different]).__name__
-        window.fused = None
-        logger.warning(
-            "the fused layer gives other states than layer %d (%s) of this model, so its own layers run. Please report the "
-            "model.",
-            different,
-            name,
-        )
-        return
-    _take_short_cuts(window)
+        wrong = f"{type(problem).__name__}: {problem}"
+    if wrong is not None:
+        window.fused, window.why_plain = None, wrong
+        logger.warning("%s runs as it is, without compiled layers or graphs: %s", type(window.model).__name__, wrong)
+    elif not isinstance(window.fused, OwnLayers):
+        _take_short_cuts(window)
+
+
+def _what_is_wrong(window: Window) -> str | None:
+    if isinstance(window.fused, OwnLayers):
+        share, allowed = window.fused.difference(), TOLERANCE.get(window.model.dtype, TOLERANCE_HALF)
+        return None if share <= allowed else f"with a static cache its states are {share:.1%} off."
+    layer = first_difference(window)
+    if layer is None:
+        return None
+    name = type(window.layers[layer]).__name__
+    return f"the fused layer gives other states than layer {layer} ({name}). Please report the model."
 
 
 @torch.no_grad()
@@ -140,19 +144,35 @@ def _take_short_cuts(window: Window) -> None:
         found = window.fused.linear(norm(states), window.plain_head)
         close = 1e-4 if logits.dtype == torch.float32 else 3e-2
         if torch.allclose(found[:, 0], logits, rtol=close, atol=close * float(logits.abs().max())):
-            window.fused.norm = norm
+            window.fused.norm, window.fused.head = norm, window.plain_head
+
+
+class Parts:
+    """Modules as they were: their children and weights, without hooks. Graphs know of weights only where they are."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._seen = []
+        for module in modules:
+            weights = [(name, x, x.data_ptr()) for name, x in module._parameters.items() if x is not None]
+            self._seen.append((module, dict(module._modules), weights))
+
+    def are_unchanged(self) -> bool:
+        return all(
+            module._modules == children
+            and not _has_hooks(module)
+            and all(module._parameters.get(name) is x and x.data_ptr() == at for name, x, at in weights)
+            for module, children, weights in self._seen
+        )
 
 
 def still_fused(window: Window) -> bool:
     """Whether the modules a fused window stands for are as they were: same weights, no hooks."""
-    layers = _features(window)
-    return layers is not None and _addresses(window, layers) == window.fused.addresses
+    return bool(window.fused.parts.are_unchanged())
 
 
-def _addresses(window: Window, layers: list[Layer]) -> list[int]:
-    """Where the weights are: a graph knows nothing else of them."""
-    weights = [getattr(module, "weight", None) for module in _around(window)]
-    return [x.data_ptr() for x in (*(x for layer in layers for x in layer[:9]), *weights) if x is not None]
+def _fused_modules(window: Window) -> list[nn.Module]:
+    tops = [module for module in (*_around(window), *window.layers) if module is not None]
+    return [module for top in tops for module in top.modules()]
 
 
 def _around(window: Window) -> list[nn.Module | None]:
@@ -162,15 +182,16 @@ def _around(window: Window) -> list[nn.Module | None]:
 
 def _features(window: Window) -> list[Layer] | None:
     config, model = window.model.config.get_text_config(decoder=True), window.model
-    if any(_has_hooks(module) for module in (*_around(window), *window.layers) if module is not None):
+    if any(_has_hooks(module) for module in _fused_modules(window)):
         return None
     found = [layer_features(layer, config) for layer in window.layers]
     whole = [layer for layer in found if layer is not None]
     return whole if len(whole) == len(found) and all(_plain(layer, model.dtype, model.device) for layer in whole) else None
 
 
-def _has_hooks(whole: nn.Module) -> bool:
-    return any(module._forward_hooks or module._forward_pre_hooks for module in whole.modules())
+def _has_hooks(module: nn.Module) -> bool:
+    """Those of torch, or of accelerate, which moves states and weights between devices."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or hasattr(module, "_hf_hook")
 
 
 def _plain(values: Iterable[Any], dtype: torch.dtype, device: torch.device) -> bool:

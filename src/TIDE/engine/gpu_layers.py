@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from TIDE.adapters.features import AROUND_ONE
 from TIDE.adapters.window import Window
-from TIDE.engine.circuit import COLUMNS, Circuit, Turns
+from TIDE.engine.circuit import Circuit, Room, Turns
+from TIDE.engine.round_layers import RoundLayers
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass
 from TIDE.routing.exits import Exit
 
@@ -23,36 +23,20 @@ class Norm(NamedTuple):
     offset: float
 
 
-class GPULayers:
-    """What `FusedLayers` is on a CPU.
-
-    Attributes:
-        is_checked: whether the layers were seen to give what the model's own give; until then they are not used.
-        embedding, norm: as for a CPU.
-    """
-
-    has_rough_head = False
+class GPULayers(RoundLayers):
+    """What `FusedLayers` is on a CPU."""
 
     def __init__(self, window: Window, layers: list[Layer], ops: Any, exits: Any) -> None:
-        self.ops, self.exits = ops, exits
+        super().__init__(window, ops, exits)
         self.layers = layers
-        self.is_checked = False
-        self.addresses: list[int] = []
-        self.embedding: nn.Module | None = None
-        self.norm: nn.Module | None = None
+        self.head: torch.Tensor | None = None  # the weight of the LM head; comes with the norm
         self.rotary = getattr(window.model.get_decoder(), "rotary_emb", None)
         self.is_constant = window.rope.switches_at is None
-        self._free: list[Circuit] = []
 
     @property
     def has_rounds(self) -> bool:
-        """Whether whole rounds can run on the device."""
-        parts = self.embedding is not None and self.norm is not None
-        return (parts or not self.is_checked) and self.rotary is not None and self.is_constant
-
-    @property
-    def capture_seconds(self) -> float:
-        return sum(circuit.graphs.seconds for circuit in self._free)
+        """Whether whole rounds can run on the device; not before the layers were checked."""
+        return self.is_checked and self.rotary is not None and self.is_constant and self.without_rounds is None
 
     @property
     def last_norm(self) -> Norm:
@@ -60,38 +44,28 @@ class GPULayers:
         eps = float(getattr(norm, "variance_epsilon", None) or norm.eps)
         return Norm(norm.weight, eps, float(type(norm).__name__ in AROUND_ONE))
 
-    def here(self) -> AbstractContextManager[Any]:
-        """Kernels are launched where the model is, which need not be the current device."""
-        device = self.layers[0].q.device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    def through(
+        self, circuit: Circuit, span: range, states: torch.Tensor, own: slice, most: int, taps: tuple[int, ...]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Take tokens of a round through layers: their (n, hidden) states change. Those at the depths of `taps` are shown."""
+        going = circuit.going(states, own, circuit.turns)
+        for index in span:
+            self.ops.decoder_layer(self.layers[index], going, circuit.keys[index], circuit.values[index], most)
+            if index + 1 in taps:
+                yield index + 1, states
 
-    def embed(self, tokens: torch.Tensor, out: torch.Tensor) -> None:
-        """States of tokens at depth 0."""
-        table, rows = self.embedded(tokens)
-        if rows is None:
-            out.copy_(table)
+    def choose(
+        self, states: torch.Tensor, token: torch.Tensor, best: torch.Tensor, signals: torch.Tensor | None = None
+    ) -> None:
+        """The tokens after (n, hidden) states at full depth, their logits, and what a router wants to know of the others."""
+        if self.norm is None:
+            super().choose(states, token, best, signals)
         else:
-            torch.index_select(table, 0, rows, out=out)
+            self.exits.best_tokens(self.ops.norm(states, *self.last_norm), self.head, best, token, signals)
 
-    def embedded(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A table and the rows of it that are the tokens' states at depth 0; no rows: all of them."""
-        assert self.embedding is not None
-        if type(self.embedding) is nn.Embedding:
-            return self.embedding.weight, tokens
-        return self.embedding(tokens), None  # some are scaled
-
-    def take_circuit(self, columns: int, exit_: Exit | None) -> Circuit:
-        """A circuit with room for so many columns, for these exits: one that served before, if there is one."""
-        for circuit in self._free:
-            if circuit.columns >= columns and circuit.exit is exit_:
-                self._free.remove(circuit)
-                return circuit
-        columns = -(-columns // COLUMNS) * COLUMNS
-        self._free = [kept for kept in self._free if kept.exit is not exit_]  # too small for what is asked now
-        return Circuit(self.layers, self._turns(columns), columns, exit_)
-
-    def give_back(self, circuit: Circuit) -> None:
-        self._free.append(circuit)
+    def _circuit(self, columns: int, exit_: Exit | None) -> Circuit:
+        rooms = [Room(len(layer.k) // layer.head_dim, layer.head_dim, layer.head_dim) for layer in self.layers]
+        return Circuit(self.layers[0].q[0], rooms, self._turns(columns), columns, exit_)
 
     def _turns(self, columns: int) -> Turns:
         weight = self.layers[0].q

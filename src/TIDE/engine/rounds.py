@@ -1,5 +1,6 @@
 """Rounds: greedy decoding of one row on a GPU, a whole round at a time and without the host between.
 
+    opening     the text so far: see opening.py
     draft       k times: the newest token runs to the checkpoint, the memory head guesses, the guess's best token is next
     deep pass   the newest final token and the k drafts through the rest, in one pass; the full model's token after each
     accept      drafts that the full model says too stand; its token after them is the newest final one now
@@ -10,6 +11,7 @@ from is on the device. With exits off a round is a step of the full model.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -18,17 +20,18 @@ import torch
 
 from TIDE.adapters.window import Window
 from TIDE.engine.batch import QUICK, Batch
-from TIDE.engine.circuit import Circuit, Memory, Turns
+from TIDE.engine.circuit import Circuit, Memory
 from TIDE.engine.draft_length import DraftLength
+from TIDE.engine.opening import Opening, padded
 from TIDE.engine.plan import Plan
 from TIDE.engine.request import Request
 from TIDE.engine.sampling import NAN
-from TIDE.kernels.layer import MOST_TOKENS, Pass
+from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import EPS, IdentityHead, MemoryHead, input_depths, memory_depths
-from TIDE.routing.memory import HeadMemory
 from TIDE.stats import ExitStats
 
+logger = logging.getLogger(__name__)
 ROOM = 4 * MOST_TOKENS  # columns beyond the text: a round may run ahead
 FEWEST = 1024  # columns a graph is made for; then four times as many, and so on
 
@@ -36,14 +39,14 @@ FEWEST = 1024  # columns a graph is made for; then four times as many, and so on
 class Launched(NamedTuple):
     """A round on its way."""
 
-    drafts: int
+    drafts: int | None  # None: an opening
     is_usual: bool  # nothing had to be compiled or captured for it
     out: torch.Tensor  # pinned
     over: torch.cuda.Event | None  # None: it is over
 
 
 def suits(window: Window, plan: Plan, policy: Any, request: Request) -> bool:
-    """Whether a request can be decoded in rounds, if the model's layers turn out to be fused."""
+    """Whether a request can be decoded in rounds."""
     fused = window.fused
     if fused is None or not fused.has_rounds or len(request.ids) > 1 or request.processors or request.config.do_sample:
         return False
@@ -62,58 +65,78 @@ def exit_of(plan: Plan, policy: Any) -> Exit | None:
 
 
 class Rounds:
-    """One request, after its prompt."""
+    """One request, from its text so far to its last token."""
+
+    circuit: Circuit
 
     def __init__(
-        self, window: Window, plan: Plan, batch: Batch, circuit: Circuit, length: DraftLength, stats: ExitStats
+        self, window: Window, plan: Plan, policy: Any, batch: Batch, columns: int, length: DraftLength, stats: ExitStats
     ) -> None:
         self.window = window
         self.fused = window.fused
         self.plan = plan
-        self.depth = plan.spans[-1].start if circuit.exit is not None else 0  # of the exit
+        self.exit = exit_of(plan, policy)
+        self.depth = plan.spans[-1].start if self.exit is not None else 0
         self.threshold = 0.0 if plan.weighs else plan.threshold(self.depth)
         self.rule = plan.exact, plan.weighs, self.threshold
         self.exits = 0
         self.batch = batch
-        self.circuit = circuit
+        self.columns = columns  # the text's, at most
         self.length = length
         self.stats = stats
-        self.on_gpu = circuit.out.is_cuda
-        self.pinned = torch.zeros(2, len(circuit.out), dtype=torch.long, pin_memory=self.on_gpu)
         self.launched = 0
         self.began = 0.0
 
-    def run(self, memory: HeadMemory | None) -> Iterator[None]:
-        """Decode until the row is finished."""
+    def run(self) -> Iterator[None]:
+        """Decode until the row is finished. Where the device refuses, it is left as it is; later requests go by steps too."""
+        self.began = time.perf_counter()
+        self.length.begin()
+        self.circuit = self.fused.circuits.take(self.columns + ROOM, self.exit)
+        try:
+            yield from self._decode()
+        except FloatingPointError:
+            raise
+        except Exception as problem:  # compilers refuse cards and sizes, and models shapes, in many ways
+            self.fused.without_rounds = f"{type(problem).__name__}: {problem}"
+            logger.warning("%s is not decoded in rounds: %s", type(self.window.model).__name__, self.fused.without_rounds)
+        finally:
+            self.fused.circuits.give_back(self.circuit)
+
+    def _decode(self) -> Iterator[None]:
         with self.window.grad_off(), self.fused.here():
-            self._begin(memory)
-            ahead = self._launch() if self.plan.exact else None
+            now = self._open() or self._launch()
         while not self.batch.finished[0]:
             with self.window.grad_off(), self.fused.here():
-                now = ahead or self._launch()
-                if self.plan.exact:  # in mode "fast" how many tokens may exit depends on how many did
-                    ahead = self._launch()
-                stood = self._take(now)
-            self._note(now, stood, ahead)
+                # in mode "fast" how many tokens may exit depends on how many did
+                ahead = self._launch() if self.plan.exact else None
+                self._note(now, self._take(now), ahead)
+                if not self.batch.finished[0]:
+                    now = ahead or self._launch()
             yield
-
-    def _begin(self, memory: HeadMemory | None) -> None:
-        size = self.batch.size[0]
-        self.circuit.begin(int(self.batch.ids[0, self.batch.columns(0) - 1]), size - 1)
-        if memory is not None and self.circuit.memory is not None:
-            _fill(self.circuit, memory, size - 1)
-        self.began = time.perf_counter()
 
     def _note(self, round_: Launched, stood: int, ahead: Launched | None) -> None:
         now = time.perf_counter()
+        took, self.began = now - self.began, now
+        if round_.drafts is None:
+            self.stats.seconds.prompt += took
+            return
         is_usual = round_.is_usual and (ahead is None or ahead.is_usual)
-        self.length.saw(round_.drafts, stood, now - self.began if is_usual else None)
-        self.stats.seconds.deep += now - self.began
-        self.began = now
+        self.length.saw(round_.drafts, stood, took if is_usual else None)
+        self.stats.seconds.deep += took
+
+    def _open(self) -> Launched | None:
+        """Hand the prompt to the device; None: the token after it is known already."""
+        prompt, size = self.batch.prompt[0], self.batch.size[0]
+        is_usual = Opening(self.window, self.circuit, self.depth).run(self.batch.tokens(0, 0, prompt))
+        self.stats.layers_run += padded(prompt) * self.window.num_layers
+        if size == prompt:
+            return self._on_its_way(None, is_usual)
+        self.circuit.tokens[:1].copy_(self.batch.tokens(0, prompt, size))
+        return None
 
     def _most_drafts(self) -> int:
         """How many exits in a row are allowed now."""
-        if self.circuit.exit is None:
+        if self.exit is None:
             return 0
         new, most = self.batch.size[0] - self.batch.prompt[0], min(self.plan.max_pending, MOST_TOKENS - 1)
         return next((n for n in range(most) if not self.plan.within_share(self.exits + n, new + n)), most)
@@ -127,13 +150,16 @@ class Rounds:
         while most < self.batch.size[0] + ROOM:
             most *= 4
         is_usual = self.circuit.graphs.run((drafts, most, *self.rule), lambda: self._round(drafts, most))
-        out = self.pinned[self.launched % 2]
+        self.stats.layers_run += (drafts + 1) * self.window.num_layers
+        return self._on_its_way(drafts, is_usual)
+
+    def _on_its_way(self, drafts: int | None, is_usual: bool) -> Launched:
+        out, over = self.circuit.pinned[self.launched % 2], None
         out.copy_(self.circuit.out, non_blocking=True)
-        over = torch.cuda.Event() if self.on_gpu else None
-        if over is not None:
+        if self.circuit.out.is_cuda:
+            over = torch.cuda.Event()
             over.record()
         self.launched += 1
-        self.stats.layers_run += (drafts + 1) * self.window.num_layers
         return Launched(drafts, is_usual, out, over)
 
     def _take(self, round_: Launched) -> int:
@@ -167,75 +193,55 @@ class Rounds:
 
     def _round(self, drafts: int, most: int) -> None:
         circuit, ops, last = self.circuit, self.fused.exits, self.window.num_layers
-        circuit.turns.look_up(circuit.starts[: drafts + 1])
-        if circuit.memory is not None:
-            circuit.memory.turns.look_up(circuit.starts[: drafts + 1])
         for step in range(drafts):
             self._draft(step, most)
         if self.depth:
             self._shallow(drafts, most)
         else:
-            self.fused.embed(circuit.tokens[: drafts + 1], circuit.states[: drafts + 1])
+            self.fused.embed(circuit, slice(0, drafts + 1), circuit.states[: drafts + 1])
         states = circuit.states[: drafts + 1].clone()  # the memory head will want those at the checkpoint again
         self._through(range(self.depth, last), states, slice(0, drafts + 1), most)
-        self._choose(states, circuit.found[: drafts + 1], circuit.best[: drafts + 1])
+        self.fused.choose(states, circuit.found[: drafts + 1], circuit.best[: drafts + 1])
         if circuit.memory is not None:
             self._remember(circuit.memory, drafts)
         result = circuit.starts, circuit.scores, circuit.out
         ops.accept(circuit.found, circuit.best, circuit.tokens, *result, drafts, self.threshold, self.plan.exact)
 
-    def _pass(self, states: torch.Tensor, own: slice, turns: Turns) -> Pass:
-        circuit = self.circuit
-        place = circuit.starts[own.start : own.start + 1]
-        return Pass(states, turns.cos[own], turns.sin[own], circuit.row, circuit.row, place, len(states))
-
     def _through(self, span: range, states: torch.Tensor, own: slice, most: int) -> None:
         """Take states (in place) through layers, and note what is to be remembered of them."""
-        circuit, memory, going = self.circuit, self.circuit.memory, self._pass(states, own, self.circuit.turns)
+        memory, width = self.circuit.memory, states.shape[1]
         depths = [] if memory is None else memory_depths(self.window.num_layers, memory.head.sizes.memories)
-        for index in span:
-            self.fused.ops.decoder_layer(self.fused.layers[index], going, circuit.keys[index], circuit.values[index], most)
-            if memory is not None and index + 1 in depths:
-                place = depths.index(index + 1) * states.shape[1]
-                self.fused.exits.centred(states, None, memory.parts[own, place : place + states.shape[1]], EPS)
-
-    def _choose(self, states: torch.Tensor, token: torch.Tensor, best: torch.Tensor) -> None:
-        normed = self.fused.ops.norm(states, *self.fused.last_norm)
-        self.fused.exits.best_tokens(normed, self.window.plain_head, best, token)
+        for depth, found in self.fused.through(self.circuit, span, states, own, most, tuple(depths)):
+            place = depths.index(depth) * width
+            self.fused.exits.centred(found, None, memory.parts[own, place : place + width], EPS)
 
     def _shallow(self, step: int, most: int) -> None:
         """The token of a draft step to the checkpoint."""
         states = self.circuit.states[step : step + 1]
-        self.fused.embed(self.circuit.tokens[step : step + 1], states)
+        self.fused.embed(self.circuit, slice(step, step + 1), states)
         self._through(range(self.depth), states, slice(step, step + 1), most)
 
     def _draft(self, step: int, most: int) -> None:
         """The token after the newest one, by the exit."""
-        circuit, norm, own = self.circuit, self.fused.last_norm, slice(step, step + 1)
+        circuit, own = self.circuit, slice(step, step + 1)
         if self.depth:
             self._shallow(step, most)
-        if circuit.memory is not None:
-            guess, normed = self._guess(circuit.memory, own, most)
-        else:
-            guess = circuit.states[own]
-            normed = self.fused.ops.norm(guess, *norm)
+        guess = circuit.states[own] if circuit.memory is None else self._guess(circuit.memory, own, most)
         signals = None if self.plan.weighs else circuit.signals
-        self.fused.exits.best_tokens(
-            normed, self.window.plain_head, circuit.best[:1], circuit.tokens[step + 1 : step + 2], signals
-        )
+        self.fused.choose(guess, circuit.tokens[step + 1 : step + 2], circuit.best[:1], signals)
         if signals is not None:
             self._score(guess, circuit.scores[own])
 
-    def _guess(self, memory: Memory, own: slice, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the memory head makes of a token, and that normed."""
+    def _guess(self, memory: Memory, own: slice, most: int) -> torch.Tensor:
+        """What the memory head makes of a token."""
         head, x = memory.head, self._entered(memory, own)
-        self.fused.ops.decoder_layer(memory.layer, self._pass(x, own, memory.turns), memory.keys, memory.values, most)
-        place = self.circuit.starts[own]
-        return self.fused.exits.outward(x, head.deep_center, head.deep_spread, *self.fused.last_norm, place, memory.before)
+        going = self.circuit.going(x, own, memory.turns)
+        self.fused.ops.decoder_layer(memory.layer, going, memory.keys, memory.values, most)
+        return self.fused.exits.outward(x, head.deep_center, head.deep_spread, self.circuit.starts[own], memory.before)
 
     def _score(self, guess: torch.Tensor, score: torch.Tensor) -> None:
-        assert self.circuit.exit is not None
-        router = self.circuit.exit.router
+        assert self.exit is not None
+        router = self.exit.router
         weights = router.down.weight, router.down.bias, router.up.weight
         self.fused.exits.router_score(guess, self.circuit.signals, *weights, self.circuit.gauge, EPS, score)
 
@@ -246,7 +252,7 @@ class Rounds:
         joined = memory.before.new_empty(own.stop - own.start, (len(depths) + 1) * width)
         for place, depth in enumerate(depths):
             part = slice(place * width, (place + 1) * width)
-            table, rows = (circuit.states[own], None) if depth else self.fused.embedded(circuit.tokens[own])
+            table, rows = (circuit.states[own], None) if depth else self.fused.embedded(circuit, own)
             exits.centred(table, rows, joined[:, part], EPS, head.shallow_center[part], head.shallow_spread[part])
         exits.centred(memory.before, circuit.starts[own], joined[:, -width:], EPS, head.deep_center, head.deep_spread)
         return self.fused.ops.linear(joined, head.fuse.weight)
@@ -255,19 +261,11 @@ class Rounds:
         """Finished tokens, in place of guesses; then K/V of the tokens after them."""
         circuit, head, ops = self.circuit, memory.head, self.fused.ops
         parts = memory.parts[: drafts + 1]
-        found = parts if head.recall is None else ops.linear(parts, head.recall.weight)
-        memory.before.index_copy_(0, circuit.starts[: drafts + 1].long() + 1, found)
-        if drafts:
-            own = slice(1, drafts + 1)
-            x = self._entered(memory, own)
-            h = ops.norm(x, memory.layer.input_norm, memory.layer.eps)
-            ops.project(memory.layer, self._pass(x, own, memory.turns), h, memory.keys, memory.values)
-
-
-def _fill(circuit: Circuit, memory: HeadMemory, known: int) -> None:
-    """Take over what a memory head has seen of the prompt."""
-    assert circuit.memory is not None
-    before, keys, values = memory.finished(0)
-    circuit.memory.before[1 : known + 1] = before[:known]
-    circuit.memory.keys[0, :, :known] = keys[:, :known]
-    circuit.memory.values[0, :, :known] = values[:, :known]
+        if head.recall is None:
+            memory.before.index_copy_(0, circuit.starts[: drafts + 1].long() + 1, parts)
+        else:
+            self.fused.exits.linear_into(parts, head.recall.weight, memory.before, circuit.starts[:1])
+        own = slice(min(1, drafts), drafts + 1)  # the first one's stand already, if it was asked for a draft
+        x = self._entered(memory, own)
+        h = ops.norm(x, memory.layer.input_norm, memory.layer.eps)
+        ops.project(memory.only_kv, circuit.going(x, own, memory.turns), h, memory.keys, memory.values)

@@ -69,7 +69,7 @@ class Pass(NamedTuple):
     """The tokens of a pass: `rows` of `width` tokens each, token i of a row at column start + i."""
 
     x: Any  # (rows * width, hidden) states, changed in place
-    cos: Any  # (rows * width, rotary_dim)
+    cos: Any  # (rows * width, rotary_dim); on a GPU also of all columns, for a single row: more than there are tokens
     sin: Any
     rows: Any  # (n,) rows of the cache
     origins: Any  # (n,) the first column of each row

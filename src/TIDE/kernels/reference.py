@@ -38,6 +38,11 @@ def linear(
     return found if base is None else base.add_(scale * found)
 
 
+def linear_into(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, start: torch.Tensor) -> None:
+    """(n, width), (height, width) -> n rows of a table, behind row `start`."""
+    table[int(start) + 1 : int(start) + 1 + len(x)] = x @ weight.T
+
+
 def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
     """(n, hidden) -> (n, inner)"""
     return ACTIVATIONS[activation](x @ gate.T) * (x @ up.T)
@@ -46,15 +51,17 @@ def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: int
 def project(layer: Layer, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """(n, heads * dim) queries of normed states; keys and values go into the cache."""
     q, k, v = (
-        linear(h, weight, bias).view(len(h), -1, layer.head_dim)
+        linear(h, weight, bias).view(len(h), len(weight) // layer.head_dim, layer.head_dim)
         for weight, bias in ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
     )
     if len(layer.q_norm):
         q = norm(q, layer.q_norm, layer.eps, layer.norm_offset)
         k = norm(k, layer.k_norm, layer.eps, layer.norm_offset)
-    if layer.rotary:
-        q, k = (_turn(states, tokens.cos, tokens.sin) for states in (q, k))
     start = int(tokens.start)
+    if layer.rotary:
+        first = start if len(tokens.cos) > len(h) else 0
+        cos, sin = (part[first : first + len(h)] for part in (tokens.cos, tokens.sin))
+        q, k = (_turn(states, cos, sin) for states in (q, k))
     for index, row in enumerate(tokens.rows.tolist()):
         own = slice(index * tokens.width, (index + 1) * tokens.width)
         keys[row, :, start : start + tokens.width] = k[own].transpose(0, 1)
@@ -98,8 +105,12 @@ def best_tokens(
 
     `signals`, (n, 4), are those of `TIDE.routing.router`: best probability, its logarithm, its lead over the second, entropy.
     """
-    logits = (x @ weight.T).float()
-    logits = torch.where(logits.isnan(), float("inf"), logits)
+    best_of(x @ weight.T, best, token, signals)
+
+
+def best_of(logits: torch.Tensor, best: torch.Tensor, token: torch.Tensor, signals: torch.Tensor | None = None) -> None:
+    """The same of (n, vocabulary) logits."""
+    logits = torch.where(logits.isnan(), float("inf"), logits.float())
     best.copy_(logits.amax(-1))
     token.copy_(logits.argmax(-1))
     if signals is not None:
@@ -142,22 +153,12 @@ def centred(
 
 
 def outward(
-    x: torch.Tensor,
-    center: torch.Tensor,
-    spread: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    offset: float,
-    start: torch.Tensor,
-    table: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(1, hidden) out of a memory head's block -> its guess, and that normed for the LM head.
-
-    The guess also goes into a table, behind row `start`.
-    """
+    x: torch.Tensor, center: torch.Tensor, spread: torch.Tensor, start: torch.Tensor, table: torch.Tensor
+) -> torch.Tensor:
+    """(1, hidden) out of a memory head's block -> its guess, which also goes into a table, behind row `start`."""
     guess = (x.float() * spread.float() + center.float()).to(x.dtype)
     table[int(start) + 1] = guess[0]
-    return guess, (F.rms_norm(guess.float(), guess.shape[-1:], eps=eps) * (weight.float() + offset)).to(x.dtype)
+    return guess
 
 
 def accept(

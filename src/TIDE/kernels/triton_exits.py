@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from TIDE.kernels.triton_products import _gained, _product, _tile, counted
+from TIDE.kernels.triton_products import EMPTY, _launch_linear, _product, _tile, counted
 
 
 @counted
@@ -162,37 +162,28 @@ def centred(
     )  # fmt: skip
 
 
+def linear_into(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, start: torch.Tensor) -> None:
+    _launch_linear(x, weight, EMPTY, table, start)
+
+
 @counted
-def _outward(x, center, spread, weight, start, table, guessed, out, width, eps, OFFSET: tl.constexpr, BLOCK: tl.constexpr):
+def _outward(x, center, spread, start, table, guess, width, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     known = column < width
     states = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
     states *= tl.load(spread + column, mask=known, other=0.0).to(tl.float32)
     states += tl.load(center + column, mask=known, other=0.0).to(tl.float32)
-    guess = states.to(out.dtype.element_ty)
-    tl.store(table + (tl.load(start).to(tl.int64) + 1) * width + column, guess, mask=known)
-    tl.store(guessed + column, guess, mask=known)
-    states = guess.to(tl.float32)
-    states *= tl.rsqrt(tl.sum(states * states, 0) / width + eps)
-    factor = tl.load(weight + column, mask=known, other=0.0)
-    tl.store(out + column, _gained(states, factor, OFFSET, out.dtype.element_ty), mask=known)
+    found = states.to(guess.dtype.element_ty)
+    tl.store(table + (tl.load(start).to(tl.int64) + 1) * width + column, found, mask=known)
+    tl.store(guess + column, found, mask=known)
 
 
 def outward(
-    x: torch.Tensor,
-    center: torch.Tensor,
-    spread: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    offset: float,
-    start: torch.Tensor,
-    table: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    guess, out, width = torch.empty_like(x), torch.empty_like(x), x.shape[1]
-    _outward[(1,)](
-        x, center, spread, weight, start, table, guess, out, width, eps, offset, triton.next_power_of_2(width), num_warps=4
-    )
-    return guess, out
+    x: torch.Tensor, center: torch.Tensor, spread: torch.Tensor, start: torch.Tensor, table: torch.Tensor
+) -> torch.Tensor:
+    guess, width = torch.empty_like(x), x.shape[1]
+    _outward[(1,)](x, center, spread, start, table, guess, width, triton.next_power_of_2(width), num_warps=4)
+    return guess
 
 
 @counted

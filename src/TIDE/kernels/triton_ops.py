@@ -29,7 +29,7 @@ SPLIT, TILE = 64, 64  # keys of a program, and of one turn of its loop (in fp32 
 def _project(
     x, wq, wk, wv, bq, bk, bv, cos, sin, queries, keys, values, rows, start, tokens, per_row, width,
     heads, kv_heads, stride_row, stride_head, stride_column,
-    DIM: tl.constexpr, ROTARY: tl.constexpr, HAS_BIAS: tl.constexpr,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, BY_COLUMN: tl.constexpr, HAS_BIAS: tl.constexpr,
     HALF: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Pairs of outputs of one head: those that are turned together. Without ROTARY they are any two."""
@@ -51,7 +51,8 @@ def _project(
     if ROTARY > 0:
         turned = tl.where(head < heads + kv_heads, half, 0)  # values are not
         turns = (place < tokens)[None, :] & (pair < turned)[:, None]
-        a, b = _turned(a, b, cos, sin, place[None, :] * ROTARY, one[:, None], two[:, None], turns)
+        angle = place + tl.load(start) if BY_COLUMN else place
+        a, b = _turned(a, b, cos, sin, angle[None, :] * ROTARY, one[:, None], two[:, None], turns)
     if head < heads:
         at = queries + (place[None, :] * heads + own) * DIM
     else:
@@ -82,7 +83,7 @@ def _times(a, b):
 @counted
 def _norm_and_turn(
     queries, keys, q_norm, k_norm, cos, sin, rows, start, per_row, eps, heads, stride_row, stride_head, stride_column,
-    OFFSET: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BY_COLUMN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One head of one token, in place: queries where `_project` put them, keys in the cache."""
     token, head, pair = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
@@ -99,7 +100,8 @@ def _norm_and_turn(
     a = _gained(a.to(tl.float32) * scale, tl.load(weight + one, mask=inside, other=0.0), OFFSET, kind)
     b = _gained(b.to(tl.float32) * scale, tl.load(weight + two, mask=inside, other=0.0), OFFSET, kind)
     if ROTARY > 0:
-        a, b = _turned(a, b, cos, sin, token * ROTARY, one, two, pair < half)
+        angle = token + tl.load(start) if BY_COLUMN else token
+        a, b = _turned(a, b, cos, sin, angle * ROTARY, one, two, pair < half)
     tl.store(at + one, a, mask=inside)
     tl.store(at + two, b, mask=inside)
 
@@ -187,15 +189,16 @@ def project(layer: Layer, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, val
     places = tokens.rows, tokens.start
     biases = (layer.q_bias, layer.k_bias, layer.v_bias) if len(layer.q_bias) else (h, h, h)
     first, later = (0, turned) if len(layer.q_norm) else (turned, 0)
+    by_column = len(tokens.cos) > len(h)
     _project[(heads + 2 * kv_heads, triton.cdiv(dim // 2, half))](
         h, layer.q, layer.k, layer.v, *biases, tokens.cos, tokens.sin, queries, keys, values, *places,
         len(h), tokens.width, width, heads, kv_heads, *keys.stride()[:3],
-        dim, first, len(layer.q_bias) > 0, half, tile.columns, tile.even, num_warps=4, num_stages=tile.stages,
+        dim, first, by_column, len(layer.q_bias) > 0, half, tile.columns, tile.even, num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
     if len(layer.q_norm):
         _norm_and_turn[(len(h), heads + kv_heads)](
             queries, keys, layer.q_norm, layer.k_norm, tokens.cos, tokens.sin, *places, tokens.width, layer.eps, heads,
-            *keys.stride()[:3], layer.norm_offset, dim, later, triton.next_power_of_2(dim // 2), num_warps=1,
+            *keys.stride()[:3], layer.norm_offset, dim, later, by_column, triton.next_power_of_2(dim // 2), num_warps=1,
         )  # fmt: skip
     return queries
 
@@ -207,7 +210,7 @@ def attend(
     dim, kv_heads, heads, splits = layer.head_dim, keys.shape[1], queries.shape[1] // layer.head_dim, triton.cdiv(most, SPLIT)
     out, block, tile = (
         torch.empty_like(queries),
-        triton.next_power_of_2(dim),
+        max(16, triton.next_power_of_2(dim)),
         TILE if queries.element_size() == 2 else TILE // 4,
     )
     parts = out if splits == 1 else queries.new_empty(splits, *queries.shape, dtype=torch.float32)

@@ -43,10 +43,13 @@ def _product(x, weight, rows, inside, tokens, width, BN: tl.constexpr, BK: tl.co
 
 @counted
 def _linear(
-    x, weight, bias, out, tokens, height, width, scale,
-    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    x, weight, bias, out, start, tokens, height, width, scale,
+    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_START: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     rows, place = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, 16)
+    if HAS_START:
+        out += (tl.load(start).to(tl.int64) + 1) * height
     inside = rows < height
     total = _product(x, weight, rows, inside, tokens, width, BN, BK, EVEN)
     if HAS_BIAS:
@@ -122,13 +125,25 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0)
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor = EMPTY, base: torch.Tensor | None = None, scale: float = 1.0
 ) -> torch.Tensor:
-    (height, width), tile = weight.shape, _tile(weight, 32, 256, 5)
-    out = x.new_empty(len(x), height) if base is None else base
-    _linear[(triton.cdiv(height, tile.rows),)](
-        x, weight, bias if len(bias) else x, out, len(x), height, width, scale,
-        len(bias) > 0, base is not None, tile.rows, tile.columns, tile.even, num_warps=4, num_stages=tile.stages,
-    )  # fmt: skip
+    out = x.new_empty(len(x), len(weight)) if base is None else base
+    _launch_linear(x, weight, bias, out, scale=scale, has_base=base is not None)
     return out
+
+
+def _launch_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    start: torch.Tensor | None = None,
+    scale: float = 1.0,
+    has_base: bool = False,
+) -> None:
+    (height, width), tile = weight.shape, _tile(weight, 32, 256, 5)
+    _linear[(triton.cdiv(height, tile.rows),)](
+        x, weight, bias if len(bias) else x, out, x if start is None else start, len(x), height, width, scale,
+        len(bias) > 0, has_base, start is not None, tile.rows, tile.columns, tile.even, num_warps=4, num_stages=tile.stages,
+    )  # fmt: skip
 
 
 def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:

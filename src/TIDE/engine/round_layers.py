@@ -1,0 +1,71 @@
+"""What rounds ask of a model's layers, whoever runs them: see gpu_layers.py and own_layers.py."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from TIDE.adapters.window import Feed, Window
+from TIDE.engine.circuit import Circuit, Circuits
+from TIDE.kernels import reference
+from TIDE.routing.exits import Exit
+
+
+class RoundLayers:
+    """The parts that do not depend on who runs the layers.
+
+    Attributes:
+        ops, exits: compiled layers and exits.
+        is_checked: whether what rounds do was seen to give what the model gives; until then there are none.
+        without_rounds: why there are none, where they failed.
+        embedding, norm: the model's own, where nothing else happens to ids before the first layer and to states between the
+            last one and the LM head; None where something does.
+    """
+
+    has_rough_head = False
+    parts: Any  # of the model, as they were
+
+    def __init__(self, window: Window, ops: Any, exits: Any) -> None:
+        self.window: Window = weakref.proxy(window)
+        self.ops, self.exits = ops, exits
+        self.is_checked = False
+        self.without_rounds: str | None = None
+        self.embedding: nn.Module | None = None
+        self.norm: nn.Module | None = None
+        self.circuits = Circuits(self._circuit)
+
+    def _circuit(self, columns: int, exit_: Exit | None) -> Circuit:
+        raise NotImplementedError
+
+    def here(self) -> AbstractContextManager[Any]:
+        """Kernels are launched where the model is, which need not be the current device."""
+        device = self.window.model.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+    def embed(self, circuit: Circuit, own: slice, out: torch.Tensor) -> None:
+        """States of tokens of a round at depth 0."""
+        table, rows = self.embedded(circuit, own)
+        if rows is None:
+            out.copy_(table)
+        else:
+            torch.index_select(table, 0, rows, out=out)
+
+    def embedded(self, circuit: Circuit, own: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A table and the rows of it that are these states; no rows: all of them."""
+        tokens = circuit.tokens[own]
+        if type(self.embedding) is nn.Embedding:
+            return self.embedding.weight, tokens
+        if self.embedding is not None:
+            return self.embedding(tokens), None  # some are scaled
+        feed = Feed(tokens[None], circuit.positions[None, circuit.starts[own]], None, None)
+        return self.window.run(0, 0, feed).states[0], None
+
+    def choose(
+        self, states: torch.Tensor, token: torch.Tensor, best: torch.Tensor, signals: torch.Tensor | None = None
+    ) -> None:
+        """The tokens after (n, hidden) states at full depth, their logits, and what a router wants to know of the others."""
+        reference.best_of(self.window.head(states), best, token, signals)
