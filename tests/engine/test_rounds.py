@@ -46,7 +46,7 @@ def rounds(monkeypatch):
 def on_references(engine):
     """The engine with rounds, as on a GPU."""
     layers = fused._features(engine.window)
-    engine.window.fused = GPULayers(engine.window, layers, reference, reference)
+    engine.window.fused = GPULayers(engine.window, layers, reference, reference, reference.propagate)
     engine.window.fused.parts = fused.Parts(fused._fused_modules(engine.window))
     return engine
 
@@ -159,6 +159,21 @@ def test_mode_fast_writes_what_it_writes_without_rounds(strategy, depth, thresho
             texts.append((engine.generate(ids, **OPTIONS)[0].tolist(), engine.last_stats.drafted_by_step))
     assert texts[0] == texts[1]
     assert any(rounds) and (texts[1][1] or threshold)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma", "smollm3"])
+def test_kv_of_skipped_layers_are_those_the_model_would_make(name, ids, monkeypatch):
+    model, config = build(name), TIDEConfig(mode="fast", exit_threshold=0.0, kv_cache_strategy="propagate", max_exit_share=0.7)
+    filled, texts = [], []
+    with TIDE.TIDE(model) as engine:
+        policy = a_file(model, "identity", (2,), 0.0).policy(engine.window)
+    propagate = reference.propagate
+    monkeypatch.setattr(reference, "propagate", lambda *given: (filled.append(len(given[0])), propagate(*given))[1])
+    monkeypatch.setenv("TIDE_NO_KERNELS", "1")
+    for place in (lambda engine: engine, on_references):
+        with place(TIDE.TIDE(model, policy, config)) as engine:
+            texts.append(engine.generate(ids, **OPTIONS)[0].tolist())
+    assert texts[0] == texts[1] and set(filled) == {2}
 
 
 def test_a_threshold_in_mode_exact_decides_what_is_drafted(ids):

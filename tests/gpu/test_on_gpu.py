@@ -171,6 +171,35 @@ def test_mode_fast_in_rounds_is_mode_fast_without_kernels(strategy, depth, ids, 
     assert texts[0][0] == texts[0][1] == texts[0][2] == texts[1][0]
 
 
+@pytest.mark.parametrize("name", FUSED)
+def test_kv_of_skipped_layers_are_those_the_model_would_make(name, ids, monkeypatch):
+    model, texts = build(name).cuda(), []
+    config = TIDEConfig(mode="fast", exit_threshold=0.0, kv_cache_strategy="propagate", max_exit_share=0.7)
+    policy = with_exit(model, 2, "identity")
+    both = torch.cat([ids, ids.flip(1)])
+    for plain in ("0", "1"):
+        monkeypatch.setenv("TIDE_NO_KERNELS", plain)
+        with TIDE.TIDE(model, policy, config) as engine:
+            options = {**OPTIONS, "attention_mask": torch.ones_like(both), "pad_token_id": 0}
+            texts.append([engine.generate(ids, **OPTIONS).tolist(), engine.generate(both, **options).tolist()])
+            assert engine.window.fused is None or engine.window.fused.fills_in
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("depth", [None, 0, 2])
+def test_models_spread_over_devices_run_as_they_are(depth, ids):
+    accelerate = pytest.importorskip("accelerate")
+    whole = build("llama")
+    expected = whole.generate(ids.cpu(), **OPTIONS)
+    places = {f"model.layers.{layer}": "cpu" if layer > 1 else 0 for layer in range(4)}
+    around = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 0, "lm_head": 0}
+    spread = accelerate.dispatch_model(build("llama"), {**places, **around})
+    policy = None if depth is None else with_exit(spread, depth)
+    with TIDE.TIDE(spread, policy) as engine:
+        assert torch.equal(engine.generate(ids, **OPTIONS).cpu(), expected)
+        assert engine.window.fused is None
+
+
 def test_rows_side_by_side_and_sampling_go_through_fused_layers(ids):
     model = build("llama").cuda()
     both = torch.cat([ids, ids.flip(1)])

@@ -10,7 +10,7 @@ from TIDE.kernels import reference
 
 pytest.importorskip("triton")
 from TIDE.engine.circuit import gauge
-from TIDE.kernels import triton_exits, triton_ops
+from TIDE.kernels import triton_exits, triton_ops, triton_propagate
 from TIDE.routing.heads import EPS
 from TIDE.routing.router import Router, signals_of
 
@@ -62,6 +62,18 @@ def test_angles_may_be_those_of_all_columns(features):
         reference.decoder_layer(layer, one, *cache.clone())
     assert torch.equal(found.x, by_token.x)
     assert_same_layer(layer, by_column, generator, torch.float32)
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_kv_of_skipped_layers_in_one_launch(features):
+    generator = torch.Generator().manual_seed(8)
+    layers, tokens = [a_layer(generator, **features) for _ in range(3)], a_pass(generator, [2, 0], 3, 9)
+    layers[1] = layers[1]._replace(rotary=False)
+    found = torch.randn(3, 2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator)
+    expected = found.clone()
+    triton_propagate.propagate(layers, in_dtype(tokens, torch.float32), [(own[0], own[1]) for own in found])
+    reference.propagate(layers, tokens, [(own[0], own[1]) for own in expected])
+    assert_close(found, expected)
 
 
 def test_stretches_of_keys_are_joined(monkeypatch):

@@ -11,6 +11,9 @@ import typer
 
 def inspect(
     file: Annotated[Path, typer.Argument(help="A router file, .safetensors or .pt.")],
+    model: Annotated[
+        str | None, typer.Option(help="Load this model too, check that the file is for it, and say what runs its layers here.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Print what a router file holds: model, checkpoints, configuration, training facts and measured figures."""
@@ -18,7 +21,28 @@ def inspect(
 
     try:
         held = RouterFile.load(file)
+        backend = None if model is None else _backend(model, file)
     except (OSError, ValueError) as problem:
         typer.echo(str(problem), err=True)
         raise typer.Exit(1) from problem
-    typer.echo(json.dumps(held.as_dict(), indent=2) if as_json else held.summary())
+    runs = {} if backend is None else {"backend": backend}
+    if as_json:
+        typer.echo(json.dumps(held.as_dict() | runs, indent=2))
+    else:
+        typer.echo("\n".join([held.summary(), *(f"here: {backend}" for _ in runs)]))
+
+
+def _backend(name: str, file: Path) -> str:
+    """What runs the model's layers, known after a few tokens."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    import TIDE
+
+    disable_progress_bar()
+    model = TIDE.load_model(name).model
+    with TIDE.TIDE(model, file) as engine:
+        for _ in range(3):  # as it is written, captured, replayed
+            prompt = torch.full((1, 8), 1, device=model.device)
+            engine.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
+        return engine.backend

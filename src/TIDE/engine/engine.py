@@ -28,6 +28,7 @@ from TIDE.engine.decoder import Decoder
 from TIDE.engine.drafting import Pace
 from TIDE.engine.forward import forward
 from TIDE.engine.fused import fuse, still_fused
+from TIDE.engine.own_layers import OwnLayers
 from TIDE.engine.plan import make_plan
 from TIDE.engine.request import (
     Request,
@@ -95,11 +96,22 @@ class TIDE:
 
     @property
     def without_graphs(self) -> str | None:
-        """Why no CUDA graphs are used, as far as that is known: the first request tells."""
+        """Why the model is not run in CUDA graphs; None: it is. On a GPU the first request tells."""
         fused = self.window.fused
         if not isinstance(fused, RoundLayers):
-            return self.window.why_plain or "there are none without a GPU and compiled kernels"
+            return self.window.why_plain or f"there are none for it on {self.model.device.type}"
         return fused.without_rounds or fused.circuits.without_graphs
+
+    @property
+    def backend(self) -> str:
+        """What runs the model's layers, in words. On a GPU the first request tells."""
+        fused, plain = self.window.fused, self.window.why_plain
+        if fused is None:
+            return "the model's own layers" + (f": {plain}" if plain else "")
+        layers = "the model's own layers" if isinstance(fused, OwnLayers) else f"fused layers on {self.model.device.type}"
+        if not isinstance(fused, RoundLayers):
+            return layers
+        return f"{layers}, without graphs: {self.without_graphs}" if self.without_graphs else f"{layers}, in CUDA graphs"
 
     def generate(
         self,

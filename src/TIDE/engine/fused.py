@@ -38,6 +38,7 @@ class FusedLayers:
 
     has_rough_head = True
     has_rounds = False
+    fills_in = False  # whether it makes K/V of tokens in layers that they skip
     is_checked = True  # before it is used
 
     def __init__(self, layers: list[Layer], ops: Any) -> None:
@@ -97,10 +98,10 @@ def fuse(window: Window) -> None:
     ops, on_gpu = compiled_ops(window.model.device, window.model.dtype), window.model.device.type == "cuda"
     layers = None if ops is None else _features(window)
     if layers is not None:
-        window.fused = GPULayers(window, layers, ops, compiled_rounds()) if on_gpu else FusedLayers(layers, ops)
+        window.fused = GPULayers(window, layers, ops, *compiled_rounds()) if on_gpu else FusedLayers(layers, ops)
         window.fused.parts = Parts(_fused_modules(window))
     elif ops is not None and on_gpu and OwnLayers.suit(window) and not any(map(_has_hooks, window.model.modules())):
-        window.fused = OwnLayers(window, ops, compiled_rounds())
+        window.fused = OwnLayers(window, ops, compiled_rounds()[0])
         window.fused.parts = Parts(window.model.modules())
     if window.fused is not None and not on_gpu:
         check_fused(window)

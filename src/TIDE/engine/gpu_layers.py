@@ -26,9 +26,12 @@ class Norm(NamedTuple):
 class GPULayers(RoundLayers):
     """What `FusedLayers` is on a CPU."""
 
-    def __init__(self, window: Window, layers: list[Layer], ops: Any, exits: Any) -> None:
+    fills_in = True
+
+    def __init__(self, window: Window, layers: list[Layer], ops: Any, exits: Any, propagate: Any) -> None:
         super().__init__(window, ops, exits)
         self.layers = layers
+        self.propagate = propagate
         self.head: torch.Tensor | None = None  # the weight of the LM head; comes with the norm
         self.rotary = getattr(window.model.get_decoder(), "rotary_emb", None)
         self.is_constant = window.rope.switches_at is None
@@ -81,21 +84,35 @@ class GPULayers(RoundLayers):
         self, span: range, states: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], cache: Any, taps: tuple[int, ...]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """(n, q, hidden) states before a span -> those after it, and at the depths of `taps`."""
-        rows, tokens, hidden = states.shape
-        x, tapped = states.reshape(rows * tokens, hidden).clone(), {}
+        x, tapped = states.flatten(0, 1).clone(), {}
+        going = self._pass(x, states.shape, angles, cache)
+        for index in span:
+            if index in taps:
+                tapped[index] = x.view_as(states).clone()
+            keys, values = self._room(index, x, cache)
+            with self.here():
+                self.ops.decoder_layer(self.layers[index], going, keys, values, cache.view.stop)
+        return x.view_as(states), tapped
+
+    def fill_in(self, span: range, states: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], cache: Any) -> None:
+        """K/V of (n, q, hidden) states in layers that they skip."""
+        x = states.flatten(0, 1).contiguous()
+        going, caches = self._pass(x, states.shape, angles, cache), [self._room(index, x, cache) for index in span]
+        with self.here():
+            self.propagate([self.layers[index] for index in span], going, caches)
+
+    def _pass(self, x: torch.Tensor, shape: torch.Size, angles: tuple[torch.Tensor, torch.Tensor], cache: Any) -> Pass:
+        rows, tokens, _ = shape
         cos, sin = (part.expand(rows, -1, -1).reshape(rows * tokens, -1).contiguous() for part in angles)
         view, own = cache.view, cache.segments[cache.view.segment]
         places = torch.tensor([*view.rows, *(own.origin[row] for row in view.rows), view.start], dtype=torch.int32)
         places = places.to(x.device, non_blocking=True)
-        going = Pass(x, cos, sin, places[:rows], places[rows : 2 * rows], places[-1:], tokens)
-        for index in span:
-            if index in taps:
-                tapped[index] = x.view_as(states).clone()
-            layer = self.layers[index]
-            keys, values = cache.room(index, len(layer.k) // layer.head_dim, layer.head_dim, x)
-            with self.here():
-                self.ops.decoder_layer(layer, going, keys, values, view.stop)
-        return x.view_as(states), tapped
+        return Pass(x, cos, sin, places[:rows], places[rows : 2 * rows], places[-1:], tokens)
+
+    def _room(self, index: int, x: torch.Tensor, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self.layers[index]
+        found: tuple[torch.Tensor, torch.Tensor] = cache.room(index, len(layer.k) // layer.head_dim, layer.head_dim, x)
+        return found
 
     def multiplies(self, states: torch.Tensor, weight: torch.Tensor) -> bool:
         return self.is_checked and states.shape[0] * states.shape[1] <= MOST_TOKENS

@@ -27,6 +27,7 @@ class RoundLayers:
     """
 
     has_rough_head = False
+    fills_in = False
     parts: Any  # of the model, as they were
 
     def __init__(self, window: Window, ops: Any, exits: Any) -> None:

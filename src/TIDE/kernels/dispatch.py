@@ -24,9 +24,10 @@ def compiled_exits(device: torch.device, dtype: torch.dtype) -> ModuleType | Non
     return _module(device, dtype, "cpu_exits", None)
 
 
-def compiled_rounds() -> ModuleType:
-    """The module with what rounds need on a GPU, beside its layers."""
-    return importlib.import_module("TIDE.kernels.triton_exits")
+def compiled_rounds() -> tuple[ModuleType, Any]:
+    """What there is on a GPU beside its layers: the module with what rounds need, and `propagate`."""
+    exits, propagation = (importlib.import_module(f"TIDE.kernels.triton_{name}") for name in ("exits", "propagate"))
+    return exits, propagation.propagate
 
 
 def _module(device: torch.device, dtype: torch.dtype, cpu: str, gpu: str | None) -> ModuleType | None:

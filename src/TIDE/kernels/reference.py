@@ -54,7 +54,7 @@ def project(layer: Layer, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, val
         linear(h, weight, bias).view(len(h), len(weight) // layer.head_dim, layer.head_dim)
         for weight, bias in ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
     )
-    if len(layer.q_norm):
+    if len(layer.k_norm):
         q = norm(q, layer.q_norm, layer.eps, layer.norm_offset)
         k = norm(k, layer.k_norm, layer.eps, layer.norm_offset)
     start = int(tokens.start)
@@ -67,6 +67,13 @@ def project(layer: Layer, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, val
         keys[row, :, start : start + tokens.width] = k[own].transpose(0, 1)
         values[row, :, start : start + tokens.width] = v[own].transpose(0, 1)
     return q.flatten(1)
+
+
+def propagate(layers: list[Layer], tokens: Pass, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Keys and values of tokens in layers that they skip, made of the states they left with."""
+    for layer, (keys, values) in zip(layers, caches, strict=True):
+        h = norm(tokens.x, layer.input_norm, layer.eps, layer.norm_offset)
+        project(layer._replace(q=layer.q[:0], q_bias=layer.q_bias[:0]), tokens, h, keys, values)
 
 
 def attend(
