@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--generate-every", type=int, default=1, help="of these prompts, how often model.generate runs too")
-    parser.add_argument("--warm-up", action="store_true", help="let TIDE answer all prompts once before, so that all is captured")
+    parser.add_argument("--warm-up", action="store_true", help="let TIDE answer all prompts once before")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--router", default=None, help="None: the one of the embedded default")
     parser.add_argument("--model", default="default")

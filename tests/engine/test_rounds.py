@@ -12,14 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_calibrated import a_file
-from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+from transformers import StoppingCriteria
 
 import TIDE
 from families import build
 from TIDE.config import TIDEConfig
 from TIDE.engine import fused
-from TIDE.engine.batch import Batch
 from TIDE.engine.draft_length import FIRST_REST, LONGEST_REST, DraftLength
 from TIDE.engine.gpu_layers import GPULayers
 from TIDE.engine.opening import FEWEST, LONGEST, padded
@@ -236,19 +234,6 @@ def test_a_text_ends_where_the_models_does(ids, rounds):
         assert torch.equal(engine.generate(ids, **options), model.generate(ids, **options))
         assert list(engine.stream(ids, **options)) == model.generate(ids, **options)[0, len(ids[0]) :].tolist()
     assert rounds
-
-
-@pytest.mark.parametrize("ends", [[7], [7, 9]])
-@pytest.mark.parametrize("seconds", [100.0, -1.0])
-def test_a_row_stops_quickly_where_it_stops(ends, seconds):
-    criteria = StoppingCriteriaList([EosTokenCriteria(ends), MaxLengthCriteria(8), MaxTimeCriteria(seconds)])
-    for limit in (None, 5, 30):
-        for token in (3, 7, 9):
-            for columns in range(2, 10):
-                batch = Batch(torch.full((1, columns), token), [1], criteria, limit)
-                assert batch.stops_quickly(token) == bool(batch.stops([0]))
-                quick = batch.cut_short[0]
-                assert quick == (limit == 5 and columns >= 6 and token not in ends and columns < 8 and seconds > 0)
 
 
 def test_weights_that_are_exchanged_are_noticed(ids):

@@ -7,7 +7,7 @@ biases in the MLP) has no features and runs as it is.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +28,20 @@ ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH, "GEL
 AROUND_ONE = {"GemmaRMSNorm"}
 
 
+class Norm(NamedTuple):
+    """What an RMS norm computes with."""
+
+    weight: torch.Tensor
+    eps: float
+    offset: float  # added to the weight
+
+
+def norm_features(norm: Any) -> Norm:
+    return Norm(
+        norm.weight, float(getattr(norm, "variance_epsilon", None) or norm.eps), float(type(norm).__name__ in AROUND_ONE)
+    )
+
+
 def layer_features(layer: Any, config: Any) -> Layer | None:
     """Weights, in place, and features of a layer; None where the fused layer cannot stand in for it."""
     if type(layer).__name__ not in LLAMA_LIKE:
@@ -43,7 +57,7 @@ def layer_features(layer: Any, config: Any) -> Layer | None:
     q, k, v = _split(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), config)
     gate, up = _split(mlp, "gate_up_proj", ("gate_proj", "up_proj"), config)
     none = torch.zeros(0)
-    norm = layer.input_layernorm
+    norm = norm_features(layer.input_layernorm)
     window = attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None)
     return Layer(
         input_norm=norm.weight,
@@ -62,8 +76,8 @@ def layer_features(layer: Any, config: Any) -> Layer | None:
         q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else none,
         k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else none,
         head_dim=int(attention.head_dim),
-        eps=float(getattr(norm, "variance_epsilon", None) or norm.eps),
-        norm_offset=float(type(norm).__name__ in AROUND_ONE),
+        eps=norm.eps,
+        norm_offset=norm.offset,
         scaling=float(attention.scaling),
         residual=float(getattr(layer, "residual_multiplier", 1.0)),
         window=int(window or 0),

@@ -170,7 +170,11 @@ class Window:
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor | None:
         """The states of token ids at depth 0, where the model's embedding alone gives them."""
-        return None if self.fused is None or self.fused.embedding is None else self.fused.embedding(ids.to(self.model.device))
+        embedding = None if self.fused is None else self.fused.embedding
+        if embedding is None:
+            return None
+        ids = ids.to(self.model.device)
+        return torch.embedding(embedding.weight, ids) if type(embedding) is nn.Embedding else embedding(ids)
 
     def head(
         self,

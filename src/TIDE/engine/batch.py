@@ -67,29 +67,34 @@ class Batch:
 
     def stops(self, rows: list[int]) -> set[int]:
         """Those of `rows` that stop with their newest token."""
-        stopped: set[int] = set()
-        for columns, group in by_value(rows, [self.columns(row) for row in rows]).items():
-            flags = self._criteria(self.ids[group, :columns], None)
-            stopped.update(row for row, flag in zip(group, flags.tolist(), strict=True) if flag)
+        is_quick = all(type(one) in QUICK for one in self._criteria)
+        stopped = {row for row in rows if self._stops(row)} if is_quick else self._asked(rows)
         for row in rows:
             if self._limit is not None and self.size[row] >= self._limit and row not in stopped:
                 self.cut_short[row] = True
                 stopped.add(row)
         return stopped
 
-    def stops_quickly(self, token: int) -> bool:
-        """Whether a single row stops with its newest token, where all criteria are `QUICK`: a round on a GPU is soon over."""
-        columns, stopped = self.columns(0), False
-        for one in self._criteria:
-            if isinstance(one, EosTokenCriteria):
-                stopped |= token in self._ends
-            elif isinstance(one, MaxLengthCriteria):
-                stopped |= columns >= one.max_length
-            else:
-                stopped |= time.time() - one.initial_timestamp > one.max_time
-        if self._limit is not None and self.size[0] >= self._limit and not stopped:
-            self.cut_short[0] = stopped = True
+    def _asked(self, rows: list[int]) -> set[int]:
+        """What the criteria say."""
+        stopped: set[int] = set()
+        for columns, group in by_value(rows, [self.columns(row) for row in rows]).items():
+            flags = self._criteria(self.ids[group, :columns], None)
+            stopped.update(row for row, flag in zip(group, flags.tolist(), strict=True) if flag)
         return stopped
+
+    def _stops(self, row: int) -> bool:
+        """What they would say where all are `QUICK`: asking them takes as long as a small kernel."""
+        for one in self._criteria:
+            if isinstance(one, MaxLengthCriteria):
+                done = self.columns(row) >= one.max_length
+            elif isinstance(one, MaxTimeCriteria):
+                done = time.time() - one.initial_timestamp > one.max_time
+            else:
+                done = int(self.ids[row, self.columns(row) - 1]) in self._ends
+            if done:
+                return True
+        return False
 
     @functools.cached_property
     def _ends(self) -> set[int]:

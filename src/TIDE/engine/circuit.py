@@ -12,7 +12,7 @@ A circuit outlives its request and serves the next one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,7 +82,7 @@ class Circuit:
         exit_: Exit | None,
         context: int | None = None,
     ) -> None:
-        whole = dict(dtype=torch.long, device=like.device)
+        whole: dict[str, Any] = dict(dtype=torch.long, device=like.device)
         self.columns = columns
         self.exit = exit_
         self.turns = turns

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from TIDE.adapters.features import layer_features
+from TIDE.adapters.features import layer_features, norm_features
 from TIDE.adapters.window import Feed, Window
 from TIDE.engine.check import TOLERANCE, TOLERANCE_HALF, first_difference
 from TIDE.engine.gpu_layers import GPULayers
@@ -87,7 +87,8 @@ class FusedLayers:
             exits = compiled_exits(weight.device, weight.dtype)
             assert exits is not None, "there is compiled code for layers and none for exits"
             self._rough = RoughHead(weight, vocabulary, exits)
-        return self._rough(self.norm(states))
+        gain, eps, offset = norm_features(self.norm)
+        return self._rough(self.ops.norm(states.numpy(), gain.detach().numpy(), eps, offset))
 
 
 def fuse(window: Window) -> None:

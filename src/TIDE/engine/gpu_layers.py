@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from TIDE.adapters.features import AROUND_ONE
+from TIDE.adapters.features import norm_features
 from TIDE.adapters.window import Window
 from TIDE.engine.circuit import Circuit, Room, Turns
 from TIDE.engine.round_layers import RoundLayers
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass
 from TIDE.routing.exits import Exit
-
-
-class Norm(NamedTuple):
-    """The model's last norm."""
-
-    weight: torch.Tensor
-    eps: float
-    offset: float
 
 
 class GPULayers(RoundLayers):
@@ -41,16 +33,11 @@ class GPULayers(RoundLayers):
         """Whether whole rounds can run on the device; not before the layers were checked."""
         return self.is_checked and self.rotary is not None and self.is_constant and self.without_rounds is None
 
-    @property
-    def last_norm(self) -> Norm:
-        norm: Any = self.norm
-        eps = float(getattr(norm, "variance_epsilon", None) or norm.eps)
-        return Norm(norm.weight, eps, float(type(norm).__name__ in AROUND_ONE))
-
     def through(
         self, circuit: Circuit, span: range, states: torch.Tensor, own: slice, most: int, taps: tuple[int, ...]
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Take tokens of a round through layers: their (n, hidden) states change. Those at the depths of `taps` are shown."""
+        assert circuit.turns is not None
         going = circuit.going(states, own, circuit.turns)
         for index in span:
             self.ops.decoder_layer(self.layers[index], going, circuit.keys[index], circuit.values[index], most)
@@ -64,7 +51,7 @@ class GPULayers(RoundLayers):
         if self.norm is None:
             super().choose(states, token, best, signals)
         else:
-            self.exits.best_tokens(self.ops.norm(states, *self.last_norm), self.head, best, token, signals)
+            self.exits.best_tokens(self.ops.norm(states, *norm_features(self.norm)), self.head, best, token, signals)
 
     def _circuit(self, columns: int, exit_: Exit | None) -> Circuit:
         rooms = [Room(len(layer.k) // layer.head_dim, layer.head_dim, layer.head_dim) for layer in self.layers]

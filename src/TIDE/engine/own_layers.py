@@ -80,7 +80,7 @@ class OwnLayers(RoundLayers):
         with window.grad_off():
             cache = SegmentCache(1, [range(last)], window.stores, columns)
             run(cache, 0, BEFORE)
-            self._rooms = [Room(*own.keys.shape[1::2], own.values.shape[3]) for own in cache.layers]
+            self._rooms = [Room(own.keys.shape[1], own.keys.shape[3], own.values.shape[3]) for own in cache.layers]
             expected = run(cache, BEFORE, BEFORE + TOGETHER)
             circuit, own = self._circuit(columns, None), slice(0, TOGETHER)
             run(circuit.cache(window.stores, columns), 0, BEFORE)

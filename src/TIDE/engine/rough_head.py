@@ -25,10 +25,10 @@ class RoughHead:
         first = len(rows) // LIKELY if vocabulary is None else len(rows)
         self.likely, self.others = (exits.cpu_ops.in_bytes(part) for part in (rows[:first], rows[first:]))
 
-    def __call__(self, normed: torch.Tensor) -> torch.Tensor:
+    def __call__(self, normed: np.ndarray) -> torch.Tensor:
         """(n, hidden) normed states -> (n, tokens) logits, or (n, likely tokens)."""
-        linear, states = self.exits.cpu_ops.linear, normed.numpy()
-        found = linear(states, self.likely)
+        linear = self.exits.cpu_ops.linear
+        found = linear(normed, self.likely)
         if len(self.others.values) and self.exits.signals(found)[:, 0].min() < SURE:
-            found = np.concatenate([found, linear(states, self.others)], 1)
+            found = np.concatenate([found, linear(normed, self.others)], 1)
         return torch.from_numpy(found)

@@ -184,7 +184,7 @@ class Rounds:
             self.batch.append(0, token)
             self.batch.final[0] += 1
             self.stats.count_token(self.depth if step < len(tokens) else self.stats.num_layers, step)
-            if self.batch.stops_quickly(token):
+            if self.batch.stops([0]):
                 self.batch.finished[0] = True
                 return step
         return len(tokens)
@@ -212,8 +212,9 @@ class Rounds:
         memory, width = self.circuit.memory, states.shape[1]
         depths = [] if memory is None else memory_depths(self.window.num_layers, memory.head.sizes.memories)
         for depth, found in self.fused.through(self.circuit, span, states, own, most, tuple(depths)):
-            place = depths.index(depth) * width
-            self.fused.exits.centred(found, None, memory.parts[own, place : place + width], EPS)
+            if memory is not None:
+                place = depths.index(depth) * width
+                self.fused.exits.centred(found, None, memory.parts[own, place : place + width], EPS)
 
     def _shallow(self, step: int, most: int) -> None:
         """The token of a draft step to the checkpoint."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers import LogitsProcessorList
 
@@ -94,10 +95,15 @@ def _speculative(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
 
 
 def _best(scores: torch.Tensor) -> list[int]:
-    on_cpu = scores.device.type == "cpu"  # where numpy is ten times as quick as torch
-    tokens = torch.from_numpy(scores.numpy().argmax(-1)) if on_cpu else scores.argmax(-1)
-    _refuse_nan(scores.gather(1, tokens[:, None]))  # argmax points at a NaN if there is one
-    return tokens.tolist()
+    if scores.device.type == "cpu":  # where numpy is ten times as quick as torch
+        found = scores.numpy()
+        tokens = found.argmax(-1)  # points at a NaN if there is one
+        if np.isnan(found[range(len(found)), tokens]).any():
+            raise FloatingPointError(NAN)
+        return [int(token) for token in tokens]
+    best = scores.max(-1)
+    _refuse_nan(best.values)
+    return best.indices.tolist()
 
 
 def _refuse_nan(values: torch.Tensor) -> None:

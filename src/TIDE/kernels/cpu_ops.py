@@ -11,7 +11,7 @@ from TIDE.kernels import cpu_products
 from TIDE.kernels.cpu_products import ZERO, _dot, _padded, _products
 from TIDE.kernels.layer import GELU_TANH, GROUP, SILU, Bytes, Layer, Pass
 
-VERSION = 2  # counts changes of what is compiled here, for those who keep it compiled into their own code
+VERSION = 3  # counts changes of what is compiled here, for those who keep it compiled into their own code
 
 # Compiled code is kept for as long as this file does not change, so this file says what it was compiled for.
 assert " ".join(Layer._fields) == (
@@ -19,7 +19,7 @@ assert " ".join(Layer._fields) == (
     "residual window activation rotary"
 )
 assert " ".join(Pass._fields) == "x cos sin rows origins start width"
-assert cpu_products.VERSION == 1
+assert cpu_products.VERSION == 2
 
 
 def use_threads(count: int) -> None:
@@ -35,6 +35,13 @@ def decoder_layer(layer: Layer, tokens: Pass, keys: np.ndarray, values: np.ndarr
 def linear(x: np.ndarray, weight: np.ndarray | Bytes) -> np.ndarray:
     """(n, k), (m, k) -> (n, m)"""
     return _linear(_padded(x), weight, x[:0, 0])[: len(x)]
+
+
+def norm(x: np.ndarray, weight: np.ndarray, eps: float, offset: float) -> np.ndarray:
+    """(n, k) -> (n, k): `reference.norm`"""
+    out = np.empty_like(x)
+    _norm(x, out, weight, np.float32(eps), np.float32(offset))
+    return out
 
 
 def in_bytes(weight: np.ndarray) -> Bytes:

@@ -1,7 +1,7 @@
 """Products of a few tokens with a weight, in compiled CPU code (numba), arranged by how memory likes to be read.
 
-    tokens 1, 2       a thread streams through the rows of a weight, one after the other
-    3, 4, 5, 6, 8     two rows from the two halves of the matrix: two streams, and all sums of two rows in registers
+    1 token           a thread streams through the rows of a weight, one after the other
+    2 to 6, 8         two rows from the two halves of the matrix: two streams, and all sums of two rows in registers
     more              four neighbouring rows and four tokens at a time: arithmetic is the limit here
 
 The sums are spelt out, a variable each, because that is what makes them registers. Tokens are padded to the next count there
@@ -17,7 +17,7 @@ from numba.extending import overload
 
 from TIDE.kernels.layer import GROUP, Bytes
 
-VERSION = 1  # counts changes of what is compiled here, for those who keep it compiled into their own code
+VERSION = 2  # counts changes of what is compiled here, for those who keep it compiled into their own code
 ZERO = np.float32(0)
 
 # Compiled code is kept for as long as this file does not change, so this file says what it was compiled for.
@@ -62,7 +62,7 @@ def _of_floats(x, weight):  # type: ignore[no-untyped-def]
         _products_8(x, weight, out)
     else:
         _products_many(x, weight, out)
-    if len(weight) % 2 and 3 <= len(x) <= 8:  # the row that has no other half
+    if len(weight) % 2 and 2 <= len(x) <= 8:  # the row that has no other half
         for t in range(len(x)):
             out[t, -1] = _dot(weight[-1], x[t])
     return out
@@ -83,14 +83,19 @@ def _products_1(x, weight, out):  # type: ignore[no-untyped-def]
 
 @njit(fastmath=True, parallel=True, cache=True)
 def _products_2(x, weight, out):  # type: ignore[no-untyped-def]
+    half = len(weight) // 2
     x0, x1 = x[0], x[1]
-    for o in prange(len(weight)):
-        w = weight[o]
-        a0 = a1 = ZERO
-        for k in range(len(w)):
-            a0 += w[k] * x0[k]
-            a1 += w[k] * x1[k]
+    for o in prange(half):
+        w0, w1 = weight[o], weight[half + o]
+        a0 = a1 = b0 = b1 = ZERO
+        for k in range(len(w0)):
+            v, w = w0[k], w1[k]
+            a0 += v * x0[k]
+            b0 += w * x0[k]
+            a1 += v * x1[k]
+            b1 += w * x1[k]
         out[0, o], out[1, o] = a0, a1
+        out[0, half + o], out[1, half + o] = b0, b1
 
 
 @njit(fastmath=True, parallel=True, cache=True)
