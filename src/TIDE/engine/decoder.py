@@ -138,7 +138,8 @@ class Decoder:
             return None
         positions = [self.segments.length(segment - 1, row) - 1 for row in rows]
         states = [self.segments.entering(segment, row, at, at + 1) for row, at in zip(rows, positions, strict=True)]
-        candidates = Candidates(self.plan.spans[segment].start, torch.cat(states), rows, positions)
+        joined = states[0] if len(states) == 1 else torch.cat(states)
+        candidates = Candidates(self.plan.spans[segment].start, joined, rows, positions)
         scores = self.policy.score(candidates)
         if scores.shape != (len(rows),):
             raise ValueError(

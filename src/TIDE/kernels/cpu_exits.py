@@ -47,17 +47,17 @@ def signals(logits: np.ndarray) -> np.ndarray:
 
 
 def router_scores(states: np.ndarray, logits: np.ndarray, weights: tuple[np.ndarray, ...], eps: float) -> np.ndarray:
-    """(n, hidden) guesses and (n, vocabulary) logits -> (n,) raw scores: `Router.raw` of `Router.features`.
+    """(n, hidden) guesses and (n, vocabulary) logits -> (n,) scores: `Router.forward`.
 
     Args:
-        weights: of the router: down, its bias, up, its bias.
+        weights: of the router: down, its bias, up, its bias, temperature, offset.
     """
     return _router_scores(states, signals(logits), weights, eps)
 
 
 @njit(fastmath=True, cache=True)
 def _router_scores(states, signals, weights, eps):  # type: ignore[no-untyped-def]
-    down, down_bias, up, up_bias = weights
+    down, down_bias, up, up_bias, temperature, offset = weights
     features, out = np.empty(down.shape[1], np.float32), np.empty(len(states), np.float32)
     for t in range(len(states)):
         _normed_parts(states[t : t + 1], features[None, : states.shape[1]], states.shape[1], np.float32(eps))
@@ -66,7 +66,7 @@ def _router_scores(states, signals, weights, eps):  # type: ignore[no-untyped-de
         for o in range(len(down)):
             x = _dot(down[o], features) + down_bias[o]
             total += up[0, o] * x / (np.float32(1) + math.exp(-x))
-        out[t] = total
+        out[t] = np.float32(1) / (np.float32(1) + math.exp(-(total / temperature[0] + offset[0])))
     return out
 
 

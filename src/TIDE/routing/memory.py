@@ -77,7 +77,7 @@ class HeadMemory:
                 fed[row] = self.fed[row] = span.stop
                 if span.stop > newest[row]:
                     found[row] = own
-        return torch.stack([found[row] for row in newest])
+        return _stacked([found[row] for row in newest])
 
     def finished(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Memories, keys and values of a row, as far as its tokens have run all layers."""
@@ -115,7 +115,7 @@ class HeadMemory:
         """Take spans of positions into the head; (n, hidden) guesses at their ends. The others only leave K/V: what comes
         after them has true memories."""
         if self.compiled is not None and max(map(len, spans)) <= MOST_TOKENS:
-            guesses = torch.stack([self._through_compiled(self.compiled, *one) for one in zip(rows, spans, strict=True)])
+            guesses = _stacked([self._through_compiled(self.compiled, *one) for one in zip(rows, spans, strict=True)])
         else:
             guesses = self._through(rows, spans)
         for row, span, guess in zip(rows, spans, guesses, strict=True):
@@ -157,6 +157,11 @@ class HeadMemory:
             more = max(length + ROOM, 2 * room) - room
             for name in ("_shallow", "_deep", "_before", "_keys", "_values"):
                 setattr(self, name, F.pad(getattr(self, name), (0, 0, 0, more)))
+
+
+def _stacked(rows: list[torch.Tensor]) -> torch.Tensor:
+    """(n, hidden); one row is not copied."""
+    return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
 
 def _pieces(parts: list[_Shown]) -> Iterator[tuple[int, torch.Tensor]]:

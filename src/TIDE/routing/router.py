@@ -40,14 +40,13 @@ class Router(nn.Module):
         """(n, hidden) states and, where the router takes signals, (n, vocabulary) logits -> (n,) scores."""
         ops = compiled_exits(states.device, states.dtype) if self.signals and len(states) <= MOST_TOKENS else None
         if ops is None:
-            raw = self.raw(self.features(states, logits))
-        else:
-            assert logits is not None, "this router takes the exit's logits too"
-            raw = torch.from_numpy(ops.router_scores(states.numpy(), logits.numpy(), self._arrays(), EPS))
-        return torch.sigmoid(raw / self.temperature + self.offset)
+            return torch.sigmoid(self.raw(self.features(states, logits)) / self.temperature + self.offset)
+        assert logits is not None, "this router takes the exit's logits too"
+        return torch.from_numpy(ops.router_scores(states.numpy(), logits.numpy(), self._arrays(), EPS))
 
     def _arrays(self) -> tuple[Any, ...]:
-        return tuple(x.detach().numpy() for x in (self.down.weight, self.down.bias, self.up.weight, self.up.bias))
+        weights = self.down.weight, self.down.bias, self.up.weight, self.up.bias, self.temperature[None], self.offset[None]
+        return tuple(x.detach().numpy() for x in weights)
 
     def features(self, states: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
         """What the MLP sees, (n, hidden + signals)."""
