@@ -16,6 +16,7 @@ SOURCE = ROOT / "src" / "TIDE"
 LEVEL = {
     "config": 0,
     "stats": 0,
+    "run": 0,
     "kernels": 0,
     "adapters": 1,
     "routing": 2,

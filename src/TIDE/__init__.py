@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from TIDE.calibration.certify import certify
     from TIDE.calibration.tune import tune
     from TIDE.config import TIDEConfig
+    from TIDE.engine.conversation import Conversation
     from TIDE.engine.engine import TIDE
+    from TIDE.engine.huggingface import custom_generate, pipeline
+    from TIDE.engine.record import record
     from TIDE.models.default import default_router
     from TIDE.models.load import load_model
     from TIDE.routing.certificate import Certificate
     from TIDE.routing.policy import Candidates, ExitPolicy
     from TIDE.routing.router_file import RouterFile
+    from TIDE.run import Run
     from TIDE.stats import ExitStats
 
 _HOME = {
@@ -33,28 +37,38 @@ _HOME = {
     "Candidates": "TIDE.routing.policy",
     "RouterFile": "TIDE.routing.router_file",
     "Certificate": "TIDE.routing.certificate",
+    "Conversation": "TIDE.engine.conversation",
     "load_model": "TIDE.models.load",
     "default_router": "TIDE.models.default",
     "calibrate": "TIDE.calibration.calibrate",
     "analyze": "TIDE.calibration.analyze",
     "certify": "TIDE.calibration.certify",
     "tune": "TIDE.calibration.tune",
+    "custom_generate": "TIDE.engine.huggingface",
+    "pipeline": "TIDE.engine.huggingface",
+    "record": "TIDE.engine.record",
+    "Run": "TIDE.run",
 }
 
 __all__ = [
     "TIDE",
     "Candidates",
     "Certificate",
+    "Conversation",
     "ExitPolicy",
     "ExitStats",
     "RouterFile",
+    "Run",
     "TIDEConfig",
     "__version__",
     "analyze",
     "calibrate",
     "certify",
+    "custom_generate",
     "default_router",
     "load_model",
+    "pipeline",
+    "record",
     "tune",
 ]
 

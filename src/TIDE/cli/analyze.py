@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
+from TIDE.cli.errors import one_line
 
+
+@one_line
 def analyze(
     model: Annotated[str, typer.Argument(help="'default', a hub id, or a local path.")],
     samples: Annotated[int, typer.Option(min=1, help="How many texts.")] = 200,
@@ -27,15 +30,11 @@ def analyze(
     from TIDE.plots.analysis import check_figure, plot_analysis
 
     disable_progress_bar()
-    try:
-        if figure is not None:
-            check_figure(figure)
-        config = TIDE.TIDEConfig(calibration_dataset=dataset)
-        loaded = TIDE.load_model(model)
-        found = TIDE.analyze(loaded.model, loaded.tokenizer, config, samples=samples, heads=heads, quick=quick)
-        if figure is not None:
-            plot_analysis(found, figure)
-    except (ImportError, OSError, ValueError) as problem:
-        typer.echo(str(problem), err=True)
-        raise typer.Exit(1) from problem
+    if figure is not None:
+        check_figure(figure)
+    config = TIDE.TIDEConfig(calibration_dataset=dataset)
+    loaded = TIDE.load_model(model)
+    found = TIDE.analyze(loaded.model, loaded.tokenizer, config, samples=samples, heads=heads, quick=quick)
+    if figure is not None:
+        plot_analysis(found, figure)
     typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else found.table())

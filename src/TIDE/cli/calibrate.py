@@ -7,11 +7,13 @@ import logging
 
 import typer
 
+from TIDE.cli.errors import one_line
 from TIDE.config import TIDEConfig
 
 DEFAULTS = TIDEConfig()
 
 
+@one_line
 def calibrate(
     model: str = typer.Argument(..., help="'default', a hub id, or a local path."),
     output: str = typer.Option("router.safetensors", "--output", "-o", help="Router file: .safetensors or .pt."),
@@ -58,7 +60,4 @@ def calibrate(
     except KeyboardInterrupt:
         typer.echo(f"\ninterrupted; nothing was written to {output}. Go on with --resume.", err=True)
         raise typer.Exit(130) from None
-    except (OSError, ValueError, ImportError) as problem:
-        typer.echo(f"error: {problem}", err=True)
-        raise typer.Exit(1) from None
     typer.echo(json.dumps(file.as_dict()) if as_json else f"{file.summary()}\n\nwritten: {output}")

@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
+from TIDE.cli.errors import one_line
 from TIDE.cli.router import Router, router_path
 
 
+@one_line
 def certify(
     model: Annotated[str, typer.Argument(help="'default', a hub id, or a local path.")],
     prompts: Annotated[Path, typer.Option(help="A .jsonl file of held-out prompts.")],
@@ -36,23 +38,19 @@ def certify(
     from TIDE.routing.storage import check_suffix
 
     disable_progress_bar()
-    try:
-        source = router_path(model, router)
-        shipped = source == Path(TIDE.default_router())
-        target = output or (None if shipped else source)
-        if target is not None:
-            check_suffix(target)
-        # with a threshold, whichever, nobody asks for a certificate the file may have already
-        config = TIDE.TIDEConfig(mode="fast", kv_cache_strategy=kv_cache_strategy, exit_threshold=1.0)
-        loaded = TIDE.load_model(model)
-        asked = load_prompts(prompts, loaded.tokenizer, limit)
-        with TIDE.TIDE(loaded.model, source, config) as engine:
-            found = TIDE.certify(engine, asked, risk, confidence, loss=loss, new_tokens=new_tokens)
-        if target is not None:
-            add_certificate(source, found, target)
-    except (OSError, ValueError, ImportError) as problem:
-        typer.echo(str(problem), err=True)
-        raise typer.Exit(1) from problem
+    source = router_path(model, router)
+    shipped = source == Path(TIDE.default_router())
+    target = output or (None if shipped else source)
+    if target is not None:
+        check_suffix(target)
+    # with a threshold, whichever, nobody asks for a certificate the file may have already
+    config = TIDE.TIDEConfig(mode="fast", kv_cache_strategy=kv_cache_strategy, exit_threshold=1.0)
+    loaded = TIDE.load_model(model)
+    asked = load_prompts(prompts, loaded.tokenizer, limit)
+    with TIDE.TIDE(loaded.model, source, config) as engine:
+        found = TIDE.certify(engine, asked, risk, confidence, loss=loss, new_tokens=new_tokens)
+    if target is not None:
+        add_certificate(source, found, target)
     typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else found.summary())
     typer.echo(
         f"written: {target}" if target else "not written: the shipped file stays as it is. Keep it with -o FILE.", err=True

@@ -1,103 +1,83 @@
-"""`tide demo`: the same prompt through `model.generate` and through TIDE, timed in one run."""
+"""`tide demo`: a prompt through `model.generate` and through TIDE, timed in one run, and where its tokens were decided."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+import json
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+from TIDE.cli.colours import Pieces, legend, painted, show
+from TIDE.cli.errors import one_line
+from TIDE.cli.turns import by_turns
+from TIDE.run import prepared
 
 if TYPE_CHECKING:
     import torch
 
 PROMPT = "Give me three short reasons to learn to cook."
+ROUNDS = 3
+NAMES = {"generate": "model.generate", "exits_off": "TIDE, exits off", "exact": "TIDE, exact exits"}
 
 
-class Timed(NamedTuple):
-    ids: torch.Tensor
-    tokens_per_second: float
-
-
+@one_line
 def demo(
     prompt: str = typer.Option(PROMPT, help="What to ask the model."),
     model: str = typer.Option("default", help="'default', a hub id, or a local path."),
     max_new_tokens: int = typer.Option(64, min=1, help="Longest answer, in tokens."),
+    as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
 ) -> None:
-    """Show TIDE at work on the embedded default model."""
+    """Show TIDE at work on the embedded default model: the same text, faster."""
     from transformers.utils.logging import disable_progress_bar
 
     import TIDE
 
     disable_progress_bar()
     loaded = TIDE.load_model(model)
-    inputs = chat_inputs(loaded.tokenizer, prompt).to(loaded.model.device)
-    length = inputs["input_ids"].shape[1]
+    inputs = prepared(loaded.tokenizer, prompt).to(loaded.model.device)
     options = dict(inputs, max_new_tokens=max_new_tokens, do_sample=False)
+    router = TIDE.default_router() if model == "default" else None
+    with TIDE.TIDE(loaded.model, router) as engine:
+        found = _compare(engine, options, inputs["input_ids"].shape[1], with_exits=router is not None)
+        if as_json:
+            typer.echo(json.dumps(dict(prompt=prompt, model=model, **found)))
+        else:
+            show(f"prompt: {prompt}\n\n{_answer(engine, loaded.tokenizer, found.pop('ids'))}\n\n{_table(found)}")
+            typer.echo(engine.last_stats.summary())
+            typer.echo("\ndocs/benchmarks.md says what this brings on other prompts and machines.")
+    raise typer.Exit(0 if all(found["same_text"].values()) else 1)
 
-    same = _compare_exits_off(loaded.model, loaded.tokenizer, prompt, options, length)
-    if model == "default":
-        same &= _show_exits(loaded.model, options, length)
-    raise typer.Exit(0 if same else 1)
 
-
-def _compare_exits_off(model: Any, tokenizer: Any, prompt: str, options: dict[str, Any], length: int) -> bool:
+def _compare(engine: Any, options: dict[str, Any], prompt_tokens: int, with_exits: bool) -> dict[str, Any]:
+    """Tokens per second of each way, and whether they wrote the same."""
     import torch
 
-    import TIDE
+    def exits_off() -> torch.Tensor:
+        with engine.using(engine.config, exits=False):
+            found: torch.Tensor = engine.generate(**options)
+            return found
 
-    with TIDE.TIDE(model) as engine:
-        plain, ours = _interleaved(lambda: model.generate(**options), lambda: engine.generate(**options), length, rounds=3)
-        stats = engine.last_stats
-    same = torch.equal(plain.ids, ours.ids)
-    ratio = ours.tokens_per_second / plain.tokens_per_second
-    typer.echo(f"prompt: {prompt}\n")
-    typer.echo(tokenizer.decode(ours.ids[0, length:], skip_special_tokens=True).strip() + "\n")
-    typer.echo(f"model.generate      {plain.tokens_per_second:6.1f} tok/s")
-    typer.echo(f"TIDE, exits off     {ours.tokens_per_second:6.1f} tok/s   ({ratio:.2f}x)   same text {_yes(same)}")
-    typer.echo(f"layers run, prompt included: {stats.layers_run}\n")
-    return same
-
-
-def _show_exits(model: Any, options: dict[str, Any], length: int) -> bool:
-    """The same prompt with the exits of the shipped router file, mode exact."""
-    import torch
-
-    import TIDE
-
-    with TIDE.TIDE(model, TIDE.default_router()) as engine:
-        plain, ours = _interleaved(lambda: model.generate(**options), lambda: engine.generate(**options), length, rounds=2)
-        stats = engine.last_stats
-    same = torch.equal(plain.ids, ours.ids)
-    ratio = ours.tokens_per_second / plain.tokens_per_second
-    typer.echo(f"TIDE, exact exits   {ours.tokens_per_second:6.1f} tok/s   ({ratio:.2f}x)   same text {_yes(same)}")
-    typer.echo(stats.summary())
-    typer.echo("\ndocs/benchmarks.md says what they bring on other prompts and machines.")
-    return same
+    runs = {"generate": lambda: engine.model.generate(**options), "exits_off": exits_off}
+    if with_exits:
+        runs["exact"] = lambda: engine.generate(**options)
+    timed = by_turns(runs, prompt_tokens, ROUNDS)
+    last = list(runs)[-1]
+    ids = runs[last]()[0, prompt_tokens:].tolist()  # once more, so that what the engine noted last is of these tokens
+    same = {name: torch.equal(own.ids, timed["generate"].ids) for name, own in timed.items() if name != "generate"}
+    return dict(ids=ids, tokens_per_second={name: own.speed for name, own in timed.items()}, same_text=same)
 
 
-def _yes(same: bool) -> str:
-    return "yes" if same else "NO"
+def _table(found: dict[str, Any]) -> str:
+    speeds, same = found["tokens_per_second"], found["same_text"]
+    lines = [f"{NAMES['generate']:20}{speeds['generate']:6.1f} tok/s"]
+    for name, is_same in same.items():
+        ratio = speeds[name] / speeds["generate"]
+        lines.append(f"{NAMES[name]:20}{speeds[name]:6.1f} tok/s   ({ratio:.2f}x)   same text {'yes' if is_same else 'NO'}")
+    return "\n".join(lines) + "\n"
 
 
-def chat_inputs(tokenizer: Any, prompt: str) -> Any:
-    """The prompt in the model's chat template, where it has one."""
-    if tokenizer.chat_template is None:
-        return tokenizer(prompt, return_tensors="pt")
-    messages = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-
-
-def _interleaved(
-    first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor], prompt_length: int, rounds: int
-) -> tuple[Timed, Timed]:
-    """Both by turns, after a warm-up each; the best of each, since noise only ever slows down."""
-    best = [Timed(first(), 0.0), Timed(second(), 0.0)]
-    for _ in range(rounds):
-        for index, run in enumerate((first, second)):
-            start = time.perf_counter()
-            ids = run()
-            speed = (ids.shape[1] - prompt_length) / (time.perf_counter() - start)
-            if speed > best[index].tokens_per_second:
-                best[index] = Timed(ids, speed)
-    return best[0], best[1]
+def _answer(engine: Any, tokenizer: Any, ids: list[int]) -> str:
+    """The text, each token in the colour of its depth, and a legend."""
+    pieces, layers, decided = Pieces(tokenizer), engine.last_stats.num_layers, engine.last_decided[0]
+    text = "".join(painted(pieces.add(token), own.depth, layers) for token, own in zip(ids, decided, strict=True))
+    return f"{text}\n\n{legend([own.depth for own in decided], layers)}"

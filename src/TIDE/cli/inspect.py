@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
+from TIDE.cli.errors import one_line
 
+
+@one_line
 def inspect(
     file: Annotated[Path, typer.Argument(help="A router file, .safetensors or .pt.")],
     model: Annotated[
@@ -19,12 +22,8 @@ def inspect(
     """Print what a router file holds: model, checkpoints, configuration, training facts and measured figures."""
     from TIDE.routing.router_file import RouterFile
 
-    try:
-        held = RouterFile.load(file)
-        backend = None if model is None else _backend(model, file)
-    except (OSError, ValueError) as problem:
-        typer.echo(str(problem), err=True)
-        raise typer.Exit(1) from problem
+    held = RouterFile.load(file)
+    backend = None if model is None else _backend(model, file)
     runs = {} if backend is None else {"backend": backend}
     if as_json:
         typer.echo(json.dumps(held.as_dict() | runs, indent=2))

@@ -8,11 +8,13 @@ from typing import Annotated
 
 import typer
 
+from TIDE.cli.errors import one_line
 from TIDE.cli.router import Router, router_path
 
 PROMPTS = 16
 
 
+@one_line
 def tune(
     model: Annotated[str, typer.Argument(help="'default', a hub id, or a local path.")],
     prompts: Annotated[Path, typer.Option(help="A .jsonl file of prompts.")],
@@ -38,19 +40,13 @@ def tune(
     from TIDE.plots.tuning import plot_tuning
 
     disable_progress_bar()
-    try:
-        if plot is not None:
-            check_figure(plot)
-        source = router_path(model, router)
-        loaded = TIDE.load_model(model)
-        asked = load_prompts(prompts, loaded.tokenizer, limit)
-        with TIDE.TIDE(loaded.model, source) as engine:
-            found = TIDE.tune(
-                engine, asked, new_tokens=new_tokens, thresholds=threshold or THRESHOLDS, strategies=strategy or None
-            )
-        if plot is not None:
-            plot_tuning(found, plot)
-    except (OSError, ValueError, ImportError) as problem:
-        typer.echo(str(problem), err=True)
-        raise typer.Exit(1) from problem
+    if plot is not None:
+        check_figure(plot)
+    source = router_path(model, router)
+    loaded = TIDE.load_model(model)
+    asked = load_prompts(prompts, loaded.tokenizer, limit)
+    with TIDE.TIDE(loaded.model, source) as engine:
+        found = TIDE.tune(engine, asked, new_tokens=new_tokens, thresholds=threshold or THRESHOLDS, strategies=strategy or None)
+    if plot is not None:
+        plot_tuning(found, plot)
     typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else found.table())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
+from typing import NamedTuple
 
 import torch
 from transformers import StoppingCriteriaList
@@ -17,6 +18,13 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTime
 
 QUICK = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)  # criteria that need no tensors
 GROW = 256  # columns added at a time
+
+
+class Decided(NamedTuple):
+    """Where a new token was decided."""
+
+    depth: int
+    score: float | None = None  # of the router that let it out, where one was asked
 
 
 class Batch:
@@ -38,6 +46,7 @@ class Batch:
         self.final = list(self.size)  # tokens that will not change any more
         self.finished = [False] * rows
         self.cut_short = [False] * rows  # stopped by the model's context, not by the request
+        self.decided: list[list[Decided]] = [[] for _ in range(rows)]  # final new tokens of each row, in order
         self._criteria = criteria
         self._limit = limit
 
@@ -60,6 +69,11 @@ class Batch:
             self.ids = torch.nn.functional.pad(self.ids, (0, GROW))
         self.ids[row, column] = token
         self.size[row] += 1
+
+    def finish(self, row: int, depth: int, score: float | None = None) -> None:
+        """The next token of a row will not change any more."""
+        self.final[row] += 1
+        self.decided[row].append(Decided(depth, score))
 
     def truncate(self, row: int, size: int) -> None:
         assert self.final[row] <= size <= self.size[row]

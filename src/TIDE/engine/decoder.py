@@ -50,6 +50,7 @@ class Decoder:
         self.clock = Clock(self.stats.seconds)
         self.exits_in_a_row = [0] * len(batch)
         self.exits = [0] * len(batch)
+        self.scores: dict[int, float] = {}  # of the rows that leave in this step
         self.pace = pace or Pace()
         self.drafting = Drafting(batch.size, self.pace, plan.weighs) if plan.rests else None
         self.asked_before = False  # the first exit after a pause has to catch up with the text and says nothing about others
@@ -66,6 +67,15 @@ class Decoder:
     @functools.cached_property
     def verifier(self) -> Verifier:
         return Verifier(self.batch, self.chooser, self.segments, self.stats)
+
+    def go_on_from(self, other: Decoder) -> None:
+        """Take over what another decoder has run of a text that begins alike; it cannot go on itself then."""
+        if other.plan != self.plan or other._policy is not self._policy or len(self.batch) + len(other.batch) > 2:
+            return
+        ours, theirs = (own.tokens(0, 0, own.size[0]).tolist() for own in (self.batch, other.batch))
+        alike = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+        other.segments.go_on(self.batch, self.stats, min(alike, len(ours) - 1))
+        self.__dict__.update(policy=other.policy, segments=other.segments)
 
     def run(self) -> Iterator[None]:
         """Decode until every row is finished: in rounds where they suit, which on a GPU is known after the first step."""
@@ -148,6 +158,7 @@ class Decoder:
         chosen = self._chosen(candidates, scores)
         if not chosen:
             return None
+        self.scores = {rows[i]: float(scores[i]) for i in chosen}
         return Candidates(
             candidates.depth, candidates.states[chosen], [rows[i] for i in chosen], [positions[i] for i in chosen]
         )
@@ -177,6 +188,7 @@ class Decoder:
         assert self.policy is not None
         logits = self.policy.predict(leaving, self.window.head)
         drafts = self.chooser.draft(leaving.rows, logits, leaving.depth)
+        drafts = [draft._replace(score=self.scores[row]) for row, draft in zip(leaving.rows, drafts, strict=True)]
         for row in leaving.rows:
             self.exits[row] += 1
             self.exits_in_a_row[row] += 1
@@ -236,7 +248,7 @@ class Decoder:
         """Tokens that are final at once."""
         for row, token in zip(rows, tokens, strict=True):
             self.batch.append(row, token.token)
-            self.batch.final[row] = self.batch.size[row]
+            self.batch.finish(row, token.depth, token.score)
             self.stats.count_token(token.depth, self.exits_in_a_row[row])
         for row in self.batch.stops(rows):
             self.batch.finished[row] = True

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from TIDE.adapters.window import Window
 from TIDE.config import TIDEConfig
-from TIDE.engine.batch import Batch
+from TIDE.engine.batch import Batch, Decided
 from TIDE.engine.check import check_unknown
 from TIDE.engine.decoder import Decoder
 from TIDE.engine.drafting import Pace
@@ -81,6 +81,7 @@ class TIDE:
             raise
         self.pace = Pace()
         self.last_stats = ExitStats(self.window.num_layers)
+        self.last_decided: list[list[Decided]] = []  # of each row of the last request: where its new tokens were decided
         self._over = ExitStats(self.window.num_layers)  # of all requests that are over
         self._going: dict[int, ExitStats] = {}  # of those that are not, by id
 
@@ -133,27 +134,53 @@ class TIDE:
         """
         began = time.perf_counter()
         request = self._prepare(input_ids, generation_config, options)
+        if streamer is not None:
+            streamer.put(request.ids.cpu())
+        return self._answer(request, streamer, began)
+
+    def answer(self, request: Request, streamer: BaseStreamer | None = None) -> torch.Tensor:
+        """Decode what transformers has prepared: see `TIDE.custom_generate`. A streamer gets new tokens only."""
+        began = time.perf_counter()
+        self._check_usable()
+        check_ids(self.model, request.ids)
+        lengths = [request.ids.shape[1] - pad for pad in request.padding]
+        check_context(self.model, lengths, room_for=1)
+        refuse_ropes_that_change(request, self.window.rope.switches_at, context_limit(self.model))
+        return self._answer(request, streamer, began)
+
+    def _answer(self, request: Request, streamer: BaseStreamer | None, began: float) -> torch.Tensor:
         decoder = self._decoder(request, began)
         if streamer is None:
             self._finish(decoder)
         else:
-            streamer.put(request.ids.cpu())
             for column in self._columns(decoder, request):
                 streamer.put(column.cpu())
             streamer.end()
         return decoder.batch.output(request.pad_token_id).to(request.ids.device)
 
     def stream(
-        self, input_ids: torch.Tensor, *, generation_config: GenerationConfig | None = None, **options: Any
+        self,
+        input_ids: torch.Tensor,
+        *,
+        generation_config: GenerationConfig | None = None,
+        after: Callable[[Decoder], None] | None = None,
+        **options: Any,
     ) -> Iterator[int]:
-        """Yield the new tokens of one prompt as they become final. Takes what `generate` takes."""
+        """Yield the new tokens of one prompt as they become final. Takes what `generate` takes.
+
+        Args:
+            after: is shown what will decode, before it does: see `TIDE.Conversation`.
+        """
         began = time.perf_counter()
         request = self._prepare(input_ids, generation_config, options)
         if len(request.ids) != 1:
             raise ValueError(
                 f"stream takes one prompt, found {len(request.ids)}. Use generate(..., streamer=...) or one stream per prompt."
             )
-        return (int(column) for column in self._columns(self._decoder(request, began), request))
+        decoder = self._decoder(request, began)
+        if after is not None:
+            after(decoder)
+        return (int(column) for column in self._columns(decoder, request))
 
     def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """(rows, tokens, vocabulary) logits of every position; in mode "fast", the exit's where a token exits.
@@ -222,7 +249,7 @@ class TIDE:
         chooser = Chooser(request.processors, request.config.do_sample, batch)
         capacity = min(wanted, request.ids.shape[1] + FIRST_ROOM) + self.plan.max_pending
         decoder = Decoder(self.window, self.plan, self.policy, batch, chooser, capacity, self.pace, request=request)
-        self.last_stats = decoder.stats
+        self.last_stats, self.last_decided = decoder.stats, batch.decided
         self.last_stats.seconds.whole = time.perf_counter() - began
         return decoder
 

@@ -21,7 +21,7 @@ from transformers import (
     StopStringCriteria,
     SynthIDTextWatermarkingConfig,
 )
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMode, PrefixConstrainedLogitsProcessor
 
 USE_GENERATE = "use model.generate for it"
 
@@ -52,10 +52,19 @@ def prepare(
     options = dict(options)
     options["stopping_criteria"] = _with_stop_strings(configs, options)
     with _no_stop_strings(configs):
-        request = model.generate(ids, generation_config=generation_config, custom_generate=_capture, **options)
+        request: Request = model.generate(ids, generation_config=generation_config, custom_generate=_capture, **options)
+    return _accepted(request)
+
+
+def captured(model: PreTrainedModel, *given: Any, **rest: Any) -> Request:
+    """What `model.generate` hands to a `custom_generate` of the user's own call."""
+    return _accepted(_capture(model, *given, **rest))
+
+
+def _accepted(request: Request) -> Request:
     _refuse_modes(request.config)
     if len(request.ids) > 1:
-        _refuse_for_several_rows(request.config, options)
+        _refuse_for_several_rows(request)
     return request
 
 
@@ -186,10 +195,11 @@ def _refuse_modes(config: GenerationConfig) -> None:
         raise ValueError(f"TIDE does not do {', '.join(asked)}; {USE_GENERATE}.")
 
 
-def _refuse_for_several_rows(config: GenerationConfig, options: dict[str, Any]) -> None:
+def _refuse_for_several_rows(request: Request) -> None:
     """What is told which row it works on, or keeps something of all rows: TIDE's rows advance separately."""
+    config = request.config
     by_row = {
-        "prefix_allowed_tokens_fn": options.get("prefix_allowed_tokens_fn") is not None,
+        "prefix_allowed_tokens_fn": any(isinstance(one, PrefixConstrainedLogitsProcessor) for one in request.processors),
         "encoder_no_repeat_ngram_size": bool(config.encoder_no_repeat_ngram_size),
         "encoder_repetition_penalty": config.encoder_repetition_penalty not in (None, 1),
     }

@@ -181,9 +181,10 @@ class Rounds:
     def _emit(self, tokens: list[int]) -> int:
         """Put final tokens into the text, up to its end; the last is the full model's. How many there were."""
         for step, token in enumerate(tokens, 1):
+            depth = self.depth if step < len(tokens) else self.stats.num_layers
             self.batch.append(0, token)
-            self.batch.final[0] += 1
-            self.stats.count_token(self.depth if step < len(tokens) else self.stats.num_layers, step)
+            self.batch.finish(0, depth)
+            self.stats.count_token(depth, step)
             if self.batch.stops([0]):
                 self.batch.finished[0] = True
                 return step

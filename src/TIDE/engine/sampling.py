@@ -28,6 +28,7 @@ class Draft(NamedTuple):
     token: int
     depth: int  # where it was decided
     probs: torch.Tensor | None  # (vocabulary,) what it was drawn from; None: greedy
+    score: float | None = None  # of the router that let it out
 
 
 class Chooser:

@@ -95,6 +95,11 @@ class Segments:
                 *self._edges(segment), self._feed(rows, starts, [1] * len(rows)), hidden=states[:, None], kv_only=True
             )
 
+    def go_on(self, batch: Batch, stats: ExitStats, length: int) -> None:
+        """Serve another request of one row, whose text begins with so many tokens that may have run."""
+        self.batch, self.stats = batch, stats
+        self.rollback(0, length)
+
     def rollback(self, row: int, length: int) -> None:
         self.cache.rollback(row, length)
         self.pending.cut(row, length)

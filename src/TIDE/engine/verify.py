@@ -60,7 +60,7 @@ class Verifier:
             if draft is not None:
                 self._reject(row)
             self.batch.append(row, token)
-            self._final(row, self.stats.num_layers, step)
+            self._final(row, self.stats.num_layers, None, step)
             fresh.append(row)
         for row in self.batch.stops(fresh):
             self.batch.finished[row] = True
@@ -68,7 +68,7 @@ class Verifier:
 
     def _accept(self, row: int, draft: Draft, step: int) -> None:
         self.drafts[row].pop(0)
-        self._final(row, draft.depth, step)
+        self._final(row, draft.depth, draft.score, step)
         if row in self.closed and not self.drafts[row]:
             self.closed.discard(row)
             self.batch.finished[row] = True
@@ -83,8 +83,8 @@ class Verifier:
         self.closed.discard(row)
         self.batch.cut_short[row] = False
 
-    def _final(self, row: int, depth: int, step: int) -> None:
-        self.batch.final[row] += 1
+    def _final(self, row: int, depth: int, score: float | None, step: int) -> None:
+        self.batch.finish(row, depth, score)
         self.stats.count_token(depth, step)
 
 

@@ -1,0 +1,56 @@
+"""Text in a terminal, each token in a colour for the depth at which it was decided.
+
+Without colours (`NO_COLOR`, or output that is not a terminal) tokens that left early stand in brackets.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import typer
+
+from TIDE.plots.ramp import colour
+
+
+def has_colours() -> bool:
+    return not os.environ.get("NO_COLOR") and (sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR")))
+
+
+def show(text: str, nl: bool = True) -> None:
+    """Print text that may be painted."""
+    typer.echo(text, nl=nl, color=has_colours())
+
+
+def painted(text: str, depth: int, layers: int) -> str:
+    """A piece of text as the depth colours it."""
+    if not has_colours():
+        return text if depth == layers or not text.strip() else f"[{text}]"
+    red, green, blue = colour(depth / layers)
+    return f"\x1b[38;2;{red};{green};{blue}m{text}\x1b[0m"
+
+
+def legend(depths: Iterable[int], layers: int) -> str:
+    """Each depth in its own colour."""
+    names = {0: "before the first layer", layers: f"all {layers} layers"}
+    said = [painted(names.get(depth, f"after {depth} layers"), depth, layers) for depth in sorted({*depths})]
+    return "decided " + ", ".join(said)
+
+
+class Pieces:
+    """Tokens to text, a piece at a time: a character of several tokens comes with the last of them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.shown = ""
+
+    def add(self, token: int) -> str:
+        self.ids.append(token)
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        if text.endswith("\ufffd"):
+            return ""
+        piece, self.shown = text[len(self.shown) :], text
+        return piece

@@ -1,0 +1,131 @@
+"""`tide generate`: answers to prompts, as they are written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from TIDE.cli.colours import Pieces, legend, painted, show
+from TIDE.cli.errors import one_line
+from TIDE.cli.router import Router, router_path
+from TIDE.cli.settings import RUNNING, with_settings
+from TIDE.config import TIDEConfig
+from TIDE.run import prepared
+
+
+@one_line
+@with_settings(*RUNNING)
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="What to ask; '-' or nothing: standard input.")] = None,
+    *,
+    model: Annotated[str, typer.Option(help="'default', a hub id, or a local path.")] = "default",
+    file: Annotated[Path | None, typer.Option(help="A prompt per line, or .jsonl with 'prompt' or 'turns'.")] = None,
+    router: Router = None,
+    exits: Annotated[bool, typer.Option("--exits/--no-exits", help="Without, every token runs all layers.")] = True,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the most likely token each time.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="For drawing.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
+    depth: Annotated[bool, typer.Option("--depth", help="Colour each token by the depth at which it was decided.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Keep the run for tide report: a .json file; one prompt.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per prompt.")] = False,
+    config: TIDEConfig,
+) -> None:
+    """Answer prompts from arguments, a file or standard input.
+
+    tide generate "Why is the sky blue?" --depth
+
+    cat questions.txt | tide generate --max-new-tokens 64 --json
+    """
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    import TIDE
+
+    asked = read_prompts(prompts or [], file)
+    if save is not None and len(asked) > 1:
+        raise ValueError(f"--save keeps one run, found {len(asked)} prompts. Ask one at a time.")
+    disable_progress_bar()
+    source = router_path(model, router) if exits else None
+    loaded = TIDE.load_model(model)
+    options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, do_sample=temperature > 0)
+    if temperature > 0:
+        options |= dict(temperature=temperature, top_p=top_p)
+    with TIDE.TIDE(loaded.model, source, config) as engine:
+        for prompt in asked:
+            torch.manual_seed(seed)
+            inputs = prepared(loaded.tokenizer, prompt, raw).to(loaded.model.device)
+            tokens = engine.stream(**inputs, **options)
+            answer = write(engine, loaded.tokenizer, tokens, depth and not as_json, quiet=as_json)
+            if as_json:
+                typer.echo(json.dumps(record(engine, prompt, answer)))
+        if save is not None:
+            TIDE.record(engine, loaded.tokenizer, asked[0], raw=raw, **options).save(save)
+            typer.echo(f"written: {save}", err=True)
+
+
+def read_prompts(given: list[str], file: Path | None) -> list[str]:
+    """The prompts asked for, wherever they are."""
+    if file is not None and given:
+        raise ValueError("expected prompts as arguments or --file, found both. Leave one out.")
+    if file is not None:
+        return _from_lines(file.read_text("utf-8"), file.suffix == ".jsonl", str(file))
+    if given and given != ["-"]:
+        return given
+    if sys.stdin.isatty():
+        raise ValueError('expected a prompt. Give one, such as tide generate "Hello", or --file, or pipe one in.')
+    return _from_lines(sys.stdin.read(), False, "standard input")
+
+
+def _from_lines(text: str, is_json: bool, name: str) -> list[str]:
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"expected a prompt per line in {name}, found none.")
+    if not is_json:
+        return lines
+    found = []
+    for number, line in enumerate(lines, 1):
+        held = json.loads(line)
+        prompt = held.get("prompt") or (held.get("turns") or [None])[0] if isinstance(held, dict) else None
+        if not isinstance(prompt, str):
+            raise ValueError(f"expected 'prompt' or 'turns' in line {number} of {name}, found {line[:60]!r}.")
+        found.append(prompt)
+    return found
+
+
+def write(engine: Any, tokenizer: Any, tokens: Iterator[int], depth: bool, quiet: bool) -> str:
+    """Print an answer as it comes, and return it."""
+    pieces, layers = Pieces(tokenizer), engine.last_stats.num_layers
+    for number, token in enumerate(tokens):
+        piece = pieces.add(token)
+        if not quiet:
+            show(painted(piece, engine.last_decided[0][number].depth, layers) if depth else piece, nl=False)
+    if not quiet:
+        typer.echo("\n")
+    if depth:
+        depths = [decided.depth for decided in engine.last_decided[0]]
+        show(f"{legend(depths, layers)}\n{engine.last_stats.summary()}\n")
+    return pieces.shown
+
+
+def record(engine: Any, prompt: str, answer: str) -> dict[str, Any]:
+    stats = engine.last_stats
+    return dict(
+        prompt=prompt,
+        answer=answer,
+        tokens=stats.total_tokens,
+        tokens_per_second=stats.tokens_per_second,
+        seconds=stats.seconds.whole,
+        mean_depth=stats.mean_depth,
+        exit_rate=stats.exit_rate,
+        drafted=stats.drafted,
+        accepted=stats.accepted,
+        depths=[decided.depth for decided in engine.last_decided[0]],
+        backend=engine.backend,
+    )

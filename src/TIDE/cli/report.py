@@ -1,0 +1,39 @@
+"""`tide report RUN.json`: a run as a page to look at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from TIDE.cli.errors import one_line
+
+
+@one_line
+def report(
+    run: Annotated[Path, typer.Argument(help="What tide generate --save wrote.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The page; RUN.html unless given.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Draw figures into this folder too.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+) -> None:
+    """Make one HTML page of a run: every token with its depth, the router's score and the full model's word.
+
+    tide generate "Why is the sky blue?" --save run.json
+
+    tide report run.json
+    """
+    from TIDE.plots.report import write_report
+    from TIDE.plots.runs import plot_acceptance, plot_depths, plot_histogram
+    from TIDE.run import Run
+
+    held, target = Run.load(run), output or run.with_suffix(".html")
+    write_report(held, target)
+    written = [target]
+    if figures is not None:
+        figures.mkdir(parents=True, exist_ok=True)
+        for name, plot in (("histogram", plot_histogram), ("depths", plot_depths), ("acceptance", plot_acceptance)):
+            plot(held, figures / f"{name}.png")
+            written.append(figures / f"{name}.png")
+    typer.echo(json.dumps([str(path) for path in written]) if as_json else "\n".join(f"written: {path}" for path in written))

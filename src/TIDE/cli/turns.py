@@ -1,0 +1,34 @@
+"""Several ways to do the same, timed by turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Timed(NamedTuple):
+    """What a run wrote, and how fast."""
+
+    ids: torch.Tensor  # prompt and answer
+    speeds: list[float]  # tokens per second of each round, prompt included
+
+    @property
+    def speed(self) -> float:
+        return statistics.median(self.speeds)
+
+
+def by_turns(runs: dict[str, Callable[[], torch.Tensor]], prompt_tokens: int, rounds: int) -> dict[str, Timed]:
+    """Each once to warm up, then in rounds, the order turned round each time."""
+    found = {name: Timed(run(), []) for name, run in runs.items()}
+    for number in range(rounds):
+        for name in sorted(runs, reverse=bool(number % 2)):
+            began = time.perf_counter()
+            ids = runs[name]()
+            seconds = time.perf_counter() - began
+            found[name] = Timed(ids, [*found[name].speeds, (ids.shape[1] - prompt_tokens) / seconds])
+    return found

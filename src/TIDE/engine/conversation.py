@@ -1,0 +1,35 @@
+"""A conversation: requests that go on from each other, so that what their texts share is run once.
+
+    conversation = TIDE.Conversation(engine)
+    for token in conversation.stream(ids, max_new_tokens=64): ...
+    for token in conversation.stream(longer_ids, max_new_tokens=64): ...     runs what is new in them
+
+Texts may part anywhere: K/V are kept up to there. On a GPU in rounds every prompt is run as a whole, by one graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from TIDE.engine.decoder import Decoder
+from TIDE.engine.engine import TIDE
+
+
+class Conversation:
+    """Requests of one row to an engine, one after the other."""
+
+    def __init__(self, engine: TIDE) -> None:
+        self.engine = engine
+        self._last: Decoder | None = None
+
+    def stream(self, input_ids: torch.Tensor, **options: Any) -> Iterator[int]:
+        """Yield the new tokens of the next text. Takes what `TIDE.stream` takes."""
+        return self.engine.stream(input_ids, after=self._follow, **options)
+
+    def _follow(self, decoder: Decoder) -> None:
+        last, self._last = self._last, decoder
+        if last is not None:
+            decoder.go_on_from(last)

@@ -1,0 +1,85 @@
+"""A run: one answer, token by token, as it was decided. What pictures and reports are made of.
+
+run = TIDE.record(engine, tokenizer, "Why is the sky blue?", max_new_tokens=64)
+run.save("run.json")                            tide report run.json
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of the answer.
+
+    Attributes:
+        depth: layers it was decided after.
+        score: of the router that let it out, where one was asked.
+        full: what the full model says in its place, given the same text before it.
+    """
+
+    text: str
+    depth: int
+    score: float | None
+    full: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One answer, and how it came about."""
+
+    model: str
+    mode: str
+    backend: str
+    num_layers: int
+    prompt: str
+    tokens: tuple[Token, ...]
+    tokens_per_second: float
+    acceptance_by_step: dict[int, float]
+    summary: str
+    speeds: dict[str, float] = field(default_factory=dict)  # of other ways to write it, where they were timed
+
+    @property
+    def mean_depth(self) -> float:
+        return sum(token.depth for token in self.tokens) / max(1, len(self.tokens))
+
+    @property
+    def agreement(self) -> float:
+        """Share of the tokens that are the full model's."""
+        return sum(token.text == token.full for token in self.tokens) / max(1, len(self.tokens))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"version": VERSION, **asdict(self)}
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.as_dict(), indent=1), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Run:
+        """Read what `save` wrote."""
+        try:
+            held = json.loads(Path(path).read_text("utf-8"))
+            if held.pop("version") != VERSION:
+                raise KeyError("version")
+            tokens = tuple(Token(**token) for token in held.pop("tokens"))
+            steps = {int(step): share for step, share in held.pop("acceptance_by_step").items()}
+            return cls(tokens=tokens, acceptance_by_step=steps, **held)
+        except (KeyError, TypeError, AttributeError, ValueError) as problem:
+            raise ValueError(
+                f"{path} is not a run of this version: expected what tide generate --save writes (version {VERSION}), found "
+                f"{type(problem).__name__} {problem}."
+            ) from problem
+
+
+def prepared(tokenizer: Any, prompt: str, raw: bool = False) -> Any:
+    """A prompt as tensors, in the model's chat template where it has one, unless `raw`."""
+    if raw or tokenizer.chat_template is None:
+        return tokenizer(prompt, return_tensors="pt")
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -1,0 +1,146 @@
+"""`tide generate`, `tide chat` and `tide bench` on a tiny model: what they print, and a line where something is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import TIDE
+from characters import TEMPLATE, characters
+from commands import tide
+from families import build
+from router_files import made
+from TIDE.cli.app import app
+from TIDE.cli.colours import Pieces, painted
+from TIDE.plots.ramp import colour
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    build("llama").save_pretrained(folder)
+    characters(TEMPLATE).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def router(small, tmp_path_factory):
+    path = tmp_path_factory.mktemp("router") / "router.safetensors"
+    made("memory", TIDE.load_model(small).model).save(path)
+    return path
+
+
+def expected(small, prompt, **options):
+    model, tokenizer = TIDE.load_model(small)
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    ids = model.generate(**inputs, do_sample=False, **options)
+    return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_an_answer_is_printed_as_the_model_would_write_it(small, router):
+    done = tide("generate", "hello", "--model", small, "--router", router, "--max-new-tokens", "12")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.rstrip("\n") == expected(small, "hello", max_new_tokens=12).rstrip("\n")
+
+
+def test_prompts_come_from_a_file_or_standard_input(small, tmp_path):
+    (tmp_path / "asked.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "one"}\n{"turns": ["two", "three"]}\n')
+    common = ("--model", small, "--no-exits", "--max-new-tokens", "4", "--json")
+    for given in (("--file", tmp_path / "asked.txt"), ("--file", tmp_path / "asked.jsonl")):
+        done = tide("generate", *given, *common)
+        found = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [one["prompt"] for one in found] == ["one", "two"], done.output
+    piped = CliRunner().invoke(app, ["generate", *map(str, common)], input="three\n")
+    found = json.loads(piped.stdout)
+    assert found["prompt"] == "three" and found["answer"] == expected(small, "three", max_new_tokens=4)
+    assert found["tokens"] == len(found["depths"]) == 4 and found["tokens_per_second"] > 0
+
+
+def test_depths_are_coloured_and_explained(small, router, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    done = tide("generate", "hello", "--model", small, "--router", router, "--max-new-tokens", "12", "--depth")
+    assert done.exit_code == 0, done.output
+    assert "\x1b[38;2;" in done.stdout and "all 4 layers" in done.stdout and "Total tokens: 12" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--mode", "slow"], "error: mode must be one of ['exact', 'fast'], found 'slow'."),
+        (["--file", "nowhere.txt"], "error: expected prompts as arguments or --file, found both. Leave one out."),
+        (["--router", "nowhere.safetensors"], "nowhere.safetensors"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(small, arguments, said):
+    done = tide("generate", "hello", "--model", small, *arguments)
+    assert done.exit_code == 1
+    assert said in done.stderr and "Traceback" not in done.output and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_run_becomes_a_page(small, router, tmp_path):
+    asked = ("generate", "<hello>", "--model", small, "--router", router, "--max-new-tokens", "12")
+    done = tide(*asked, "--save", tmp_path / "run.json")
+    assert done.exit_code == 0 and f"written: {tmp_path / 'run.json'}" in done.stderr
+    run = TIDE.Run.load(tmp_path / "run.json")
+    assert len(run.tokens) == 12 and run.agreement == 1.0  # mode exact
+    assert {token.depth for token in run.tokens} <= {2, 4}
+    assert all(token.score is not None for token in run.tokens if token.depth == 2)
+    done = tide("report", tmp_path / "run.json", "--figures", tmp_path / "figures", "--json")
+    written = json.loads(done.stdout)
+    assert written[0] == str(tmp_path / "run.html") and len(written) == 4
+    page = (tmp_path / "run.html").read_text()
+    assert page.count('class="token') == 12 and "&lt;hello&gt;" in page and "<hello>" not in page
+    assert "http://" not in page and "https://" not in page  # it needs nothing else
+
+
+def test_what_is_no_run_is_said(tmp_path):
+    (tmp_path / "other.json").write_text('{"version": 0}')
+    done = tide("report", tmp_path / "other.json")
+    assert done.exit_code == 1 and "is not a run of this version" in done.stderr
+
+
+def test_a_chat_answers_each_turn_in_view_of_those_before(small, router):
+    arguments = ["chat", str(small), "--router", str(router), "--max-new-tokens", "8", "--json"]
+    done = CliRunner().invoke(app, arguments, input="hello\nand then\n/new\nhello\n/quit\nnever\n")
+    assert done.exit_code == 0, done.output
+    turns = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [turn["prompt"] for turn in turns] == ["hello", "and then", "hello"]
+    assert turns[0]["answer"] == turns[2]["answer"] == expected(small, "hello", max_new_tokens=8)
+
+
+def test_a_chat_needs_a_chat_template(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    characters(None).save_pretrained(tmp_path)
+    done = CliRunner().invoke(app, ["chat", str(tmp_path), "--no-exits"], input="hello\n")
+    assert done.exit_code == 1 and "has no chat template. Use tide generate --raw" in done.stderr
+
+
+def test_bench_times_three_ways_on_the_same_prompts(small, router):
+    asked = ("bench", "hello", "again", "--model", small, "--router", router, "--max-new-tokens", "6", "--rounds", "2")
+    found = json.loads(tide(*asked, "--json").stdout)
+    assert [row["prompt"] for row in found["prompts"]] == ["hello", "again"]
+    for row in found["prompts"]:
+        assert row["exits_off_same_text"] and row["exits_same_text"]
+        assert min(row[name] for name in ("generate", "exits_off", "exits")) > 0
+    table = tide(*asked).stdout
+    assert "model.generate" in table and table.count("yes, yes") == 2
+
+
+def test_characters_of_several_tokens_come_with_the_last_of_them(small):
+    class Bytes:
+        def decode(self, ids, **_):
+            return bytes(ids).decode("utf-8", "replace")
+
+    pieces = Pieces(Bytes())
+    assert [pieces.add(byte) for byte in "aé✓".encode()] == ["a", "", "é", "", "", "✓"]
+
+
+def test_colours_go_from_shallow_to_deep_and_can_be_left_out(monkeypatch):
+    assert colour(0.0) != colour(0.5) != colour(1.0)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert painted("word", 0, 4) == "[word]" and painted("word", 4, 4) == "word"
