@@ -16,7 +16,7 @@ test-newest: $(VENV)/dev
 
 # the families and exactness again, on the oldest transformers we support
 test-oldest: $(OLDEST)/ready
-	$(OLDEST)/bin/python -m pytest -n 2 -m "not real" tests/engine/test_exactness.py tests/adapters
+	$(OLDEST)/bin/python -m pytest -n 2 -m "not real" -k "not any_policy" tests/engine/test_exactness.py tests/adapters
 
 check: $(VENV)/dev
 	$(VENV)/bin/ruff check .

@@ -17,7 +17,7 @@ def main() -> None:
     model, tokenizer = TIDE.load_model("default")
     with TIDE.TIDE(model, TIDE.default_router()) as engine:
         found = TIDE.tune(
-            engine, PROMPTS, tokenizer=tokenizer, new_tokens=24, thresholds=(0.9, 0.6), strategies=("exact", "propagate")
+            engine, PROMPTS, tokenizer=tokenizer, new_tokens=16, thresholds=(0.9,), strategies=("exact", "propagate")
         )
     print(found.table())
 

@@ -24,7 +24,7 @@ def test_version_and_help():
 
 @pytest.mark.real
 def test_the_demo_shows_text_speed_and_stats():
-    done = tide("demo", "--max-new-tokens", "12")
+    done = tide("demo", "--max-new-tokens", "12", "--rounds", "1")
     assert done.returncode == 0, done.stderr
     assert "model.generate" in done.stdout
     assert "TIDE, exits off" in done.stdout
@@ -41,3 +41,11 @@ def test_the_benchmark_runs_on_a_tiny_model():
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["same_text"] is True
     assert set(report["results"]) == {"model.generate", "TIDE, exits off"}
+
+
+def test_the_first_tokens_of_prompts_are_timed_on_a_tiny_model():
+    command = [sys.executable, ROOT / "benchmarks" / "bench_prefill.py", "--model", "tiny", "--tokens", "40", "--rounds", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert row["tokens"] == 40 and row["generate_ms"] > 0 and row["tide_ms"] > 0

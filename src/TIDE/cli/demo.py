@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
 PROMPT = "Give me three short reasons to learn to cook."
-ROUNDS = 3
 NAMES = {"generate": "model.generate", "exits_off": "TIDE, exits off", "exact": "TIDE, exact exits"}
 
 
@@ -25,6 +24,7 @@ def demo(
     prompt: str = typer.Option(PROMPT, help="What to ask the model."),
     model: str = typer.Option("default", help="'default', a hub id, or a local path."),
     max_new_tokens: int = typer.Option(64, min=1, help="Longest answer, in tokens."),
+    rounds: int = typer.Option(3, min=1, help="How often each way is timed."),
     as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
 ) -> None:
     """Show TIDE at work on the embedded default model: the same text, faster."""
@@ -38,7 +38,7 @@ def demo(
     options = dict(inputs, max_new_tokens=max_new_tokens, do_sample=False)
     router = TIDE.default_router() if model == "default" else None
     with TIDE.TIDE(loaded.model, router) as engine:
-        found = _compare(engine, options, inputs["input_ids"].shape[1], with_exits=router is not None)
+        found = _compare(engine, options, inputs["input_ids"].shape[1], router is not None, rounds)
         if as_json:
             typer.echo(json.dumps(dict(prompt=prompt, model=model, **found)))
         else:
@@ -48,7 +48,7 @@ def demo(
     raise typer.Exit(0 if all(found["same_text"].values()) else 1)
 
 
-def _compare(engine: Any, options: dict[str, Any], prompt_tokens: int, with_exits: bool) -> dict[str, Any]:
+def _compare(engine: Any, options: dict[str, Any], prompt_tokens: int, with_exits: bool, rounds: int) -> dict[str, Any]:
     """Tokens per second of each way, and whether they wrote the same."""
     import torch
 
@@ -60,7 +60,7 @@ def _compare(engine: Any, options: dict[str, Any], prompt_tokens: int, with_exit
     runs = {"generate": lambda: engine.model.generate(**options), "exits_off": exits_off}
     if with_exits:
         runs["exact"] = lambda: engine.generate(**options)
-    timed = by_turns(runs, prompt_tokens, ROUNDS)
+    timed = by_turns(runs, prompt_tokens, rounds)
     last = list(runs)[-1]
     ids = runs[last]()[0, prompt_tokens:].tolist()  # once more, so that what the engine noted last is of these tokens
     same = {name: torch.equal(own.ids, timed["generate"].ids) for name, own in timed.items() if name != "generate"}
