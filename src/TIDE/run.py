@@ -7,7 +7,7 @@ run.save("run.json")                            tide report run.json
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ class Run:
     tokens_per_second: float
     acceptance_by_step: dict[int, float]
     summary: str
-    speeds: dict[str, float] = field(default_factory=dict)  # of other ways to write it, where they were timed
 
     @property
     def mean_depth(self) -> float:

@@ -225,14 +225,14 @@ class Window:
             task.tapped[index] = states
         if index == task.start < task.stop:
             self._lend_shared_kv(task, kwargs)
-            task.is_through = self.fused is not None and self.fused.takes(states, task.cache)
-            if task.is_through and not task.kv_only:
+            fused = self.fused if self.fused is not None and self.fused.takes(states, task.cache) else None
+            if fused is not None and (fused.fills_in or not task.kv_only):
                 span, angles = range(task.start, task.stop), kwargs["position_embeddings"]
-                states, task.tapped = self.fused.run(span, states, angles, task.cache, task.taps)
-            elif task.is_through and self.fused.fills_in:
-                self.fused.fill_in(range(task.start, task.stop), states, kwargs["position_embeddings"], task.cache)
-            else:
-                task.is_through = False
+                if task.kv_only:
+                    fused.fill_in(span, states, angles, task.cache)
+                else:
+                    states, task.tapped = fused.run(span, states, angles, task.cache, task.taps)
+                task.is_through = True
         if task.start <= index < task.stop and not task.is_through:
             states = self._run_layer(index, task, functools.partial(call, states, *args[1:], **kwargs), states)
         if index == task.stop - 1 or task.start == task.stop:

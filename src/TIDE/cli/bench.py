@@ -12,7 +12,7 @@ from TIDE.cli.errors import one_line
 from TIDE.cli.generate import read_prompts
 from TIDE.cli.router import Router, router_path
 from TIDE.cli.settings import RUNNING, with_settings
-from TIDE.cli.turns import by_turns
+from TIDE.cli.turns import by_turns, ways
 from TIDE.config import TIDEConfig
 from TIDE.run import prepared
 
@@ -67,17 +67,7 @@ def _time(engine: Any, inputs: Any, max_new_tokens: int, rounds: int) -> dict[st
     inputs = inputs.to(engine.model.device)
     options = dict(inputs, max_new_tokens=max_new_tokens, do_sample=False)
 
-    def exits_off() -> torch.Tensor:
-        with engine.using(engine.config, exits=False):
-            found: torch.Tensor = engine.generate(**options)
-            return found
-
-    runs = {
-        "generate": lambda: engine.model.generate(**options),
-        "exits_off": exits_off,
-        "exits": lambda: engine.generate(**options),
-    }
-    found = by_turns(runs, inputs["input_ids"].shape[1], rounds)
+    found = by_turns(ways(engine, options), inputs["input_ids"].shape[1], rounds)
     same = {f"{name}_same_text": torch.equal(found[name].ids, found["generate"].ids) for name in ("exits_off", "exits")}
     return {**{name: timed.speed for name, timed in found.items()}, **same}
 

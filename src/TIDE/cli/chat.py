@@ -62,7 +62,8 @@ def chat(
             elif said == "/stats":
                 typer.echo(engine.last_stats.summary())
             elif said:
-                answer = write(engine, loaded.tokenizer, talk.ask(said, options), depth and not as_json, quiet=as_json)
+                tokens = talk.ask(said, options)
+                answer = write(engine, loaded.tokenizer, tokens, depth and not as_json, quiet=as_json).shown
                 talk.heard(answer)
                 if as_json:
                     typer.echo(json.dumps(record(engine, said, answer)))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from TIDE.cli.colours import Pieces, legend, painted, show
 from TIDE.cli.errors import one_line
-from TIDE.cli.turns import by_turns
+from TIDE.cli.turns import by_turns, ways
 from TIDE.run import prepared
 
-if TYPE_CHECKING:
-    import torch
-
 PROMPT = "Give me three short reasons to learn to cook."
-NAMES = {"generate": "model.generate", "exits_off": "TIDE, exits off", "exact": "TIDE, exact exits"}
+NAMES = {"generate": "model.generate", "exits_off": "TIDE, exits off", "exits": "TIDE, exact exits"}
 
 
 @one_line
@@ -52,14 +49,9 @@ def _compare(engine: Any, options: dict[str, Any], prompt_tokens: int, with_exit
     """Tokens per second of each way, and whether they wrote the same."""
     import torch
 
-    def exits_off() -> torch.Tensor:
-        with engine.using(engine.config, exits=False):
-            found: torch.Tensor = engine.generate(**options)
-            return found
-
-    runs = {"generate": lambda: engine.model.generate(**options), "exits_off": exits_off}
-    if with_exits:
-        runs["exact"] = lambda: engine.generate(**options)
+    runs = ways(engine, options)
+    if not with_exits:
+        del runs["exits"]
     timed = by_turns(runs, prompt_tokens, rounds)
     last = list(runs)[-1]
     ids = runs[last]()[0, prompt_tokens:].tolist()  # once more, so that what the engine noted last is of these tokens

@@ -47,6 +47,7 @@ def generate(
     from transformers.utils.logging import disable_progress_bar
 
     import TIDE
+    from TIDE.engine.record import last_run
 
     asked = read_prompts(prompts or [], file)
     if save is not None and len(asked) > 1:
@@ -62,12 +63,12 @@ def generate(
             torch.manual_seed(seed)
             inputs = prepared(loaded.tokenizer, prompt, raw).to(loaded.model.device)
             tokens = engine.stream(**inputs, **options)
-            answer = write(engine, loaded.tokenizer, tokens, depth and not as_json, quiet=as_json)
+            pieces = write(engine, loaded.tokenizer, tokens, depth and not as_json, quiet=as_json)
             if as_json:
-                typer.echo(json.dumps(record(engine, prompt, answer)))
-        if save is not None:
-            TIDE.record(engine, loaded.tokenizer, asked[0], raw=raw, **options).save(save)
-            typer.echo(f"written: {save}", err=True)
+                typer.echo(json.dumps(record(engine, prompt, pieces.shown)))
+            if save is not None:
+                last_run(engine, loaded.tokenizer, prompt, inputs["input_ids"], pieces.ids).save(save)
+                typer.echo(f"written: {save}", err=True)
 
 
 def read_prompts(given: list[str], file: Path | None) -> list[str]:
@@ -99,8 +100,8 @@ def _from_lines(text: str, is_json: bool, name: str) -> list[str]:
     return found
 
 
-def write(engine: Any, tokenizer: Any, tokens: Iterator[int], depth: bool, quiet: bool) -> str:
-    """Print an answer as it comes, and return it."""
+def write(engine: Any, tokenizer: Any, tokens: Iterator[int], depth: bool, quiet: bool) -> Pieces:
+    """Print an answer as it comes, and return its pieces."""
     pieces, layers = Pieces(tokenizer), engine.last_stats.num_layers
     for number, token in enumerate(tokens):
         piece = pieces.add(token)
@@ -111,7 +112,7 @@ def write(engine: Any, tokenizer: Any, tokens: Iterator[int], depth: bool, quiet
     if depth:
         depths = [decided.depth for decided in engine.last_decided[0]]
         show(f"{legend(depths, layers)}\n{engine.last_stats.summary()}\n")
-    return pieces.shown
+    return pieces
 
 
 def record(engine: Any, prompt: str, answer: str) -> dict[str, Any]:

@@ -24,11 +24,10 @@ def inspect(
 
     held = RouterFile.load(file)
     backend = None if model is None else _backend(model, file)
-    runs = {} if backend is None else {"backend": backend}
     if as_json:
-        typer.echo(json.dumps(held.as_dict() | runs, indent=2))
+        typer.echo(json.dumps(held.as_dict() | ({} if backend is None else {"backend": backend}), indent=2))
     else:
-        typer.echo("\n".join([held.summary(), *(f"here: {backend}" for _ in runs)]))
+        typer.echo(held.summary() + ("" if backend is None else f"\nhere: {backend}"))
 
 
 def _backend(name: str, file: Path) -> str:

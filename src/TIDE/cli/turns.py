@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,21 @@ class Timed(NamedTuple):
     @property
     def speed(self) -> float:
         return statistics.median(self.speeds)
+
+
+def ways(engine: Any, options: dict[str, Any]) -> dict[str, Callable[[], torch.Tensor]]:
+    """A request by `model.generate`, by an engine with exits off, and by the engine as it is."""
+
+    def exits_off() -> torch.Tensor:
+        with engine.using(engine.config, exits=False):
+            found: torch.Tensor = engine.generate(**options)
+            return found
+
+    return {
+        "generate": lambda: engine.model.generate(**options),
+        "exits_off": exits_off,
+        "exits": lambda: engine.generate(**options),
+    }
 
 
 def by_turns(runs: dict[str, Callable[[], torch.Tensor]], prompt_tokens: int, rounds: int) -> dict[str, Timed]:

@@ -155,20 +155,21 @@ class Decoder:
             raise ValueError(
                 f"an exit policy must give one score per candidate: expected ({len(rows)},), found {tuple(scores.shape)}."
             )
-        chosen = self._chosen(candidates, scores)
+        values = scores.tolist()
+        chosen = self._chosen(candidates, scores, values)
         if not chosen:
             return None
-        self.scores = {rows[i]: float(scores[i]) for i in chosen}
+        self.scores = {rows[i]: values[i] for i in chosen}
         return Candidates(
             candidates.depth, candidates.states[chosen], [rows[i] for i in chosen], [positions[i] for i in chosen]
         )
 
-    def _chosen(self, candidates: Candidates, scores: torch.Tensor) -> list[int]:
+    def _chosen(self, candidates: Candidates, scores: torch.Tensor, values: list[float]) -> list[int]:
         """Which candidates leave."""
         threshold, drafting = self.plan.threshold(candidates.depth), self.drafting
         if drafting is None:
             return (scores >= threshold).nonzero()[:, 0].tolist()
-        return [i for i, score in enumerate(scores.tolist()) if drafting.leaves(candidates.rows[i], score, threshold)]
+        return [i for i, score in enumerate(values) if drafting.leaves(candidates.rows[i], score, threshold)]
 
     def _leave(
         self, segment: int, leaving: Candidates | None, going: list[int], deciding: list[int]

@@ -11,7 +11,7 @@ import torch
 
 from TIDE.adapters.window import Feed, Window
 from TIDE.engine.circuit import Circuit, Memory
-from TIDE.routing.heads import input_depths, memory_depths
+from TIDE.routing.heads import input_depths, memory_depths, seen_depths
 
 FEWEST = 32  # more than fused layers take
 LONGEST = 2048  # tokens of a text whose opening is captured; a longer one keeps the device busy anyway
@@ -59,10 +59,8 @@ class Opening:
 
     def _seen(self) -> list[int]:
         """Depths that a memory head sees."""
-        if self.circuit.memory is None:
-            return []
-        sizes = self.circuit.memory.head.sizes
-        return [*input_depths(self.depth, sizes.inputs), *memory_depths(self.window.num_layers, sizes.memories)]
+        memory = self.circuit.memory
+        return [] if memory is None else seen_depths(self.depth, self.window.num_layers, memory.head.sizes)
 
     def _remember(self, memory: Memory, states: dict[int, torch.Tensor], width: int) -> None:
         head, sizes = memory.head, memory.head.sizes

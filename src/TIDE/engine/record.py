@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,24 +10,21 @@ from TIDE.engine.engine import TIDE
 from TIDE.run import Run, Token, prepared
 
 
-def record(
-    engine: TIDE, tokenizer: Any, prompt: str, *, raw: bool = False, show: Callable[[int], None] | None = None, **options: Any
-) -> Run:
+def record(engine: TIDE, tokenizer: Any, prompt: str, *, raw: bool = False, **options: Any) -> Run:
     """Answer a prompt and keep how.
 
     Args:
         prompt: put into the chat template where the tokenizer has one, unless `raw`.
-        show: is given every token as it becomes final.
         options: of `engine.stream`.
     """
     inputs = prepared(tokenizer, prompt, raw).to(engine.model.device)
-    new = []
-    for token in engine.stream(**inputs, **options):
-        new.append(token)
-        if show is not None:
-            show(token)
+    return last_run(engine, tokenizer, prompt, inputs["input_ids"], list(engine.stream(**inputs, **options)))
+
+
+def last_run(engine: TIDE, tokenizer: Any, prompt: str, ids: torch.Tensor, new: list[int]) -> Run:
+    """What an engine did last: it continued `ids` with `new`."""
     stats, decided = engine.last_stats, engine.last_decided[0]
-    full = _full_models(engine, inputs["input_ids"], new)
+    full = _full_models(engine, ids, new)
     tokens = tuple(
         Token(tokenizer.decode([token]), own.depth, own.score, tokenizer.decode([said]))
         for token, own, said in zip(new, decided, full, strict=True)

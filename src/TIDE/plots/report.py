@@ -52,7 +52,7 @@ pre {{ overflow-x: auto; font-size: .82rem; border: 1px solid var(--line); borde
 <p class="soft">Colours: the depth at which a token was decided. Hover, tap or tab to a token for more.{other}</p>
 <h2>Where tokens were decided</h2>
 {depths}
-{steps}{speeds}<h2>In numbers</h2>
+{steps}<h2>In numbers</h2>
 <pre>{summary}</pre>
 <div id="tip" role="tooltip"></div>
 <script>
@@ -77,7 +77,6 @@ for (const kind of ["mouseover", "focusin", "click"]) document.addEventListener(
 def report(run: Run) -> str:
     """The page."""
     answer = "".join(_token(token, run.num_layers) for token in run.tokens)
-    speeds = {f"TIDE, {run.mode}": run.tokens_per_second, **run.speeds}
     other = " Wavy: not what the full model says." if run.agreement < 1 else ""
     return PAGE.format(
         title=f"{escape(Path(run.model).name)}, mode {escape(run.mode)}",
@@ -89,8 +88,7 @@ def report(run: Run) -> str:
         answer=answer,
         other=other,
         depths=_depths(run),
-        steps=_bars("Drafts that stood, by their number in a row", run.acceptance_by_step, "draft {}", "{:.1%}", 1.0),
-        speeds=_bars("Tokens per second", speeds, "{}", "{:.1f}", max(speeds.values())) if run.speeds else "",
+        steps=_steps(run),
         summary=escape(run.summary),
     )
 
@@ -135,11 +133,11 @@ def _depths(run: Run) -> str:
     return "\n".join(rows)
 
 
-def _bars(title: str, values: dict, name: str, figure: str, most: float) -> str:
-    if not values:
+def _steps(run: Run) -> str:
+    if not run.acceptance_by_step:
         return ""
-    rows = [_row(name.format(key), value / most, figure.format(value), "var(--soft)") for key, value in values.items()]
-    return f"<h2>{title}</h2>\n" + "\n".join(rows) + "\n"
+    rows = [_row(f"draft {step}", share, f"{share:.1%}", "var(--soft)") for step, share in run.acceptance_by_step.items()]
+    return "<h2>Drafts that stood, by their number in a row</h2>\n" + "\n".join(rows) + "\n"
 
 
 def _row(name: str, share: float, figure: str, fill: str) -> str:

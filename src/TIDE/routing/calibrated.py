@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from TIDE.routing.compiled_head import compiled_head
-from TIDE.routing.heads import MemoryHead, input_depths, memory_depths
+from TIDE.routing.heads import MemoryHead, seen_depths
 from TIDE.routing.memory import HeadMemory
 from TIDE.routing.policy import Candidates, ExitPolicy, Head
 
@@ -50,7 +50,7 @@ class CalibratedPolicy(ExitPolicy):
         depth, at = place
         if not isinstance(at.head, MemoryHead):
             return []
-        return [*input_depths(depth, at.head.sizes.inputs), *memory_depths(self.num_layers, at.head.sizes.memories)]
+        return seen_depths(depth, self.num_layers, at.head.sizes)
 
     def start(self, rows: int, head: Head) -> ExitPolicy:
         return _Request(self, rows, head)

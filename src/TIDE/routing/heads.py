@@ -262,6 +262,11 @@ def memory_depths(num_layers: int, memories: int) -> list[int]:
     return [round(num_layers * (i + 1) / memories) for i in range(memories)]
 
 
+def seen_depths(depth: int, num_layers: int, sizes: HeadSizes) -> list[int]:
+    """All depths at which a memory head at a checkpoint sees states."""
+    return [*input_depths(depth, sizes.inputs), *memory_depths(num_layers, sizes.memories)]
+
+
 def input_depths(depth: int, inputs: int) -> list[int]:
     """The depths at which a head at a checkpoint sees its token."""
     return [depth] if inputs == 1 else [0, depth]
