@@ -13,6 +13,7 @@ from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.exits import Exit
 from TIDE.routing.fingerprint import fingerprint
 from TIDE.routing.heads import build_head, head_sizes, memory_depths
+from TIDE.routing.memory import HeadMemory
 from TIDE.routing.router import SIGNALS, Router
 from TIDE.routing.router_file import RouterFile
 
@@ -99,24 +100,14 @@ def test_what_a_router_sees_in_the_engine_is_what_it_saw_in_calibration(
     depth = 2
     file = a_file(llama, "memory", (depth,), 0.0)
     seen: dict[tuple[int, int], torch.Tensor] = {}
-    forward = Router.forward
+    guess = HeadMemory.guess
 
-    def noted(self, states, logits=None):
-        noted.last = states
-        return forward(self, states, logits)
+    def watched(self, rows, positions):
+        found = guess(self, rows, positions)
+        seen[positions[0], positions[0] - self.known[0]] = found[0].clone()
+        return found
 
-    monkeypatch.setattr(Router, "forward", noted)
-    from TIDE.routing import calibrated
-
-    score = calibrated._Request.score
-
-    def watched(self, candidates):
-        out = score(self, candidates)
-        position = candidates.positions[0]
-        seen[position, position - self.memories[depth].known[0]] = noted.last[0].clone()
-        return out
-
-    monkeypatch.setattr(calibrated._Request, "score", watched)
+    monkeypatch.setattr(HeadMemory, "guess", watched)
     monkeypatch.setattr("TIDE.engine.drafting.ALLOWANCE", float("inf"))  # no rests: exits of a tiny model never pay
     with TIDE(llama, saved(file, tmp_path), TIDEConfig(exit_threshold=0.0, max_pending=pending)) as engine:
         text = engine.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None)

@@ -15,7 +15,7 @@ from TIDE.kernels import reference
 
 pytest.importorskip("numba")
 from TIDE.kernels import cpu_exits, cpu_ops
-from TIDE.routing.router import Router, signals_of
+from TIDE.routing.router import signals_of
 
 
 def arrays(values):
@@ -120,11 +120,3 @@ def test_signals_are_those_of_the_router():
     logits[3] = 0
     expected = signals_of(logits)
     torch.testing.assert_close(torch.from_numpy(cpu_exits.signals(logits.numpy())), expected, rtol=1e-3, atol=2e-4)
-
-
-def test_scores_are_those_of_the_router():
-    torch.manual_seed(0)
-    router, states, logits = Router(24, 16, 4), torch.randn(3, 24), 4 * torch.randn(3, 500)
-    expected = torch.sigmoid(router.raw(router.features(states, logits)) / router.temperature + router.offset)
-    with torch.inference_mode():
-        torch.testing.assert_close(router(states, logits), expected.detach(), rtol=1e-3, atol=1e-4)

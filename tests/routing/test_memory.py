@@ -96,12 +96,12 @@ def test_without_catch_up_a_guess_stands_for_the_deep_state_that_never_comes():
     texts.show(memory, 0, 0, 4, deep=False)
     texts.show(memory, 0, 0, 3, deep=True)
     memory.guess([0], [3])
-    guessed = memory._before[0, 3].clone()
+    guessed = memory._kept.before[0, 3].clone()
     texts.show(memory, 0, 4, 5, deep=False)
     texts.show(memory, 0, 4, 5, deep=True)  # 3 has no deep state, 4 has
     texts.show(memory, 0, 5, 6, deep=False)
     memory.guess([0], [5])
-    assert torch.equal(memory._before[0, 3], guessed)
+    assert torch.equal(memory._kept.before[0, 3], guessed)
 
 
 def test_true_states_up_to_the_last_token_are_what_a_first_draft_step_uses():

@@ -182,19 +182,13 @@ class Window:
         vocabulary: torch.Tensor | None = None,
         *,
         with_grad: bool = False,
-        roughly: bool = False,
     ) -> torch.Tensor:
         """(n, hidden) states -> (n, vocabulary) logits by the model's final norm and LM head: the identity exit.
 
         Args:
             vocabulary: the token ids whose logits are wanted; None: all.
             with_grad: let gradients through to `states`.
-            roughly: for exits: weights in 8 bits will do where they are quicker, and logits of the first tokens only where the
-                best of them is likely enough.
         """
-        if roughly and self.fused is not None and self.fused.norm is not None and self.fused.has_rough_head:
-            with self.grad_off():
-                return self.fused.rough_head(states, self.plain_head, vocabulary)
         if not with_grad and self.fused is not None and self.fused.norm is not None:
             return self._short_head(states, vocabulary)
         n = states.shape[0]
@@ -206,6 +200,11 @@ class Window:
         if vocabulary is None or logits.shape[-1] == len(vocabulary):
             return logits
         return logits[:, vocabulary]
+
+    def rough_head(self, vocabulary: torch.Tensor | None) -> Any:
+        """The same for exits, in compiled code, where there is some for it: see engine/rough_head.py."""
+        weight = self.plain_head
+        return None if self.fused is None or weight is None else self.fused.rough_head(weight, vocabulary)
 
     def _forward(self, task: _Task, inputs: dict[str, Any]) -> Any:
         if not self.is_open:

@@ -160,6 +160,8 @@ class Decoder:
         if not chosen:
             return None
         self.scores = {rows[i]: values[i] for i in chosen}
+        if len(chosen) == len(rows):
+            return candidates
         return Candidates(
             candidates.depth, candidates.states[chosen], [rows[i] for i in chosen], [positions[i] for i in chosen]
         )

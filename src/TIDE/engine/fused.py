@@ -36,7 +36,6 @@ class FusedLayers:
             last one and the LM head; None where something does.
     """
 
-    has_rough_head = True
     has_rounds = False
     fills_in = False  # whether it makes K/V of tokens in layers that they skip
     is_checked = True  # before it is used
@@ -46,7 +45,6 @@ class FusedLayers:
         self.layers = [arrays(layer) for layer in layers]
         self.embedding: nn.Module | None = None
         self.norm: nn.Module | None = None
-        self._rough: RoughHead | None = None
 
     def takes(self, states: torch.Tensor, cache: Any) -> bool:
         """Whether a pass is small enough, and has a cache to work on."""
@@ -80,15 +78,10 @@ class FusedLayers:
         found = self.ops.linear(states.flatten(0, 1).numpy(), weight.detach().numpy())
         return torch.from_numpy(found).view(*states.shape[:2], -1)
 
-    def rough_head(self, states: torch.Tensor, weight: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
-        """(n, hidden) states -> logits by norm and LM head, as exits use it."""
-        assert self.norm is not None
-        if self._rough is None or self._rough.vocabulary is not vocabulary:
-            exits = compiled_exits(weight.device, weight.dtype)
-            assert exits is not None, "there is compiled code for layers and none for exits"
-            self._rough = RoughHead(weight, vocabulary, exits)
-        gain, eps, offset = norm_features(self.norm)
-        return self._rough(self.ops.norm(states.numpy(), gain.detach().numpy(), eps, offset))
+    def rough_head(self, weight: torch.Tensor, vocabulary: torch.Tensor | None) -> RoughHead | None:
+        """Norm and LM head as exits use them."""
+        exits = compiled_exits(weight.device, weight.dtype)
+        return None if exits is None or self.norm is None else RoughHead(norm_features(self.norm), weight, vocabulary, exits)
 
 
 def fuse(window: Window) -> None:

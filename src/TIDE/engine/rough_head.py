@@ -7,8 +7,8 @@ looked at: a draft is verified anyway, and the rows of an LM head are most of wh
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
-import numpy as np
 import torch
 
 LIKELY = 3  # of so many tokens one is looked at first
@@ -16,19 +16,23 @@ SURE = 0.5  # probability of the best of them from which the others are not look
 
 
 class RoughHead:
-    """The LM head for some tokens; all where `vocabulary` is None."""
+    """Norm and LM head for some tokens; all where `vocabulary` is None.
 
-    def __init__(self, weight: torch.Tensor, vocabulary: torch.Tensor | None, exits: ModuleType) -> None:
-        self.vocabulary = vocabulary
+    Args:
+        norm: weight, eps and offset of the model's last norm.
+        weight: (tokens, hidden) of the LM head.
+    """
+
+    def __init__(
+        self, norm: tuple[torch.Tensor, float, float], weight: torch.Tensor, vocabulary: torch.Tensor | None, exits: ModuleType
+    ) -> None:
         self.exits = exits
+        self.norm = norm[0].detach().numpy(), *norm[1:]
         rows = (weight if vocabulary is None else weight[vocabulary]).detach().numpy()
         first = len(rows) // LIKELY if vocabulary is None else len(rows)
         self.likely, self.others = (exits.cpu_ops.in_bytes(part) for part in (rows[:first], rows[first:]))
 
-    def __call__(self, normed: np.ndarray) -> torch.Tensor:
-        """(n, hidden) normed states -> (n, tokens) logits, or (n, likely tokens)."""
-        linear = self.exits.cpu_ops.linear
-        found = linear(normed, self.likely)
-        if len(self.others.values) and self.exits.signals(found)[:, 0].min() < SURE:
-            found = np.concatenate([found, linear(normed, self.others)], 1)
-        return torch.from_numpy(found)
+    def judge(self, guesses: torch.Tensor, router: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, hidden) guesses of an exit head -> (n, tokens) logits, and (n,) scores of a router given by its arrays."""
+        logits, scores = self.exits.judge(guesses.numpy(), self.norm, self.likely, self.others, SURE, router)
+        return torch.from_numpy(logits), torch.from_numpy(scores)

@@ -26,7 +26,6 @@ class RoundLayers:
             last one and the LM head; None where something does.
     """
 
-    has_rough_head = False
     fills_in = False
     parts: Any  # of the model, as they were
 
@@ -38,6 +37,10 @@ class RoundLayers:
         self.embedding: nn.Module | None = None
         self.norm: nn.Module | None = None
         self.circuits = Circuits(self._circuit)
+
+    def rough_head(self, weight: torch.Tensor, vocabulary: torch.Tensor | None) -> None:
+        """Rounds have kernels for exits; single steps read the LM head as it is."""
+        return None
 
     def _circuit(self, columns: int, exit_: Exit | None) -> Circuit:
         raise NotImplementedError

@@ -43,6 +43,7 @@ class Segments:
         self.last = len(plan.spans) - 1
         self.cache = SegmentCache(len(batch), plan.spans, window.stores, capacity)
         self.pending = Pending()
+        self._embedded: dict[int, tuple[int, torch.Tensor]] = {}  # by row: a position, and states at depth 0 from there on
         self.starts_from_ids = not len(plan.spans[0]) and window.embed(batch.ids[:1, :1]) is not None
 
     def length(self, segment: int, row: int) -> int:
@@ -64,8 +65,11 @@ class Segments:
     def entering(self, segment: int, row: int, start: int, stop: int) -> torch.Tensor:
         """(stop - start, hidden) states of a row's tokens where a segment begins."""
         if self.spans[segment].start == 0 and self.starts_from_ids:
-            states = self.window.embed(self.batch.tokens(row, start, stop))
-            assert states is not None
+            position, states = self._embedded.get(row, (0, None))
+            if states is None or (position, len(states)) != (start, stop - start):
+                states = self.window.embed(self.batch.tokens(row, start, stop))
+                assert states is not None
+                self._embedded[row] = start, states
             return states
         return self.pending.states(segment, row, start, stop)
 
@@ -103,6 +107,7 @@ class Segments:
     def rollback(self, row: int, length: int) -> None:
         self.cache.rollback(row, length)
         self.pending.cut(row, length)
+        self._embedded.pop(row, None)
         if self.watcher is not None:
             self.watcher.forget(row, length)
 

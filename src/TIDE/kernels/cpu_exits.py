@@ -1,4 +1,4 @@
-"""Exits in compiled CPU code (numba), fp32, weights in 8 bits: the memory head's block, and what a router looks at.
+"""Exits in compiled CPU code (numba), fp32, weights in 8 bits: the memory head's block, and what comes of its guess.
 
 `MemoryHead` and `Router` say in torch what is computed here.
 """
@@ -6,20 +6,21 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numba import njit, prange
 
 from TIDE.kernels import cpu_ops, cpu_products
 from TIDE.kernels.cpu_ops import _decoder_layer, _linear, _norm, _turn, _write
-from TIDE.kernels.cpu_products import ZERO, _dot, _padded
-from TIDE.kernels.layer import Entry, Layer, Pass
+from TIDE.kernels.cpu_products import ZERO, _dot, _padded, _products
+from TIDE.kernels.layer import UNLIKELY, Bytes, Entry, Layer, Pass
 
 FAINT = np.float32(-16)  # tokens so far below the best one do not count in signals
 PARTS = 8
 
 # Compiled code is kept for as long as this file does not change, so this file says what it was compiled for.
-assert (cpu_ops.VERSION, cpu_products.VERSION) == (3, 2)
+assert (cpu_ops.VERSION, cpu_products.VERSION, UNLIKELY) == (3, 2, 20)
 assert " ".join(Entry._fields) == "shallow_center shallow_spread deep_center deep_spread fuse recall eps"
 
 
@@ -29,35 +30,66 @@ def remember(entry: Entry, deep: np.ndarray) -> np.ndarray:
 
 
 def memory_block(
-    entry: Entry, layer: Layer, tokens: Pass, shallow: np.ndarray, before: np.ndarray, keys: np.ndarray, values: np.ndarray
-) -> None:
-    """A memory head for the tokens of a pass: the guess for the last one in `tokens.x`, K/V of all kept.
+    entry: Entry,
+    layer: Layer,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    row: int,
+    start: int,
+    stop: int,
+    shallow: np.ndarray,
+    before: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+) -> np.ndarray:
+    """A memory head for the positions [start, stop) of a row: the guess (hidden,) for the last one; K/V of all are kept.
 
     Args:
-        shallow: (n, inputs * hidden) states of the tokens; `before`: (n, hidden) those of the tokens before them.
+        cos, sin: of all positions.
+        shallow, before, keys, values: what the head remembers of all rows and positions.
     """
-    _memory_block(entry, layer, tokens, shallow, before, keys, values)
+    return _memory_block(entry, layer, cos, sin, row, start, stop, shallow, before, keys, values)
+
+
+def judge(
+    states: np.ndarray, norm: tuple[Any, ...], likely: Bytes, others: Bytes, sure: float, router: tuple[Any, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(n, hidden) guesses of an exit head -> (n, tokens) logits by norm and LM head, and (n,) scores of the router.
+
+    Args:
+        norm: weight, eps and offset, which is added to the weight.
+        likely, others: the rows of the LM head. If the best of the likely tokens has a probability of `sure` among them, the
+            others are not looked at: they get logits `UNLIKELY` below the worst likely one.
+        router: `Router.arrays`.
+    """
+    return _judge(states, *norm, likely, others, np.float32(sure), router)
 
 
 def signals(logits: np.ndarray) -> np.ndarray:
     """(n, vocabulary) -> (n, 4): `router.signals_of`."""
-    out = np.empty((len(logits), 4), np.float32)
-    _signals(logits, logits.max(1), out)
-    return out
-
-
-def router_scores(states: np.ndarray, logits: np.ndarray, weights: tuple[np.ndarray, ...], eps: float) -> np.ndarray:
-    """(n, hidden) guesses and (n, vocabulary) logits -> (n,) scores: `Router.forward`.
-
-    Args:
-        weights: of the router: down, its bias, up, its bias, temperature, offset.
-    """
-    return _router_scores(states, signals(logits), weights, eps)
+    return _signals(logits)
 
 
 @njit(fastmath=True, cache=True)
-def _router_scores(states, signals, weights, eps):  # type: ignore[no-untyped-def]
-    down, down_bias, up, up_bias, temperature, offset = weights
+def _judge(states, gain, eps, offset, likely, others, sure, router):  # type: ignore[no-untyped-def]
+    h = _padded(states)
+    _norm(h, h, gain, np.float32(eps), np.float32(offset))
+    first, found = len(likely.values), _products(h, likely)
+    logits = np.empty((len(states), first + len(others.values)), np.float32)
+    logits[:, :first] = found[: len(states)]
+    seen = _signals(logits[:, :first])
+    if len(others.values) and seen[:, 0].min() < sure:
+        logits[:, first:] = _products(h, others)[: len(states)]
+        seen = _signals(logits)
+    else:
+        for t in range(len(states)):
+            logits[t, first:] = logits[t, :first].min() - np.float32(UNLIKELY)
+    return logits, _router_scores(states, seen, router)
+
+
+@njit(fastmath=True, cache=True)
+def _router_scores(states, signals, router):  # type: ignore[no-untyped-def]
+    down, down_bias, up, up_bias, temperature, offset, eps = router
     features, out = np.empty(down.shape[1], np.float32), np.empty(len(states), np.float32)
     for t in range(len(states)):
         _normed_parts(states[t : t + 1], features[None, : states.shape[1]], states.shape[1], np.float32(eps))
@@ -71,12 +103,15 @@ def _router_scores(states, signals, weights, eps):  # type: ignore[no-untyped-de
 
 
 @njit(fastmath=True, cache=True)
-def _memory_block(entry, layer, tokens, shallow, before, keys, values):  # type: ignore[no-untyped-def]
-    x, dim, eps = tokens.x, tokens.x.shape[1], np.float32(entry.eps)
-    width = shallow.shape[1]
-    joined = np.empty((len(x), width + dim), np.float32)
-    _normed_parts(shallow, joined[:, :width], dim, eps)
-    _normed_parts(before, joined[:, width:], dim, eps)
+def _memory_block(entry, layer, cos, sin, row, start, stop, shallow, before, keys, values):  # type: ignore[no-untyped-def]
+    dim, width, eps = before.shape[2], shallow.shape[2], np.float32(entry.eps)
+    x = np.empty((stop - start, dim), np.float32)
+    rows, origins = np.array([row]), np.array([0])
+    tokens = Pass(x, cos[start:stop], sin[start:stop], rows, origins, start, stop - start)
+    joined = np.zeros((len(x), width + dim), np.float32)
+    _normed_parts(shallow[row, start:stop], joined[:, :width], dim, eps)
+    first = 1 if start == 0 else 0  # there is nothing before the first token
+    _normed_parts(before[row, start + first - 1 : stop - 1], joined[first:, width:], dim, eps)
     for t in range(len(x)):
         for k in range(width):
             joined[t, k] = (joined[t, k] - entry.shallow_center[k]) / entry.shallow_spread[k]
@@ -90,6 +125,7 @@ def _memory_block(entry, layer, tokens, shallow, before, keys, values):  # type:
     _decoder_layer(layer, newest, keys, values)
     for k in range(dim):
         x[last, k] = x[last, k] * entry.deep_spread[k] + entry.deep_center[k]
+    return x[last]
 
 
 @njit(fastmath=True, cache=True)
@@ -123,15 +159,25 @@ def _normed_parts(x, out, dim, eps):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=True, cache=True)
-def _signals(logits, best, out):  # type: ignore[no-untyped-def]
+def _signals(logits):  # type: ignore[no-untyped-def]
+    out = np.empty((len(logits), 4), np.float32)
     for t in range(len(logits)):
         parts = np.zeros((PARTS, 4), np.float32)
-        _gather(logits[t], best[t], parts)
+        _gather(logits[t], _highest(logits[t]), parts)
         total, mixed, tops, second = parts[:, 0].sum(), parts[:, 1].sum(), parts[:, 2].sum(), parts[:, 3].max()
         out[t, 0] = np.float32(1) / total
         out[t, 1] = -math.log(total)
         out[t, 2] = (np.float32(1) - (second if tops < 2 else np.float32(1))) / total
         out[t, 3] = math.log(total) - mixed / total
+    return out
+
+
+@njit(fastmath=True, cache=True)
+def _highest(x):  # type: ignore[no-untyped-def]
+    best = x[0]
+    for k in range(len(x)):
+        best = max(best, x[k])
+    return best
 
 
 @njit(fastmath=True, parallel=True, cache=True)

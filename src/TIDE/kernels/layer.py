@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 MOST_TOKENS = 16
+UNLIKELY = 20  # how far below an exit's worst token those lie that it did not look at
 GROUP = 64  # columns of a weight in 8 bits that share a scale of the states
 
 SILU, GELU_TANH, GELU = range(3)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from TIDE.kernels.layer import UNLIKELY
 from TIDE.routing.compiled_head import compiled_head
 from TIDE.routing.heads import MemoryHead, seen_depths
 from TIDE.routing.memory import HeadMemory
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from TIDE.adapters.window import Window
     from TIDE.routing.exits import Exit
     from TIDE.routing.router_file import RouterFile
-
-UNLIKELY = 20.0  # how far below an exit's worst token those lie that it cannot predict
 
 
 class CalibratedPolicy(ExitPolicy):
@@ -43,14 +42,25 @@ class CalibratedPolicy(ExitPolicy):
         self.vocabulary = None if file.vocabulary is None else file.vocabulary.to(device)
         self.vocab_size = window.vocab_size
         self.watches = tuple(sorted({depth for own in map(self._watched, self.exits.items()) for depth in own}))
+        takes_signals = all(at.router.signals for at in self.exits.values())
+        self.rough_head = window.rough_head(self.vocabulary) if takes_signals else None
+        self.routers = {} if self.rough_head is None else {depth: at.router.arrays() for depth, at in self.exits.items()}
         nothing = torch.zeros(1, window.hidden_dim, device=device, dtype=dtype)
-        window.head(nothing, self.vocabulary, roughly=True)  # what is made at first use should not keep a text waiting
+        for depth in self.exits:  # what is made at first use should not keep a text waiting
+            self.judge(depth, nothing, window.head)
 
     def _watched(self, place: tuple[int, Exit]) -> list[int]:
         depth, at = place
         if not isinstance(at.head, MemoryHead):
             return []
         return seen_depths(depth, self.num_layers, at.head.sizes)
+
+    def judge(self, depth: int, guess: torch.Tensor, head: Head) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, hidden) guesses of an exit -> the logits of its tokens, and (n,) scores."""
+        if self.rough_head is not None:
+            return self.rough_head.judge(guess, self.routers[depth])
+        logits = head(guess, self.vocabulary)
+        return logits, self.exits[depth].router(guess, logits)
 
     def start(self, rows: int, head: Head) -> ExitPolicy:
         return _Request(self, rows, head)
@@ -63,9 +73,7 @@ class _Request(ExitPolicy):
     """A calibrated policy at work on one request."""
 
     def __init__(self, policy: CalibratedPolicy, rows: int, head: Head) -> None:
-        self.exits = policy.exits
-        self.vocabulary = policy.vocabulary
-        self.vocab_size = policy.vocab_size
+        self.policy = policy
         self.watches = policy.watches
         self.head = head
         self.memories = {
@@ -84,24 +92,22 @@ class _Request(ExitPolicy):
             memory.forget(row, length)
 
     def score(self, candidates: Candidates) -> torch.Tensor:
-        at = self.exits[candidates.depth]
-        if candidates.depth in self.memories:
-            guess = self.memories[candidates.depth].guess(candidates.rows, candidates.positions)
+        policy, depth = self.policy, candidates.depth
+        if depth in self.memories:
+            guess = self.memories[depth].guess(candidates.rows, candidates.positions)
         else:
-            guess = at.head(candidates.states)
+            guess = policy.exits[depth].head(candidates.states)
         guess = guess.to(candidates.states.dtype)
-        logits = self.head(guess, self.vocabulary, roughly=True)
+        logits, scores = policy.judge(depth, guess, self.head)
         self._scored = candidates.rows, logits
-        return at.router(guess, logits)
+        return scores
 
     def predict(self, candidates: Candidates, head: Head) -> torch.Tensor:
         rows, logits = self._scored
         if candidates.rows != rows:
             logits = logits[[rows.index(row) for row in candidates.rows]]
-        if logits.shape[1] == self.vocab_size:
+        if self.policy.vocabulary is None:
             return logits
         # Not minus infinity: processors may leave nothing but tokens that were not looked at.
-        lowest = (logits.amin(-1, keepdim=True) - UNLIKELY).expand(-1, self.vocab_size)
-        if self.vocabulary is None:
-            return torch.cat([logits, lowest[:, logits.shape[1] :]], 1)
-        return lowest.scatter(1, self.vocabulary.expand(len(logits), -1), logits)
+        lowest = (logits.amin(-1, keepdim=True) - UNLIKELY).expand(-1, self.policy.vocab_size)
+        return lowest.scatter(1, self.policy.vocabulary.expand(len(logits), -1), logits)

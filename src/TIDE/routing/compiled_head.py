@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from TIDE.kernels.dispatch import arrays, compiled_exits
-from TIDE.kernels.layer import Entry, Pass
+from TIDE.kernels.layer import Entry
 from TIDE.routing.heads import EPS, MemoryHead
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-ROW = np.zeros(1, np.int64)
+
+
+class Kept(NamedTuple):
+    """What a memory head remembers of all rows and positions: tensors, or the same memory as arrays for compiled code, whose
+    slices cost a tenth of a tensor's."""
+
+    shallow: Any  # (rows, room, inputs * hidden)
+    deep: Any  # (rows, room, memories * hidden)
+    before: Any  # (rows, room, hidden)
+    keys: Any  # (rows, kv_heads, room, head_dim)
+    values: Any
 
 
 class CompiledHead:
@@ -32,28 +42,24 @@ class CompiledHead:
         self._cos = self._sin = np.zeros((0, 0), np.float32)
         self._compile()
 
-    def remember(self, deep: torch.Tensor) -> torch.Tensor:
+    def remember(self, deep: np.ndarray) -> np.ndarray:
         """`MemoryHead.remember` for (n, memories * hidden) states."""
-        return deep if self.head.recall is None else torch.from_numpy(self.ops.remember(self.entry, deep.numpy()))
+        return deep if self.head.recall is None else self.ops.remember(self.entry, deep)
 
-    def feed(
-        self, start: int, shallow: torch.Tensor, before: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """The guess (hidden,) for the last of n tokens of a row from `start` on; K/V of all go into (kv_heads, room, d)."""
-        stop = start + len(shallow)
-        self._turn_up_to(stop)
-        states = torch.empty(len(shallow), self.head.sizes.hidden_dim)
-        tokens = Pass(states.numpy(), self._cos[start:stop], self._sin[start:stop], ROW, ROW, start, len(shallow))
-        kept = keys[None].numpy(), values[None].numpy()
-        self.ops.memory_block(self.entry, self.layer, tokens, shallow.numpy(), before.numpy(), *kept)
-        return states[-1]
+    def feed(self, row: int, span: range, kept: Kept) -> np.ndarray:
+        """The guess (hidden,) for the last of a row's positions; K/V of all are kept: see `memory.py`."""
+        self._turn_up_to(span.stop)
+        seen = kept.shallow, kept.before, kept.keys, kept.values
+        return self.ops.memory_block(self.entry, self.layer, self._cos, self._sin, row, span.start, span.stop, *seen)
 
     def _compile(self) -> None:
         """Once, before anybody waits for a token."""
         sizes = self.head.sizes
-        states, kept = torch.zeros(1, sizes.hidden_dim), torch.zeros(2, sizes.kv_heads, 1, sizes.head_dim)
-        self.feed(0, states.repeat(1, sizes.inputs), states, *kept)
-        self.remember(states.repeat(1, sizes.memories))
+        widths = [part * sizes.hidden_dim for part in (sizes.inputs, sizes.memories, 1)]
+        states = [np.zeros((1, 1, width), np.float32) for width in widths]
+        heads = [np.zeros((1, sizes.kv_heads, 1, sizes.head_dim), np.float32) for _ in range(2)]
+        self.feed(0, range(1), Kept(*states, *heads))
+        self.remember(states[1][0])
 
     def _turn_up_to(self, length: int) -> None:
         if length > len(self._cos):

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from TIDE.kernels.layer import MOST_TOKENS
-from TIDE.routing.compiled_head import CompiledHead
+from TIDE.routing.compiled_head import CompiledHead, Kept
 from TIDE.routing.heads import MemoryHead, input_depths, memory_depths
 
 ROOM = 256  # positions
@@ -44,11 +45,9 @@ class HeadMemory:
         self._shown: list[list[_Shown]] = [[] for _ in range(rows)]  # states that wait to be put in their places
         self._fresh: list[list[range]] = [[] for _ in range(rows)]  # deep states that wait to be made memories
         sizes, weight = head.sizes, head.fuse.weight
-        self._shallow = weight.new_zeros(rows, 0, sizes.inputs * sizes.hidden_dim)
-        self._deep = weight.new_zeros(rows, 0, sizes.memories * sizes.hidden_dim)
-        self._before = weight.new_zeros(rows, 0, sizes.hidden_dim)
-        self._keys = weight.new_zeros(rows, sizes.kv_heads, 0, sizes.head_dim)
-        self._values = weight.new_zeros(rows, sizes.kv_heads, 0, sizes.head_dim)
+        widths = (sizes.inputs * sizes.hidden_dim, sizes.memories * sizes.hidden_dim, sizes.hidden_dim)
+        heads = [weight.new_zeros(rows, sizes.kv_heads, 0, sizes.head_dim) for _ in range(2)]
+        self._keep(Kept(*[weight.new_zeros(rows, 0, width) for width in widths], *heads))
 
     def observe(self, depth: int, row: int, position: int, states: torch.Tensor) -> None:
         """States of a row's tokens from `position` on. Deep states make what was guessed from guesses be fed again."""
@@ -85,7 +84,7 @@ class HeadMemory:
         if self.fed[row] < self.known[row]:
             self._feed([row], [range(self.fed[row], self.known[row])])
             self.fed[row] = self.known[row]
-        return self._before[row], self._keys[row], self._values[row]
+        return self._kept.before[row], self._kept.keys[row], self._kept.values[row]
 
     def _put_in_place(self, row: int) -> None:
         """What was shown, in one piece where it is one: tokens come one by one."""
@@ -96,10 +95,11 @@ class HeadMemory:
         for depth, parts in shown.items():
             for start, states in _pieces(parts):
                 self._make_room(start + len(states))
-                for depths, kept in ((self.inputs, self._shallow), (self.depths, self._deep)):
+                own = states if self.compiled is None else states.numpy()
+                for depths, kept in ((self.inputs, self._quick.shallow), (self.depths, self._quick.deep)):
                     if depth in depths:
-                        place, width = depths.index(depth) * states.shape[1], states.shape[1]
-                        kept[row, start : start + len(states), place : place + width] = states
+                        place, width = depths.index(depth) * own.shape[1], own.shape[1]
+                        kept[row, start : start + len(own), place : place + width] = own
 
     def _recall(self, rows: list[int]) -> None:
         """Make memories of deep states, now that a guess needs them."""
@@ -107,56 +107,56 @@ class HeadMemory:
             self._put_in_place(row)
             for span in self._fresh[row]:
                 own = slice(span.start, span.stop)
-                quick = self.compiled if len(span) <= MOST_TOKENS else None
-                self._before[row, own] = (quick or self.head).remember(self._deep[row, own])
+                if self.compiled is not None and len(span) <= MOST_TOKENS:
+                    self._quick.before[row, own] = self.compiled.remember(self._quick.deep[row, own])
+                else:
+                    self._kept.before[row, own] = self.head.remember(self._kept.deep[row, own])
             self._fresh[row].clear()
 
     def _feed(self, rows: list[int], spans: list[range]) -> torch.Tensor:
         """Take spans of positions into the head; (n, hidden) guesses at their ends. The others only leave K/V: what comes
         after them has true memories."""
         if self.compiled is not None and max(map(len, spans)) <= MOST_TOKENS:
-            guesses = _stacked([self._through_compiled(self.compiled, *one) for one in zip(rows, spans, strict=True)])
+            found = [self.compiled.feed(row, span, self._quick) for row, span in zip(rows, spans, strict=True)]
+            guesses, before = torch.from_numpy(np.stack(found)), self._quick.before
         else:
-            guesses = self._through(rows, spans)
-        for row, span, guess in zip(rows, spans, guesses, strict=True):
+            guesses, before = self._through(rows, spans), self._kept.before
+            found = list(guesses)
+        for row, span, guess in zip(rows, spans, found, strict=True):
             if span[-1] >= self.known[row]:
-                self._before[row, span[-1]] = guess
+                before[row, span[-1]] = guess
         return guesses
 
     def _through(self, rows: list[int], spans: list[range]) -> torch.Tensor:
         """Spans in one pass, shorter ones padded with their last position."""
-        device, width = self._shallow.device, max(map(len, spans))
+        shallow, _, memories, keys, values = self._kept
+        device, width = shallow.device, max(map(len, spans))
         where = torch.tensor(rows, device=device)[:, None]
         at = torch.tensor([[min(span.start + i, span[-1]) for i in range(width)] for span in spans], device=device)
-        before = self._before[where, (at - 1).clamp(min=0)] * (at > 0)[..., None]
-        x = self.head.enter(self._shallow[where, at], before)
+        before = memories[where, (at - 1).clamp(min=0)] * (at > 0)[..., None]
+        x = self.head.enter(shallow[where, at], before)
         k, v = self.head.keys_and_values(x, at)
-        self._keys[where, :, at] = k.transpose(1, 2)
-        self._values[where, :, at] = v.transpose(1, 2)
+        keys[where, :, at] = k.transpose(1, 2)
+        values[where, :, at] = v.transpose(1, 2)
         x, at = x[:, -1:], at[:, -1:]  # padding repeats the last position
         return self.head.leave(x, self._attend(self.head.queries(x, at), where[:, 0], at))[:, 0]
-
-    def _through_compiled(self, compiled: CompiledHead, row: int, span: range) -> torch.Tensor:
-        """The same for one row, by compiled code."""
-        before = self._before[row, max(0, span.start - 1) : span.stop - 1]
-        if span.start == 0:
-            before = F.pad(before, (0, 0, 1, 0))
-        shallow = self._shallow[row, span.start : span.stop]
-        return compiled.feed(span.start, shallow, before, self._keys[row], self._values[row])
 
     def _attend(self, q: torch.Tensor, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """(n, heads, q, d): every position sees those up to itself."""
         width = int(at.max()) + 1
-        keys, values = (self.head.for_queries(x[rows, :, :width]) for x in (self._keys, self._values))
+        keys, values = (self.head.for_queries(x[rows, :, :width]) for x in (self._kept.keys, self._kept.values))
         seen = torch.arange(width, device=at.device) <= at[:, None, :, None]
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
 
     def _make_room(self, length: int) -> None:
-        room = self._shallow.shape[1]  # positions are the last dimension but one of everything kept
+        room = self._kept.shallow.shape[1]  # positions are the last dimension but one of everything kept
         if length > room:
             more = max(length + ROOM, 2 * room) - room
-            for name in ("_shallow", "_deep", "_before", "_keys", "_values"):
-                setattr(self, name, F.pad(getattr(self, name), (0, 0, 0, more)))
+            self._keep(Kept(*[F.pad(part, (0, 0, 0, more)) for part in self._kept]))
+
+    def _keep(self, kept: Kept) -> None:
+        self._kept = kept
+        self._quick = kept if self.compiled is None else Kept(*[part.numpy() for part in kept])
 
 
 def _stacked(rows: list[torch.Tensor]) -> torch.Tensor:

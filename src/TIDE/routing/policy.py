@@ -18,7 +18,7 @@ import torch
 
 from TIDE.routing.certificate import Certificate
 
-Head = Callable[..., torch.Tensor]  # (n, hidden) states [, (v,) token ids, roughly=] -> (n, vocabulary or v) logits
+Head = Callable[..., torch.Tensor]  # (n, hidden) states [, (v,) token ids] -> (n, vocabulary or v) logits
 
 
 class Candidates(NamedTuple):

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from TIDE.kernels.dispatch import compiled_exits
-from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.routing.heads import EPS, normed
 
 SIGNALS = 4
@@ -38,15 +36,12 @@ class Router(nn.Module):
 
     def forward(self, states: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
         """(n, hidden) states and, where the router takes signals, (n, vocabulary) logits -> (n,) scores."""
-        ops = compiled_exits(states.device, states.dtype) if self.signals and len(states) <= MOST_TOKENS else None
-        if ops is None:
-            return torch.sigmoid(self.raw(self.features(states, logits)) / self.temperature + self.offset)
-        assert logits is not None, "this router takes the exit's logits too"
-        return torch.from_numpy(ops.router_scores(states.numpy(), logits.numpy(), self._arrays(), EPS))
+        return torch.sigmoid(self.raw(self.features(states, logits)) / self.temperature + self.offset)
 
-    def _arrays(self) -> tuple[Any, ...]:
+    def arrays(self) -> tuple[Any, ...]:
+        """What compiled code needs of a router that takes signals: the same memory."""
         weights = self.down.weight, self.down.bias, self.up.weight, self.up.bias, self.temperature[None], self.offset[None]
-        return tuple(x.detach().numpy() for x in weights)
+        return (*[x.detach().numpy() for x in weights], EPS)
 
     def features(self, states: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
         """What the MLP sees, (n, hidden + signals)."""
