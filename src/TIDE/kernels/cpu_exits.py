@@ -20,7 +20,7 @@ FAINT = np.float32(-16)  # tokens so far below the best one do not count in sign
 PARTS = 8
 
 # Compiled code is kept for as long as this file does not change, so this file says what it was compiled for.
-assert (cpu_ops.VERSION, cpu_products.VERSION, UNLIKELY) == (3, 2, 20)
+assert (cpu_ops.VERSION, cpu_products.VERSION, UNLIKELY) == (4, 2, 20)
 assert " ".join(Entry._fields) == "shallow_center shallow_spread deep_center deep_spread fuse recall eps"
 
 

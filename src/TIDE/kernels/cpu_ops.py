@@ -11,7 +11,7 @@ from TIDE.kernels import cpu_products
 from TIDE.kernels.cpu_products import ZERO, _dot, _padded, _products
 from TIDE.kernels.layer import GELU_TANH, GROUP, SILU, Bytes, Layer, Pass
 
-VERSION = 3  # counts changes of what is compiled here, for those who keep it compiled into their own code
+VERSION = 4  # counts changes of what is compiled here, for those who keep it compiled into their own code
 
 # Compiled code is kept for as long as this file does not change, so this file says what it was compiled for.
 assert " ".join(Layer._fields) == (
@@ -228,19 +228,26 @@ def _activate(gate, up, count, kind):  # type: ignore[no-untyped-def]
     inner = gate.shape[1]
     for job in prange(count * 8):
         t, part = job // 8, job % 8
-        for k in range(part * inner // 8, (part + 1) * inner // 8):
-            x = gate[t, k]
-            if kind == SILU:
-                y = x / (np.float32(1) + math.exp(-x))
-            elif kind == GELU_TANH:
-                y = (
-                    np.float32(0.5)
-                    * x
-                    * (np.float32(1) + math.tanh(np.float32(0.7978845608) * (x + np.float32(0.044715) * x * x * x)))
-                )
-            else:
-                y = np.float32(0.5) * x * (np.float32(1) + math.erf(x * np.float32(0.7071067812)))
-            gate[t, k] = y * up[t, k]
+        start, stop = part * inner // 8, (part + 1) * inner // 8
+        own, other = gate[t, start:stop], up[t, start:stop]
+        if kind == SILU:
+            _gate(own, other, own.copy())
+        elif kind == GELU_TANH:
+            _gate(own, other, np.float32(1.5957691216) * (own + np.float32(0.044715) * own * own * own))
+        else:
+            for k in range(len(own)):
+                x = own[k]
+                own[k] = np.float32(0.5) * x * (np.float32(1) + math.erf(x * np.float32(0.7071067812))) * other[k]
+
+
+@njit(fastmath=True, inline="always", cache=True)
+def _gate(x, up, inner):  # type: ignore[no-untyped-def]
+    """x becomes x · up · sigmoid(inner); half of 1 + tanh(y) is sigmoid(2y)."""
+    for k in range(len(inner)):
+        inner[k] = -inner[k]
+    _exp(inner)
+    for k in range(len(x)):
+        x[k] *= up[k] / (np.float32(1) + inner[k])
 
 
 @njit(fastmath=True, cache=True)
