@@ -142,14 +142,44 @@ def test_whatever_is_drafted_right_or_wrong(lengths, wrong, depth):
         assert stats.accepted or not any(lengths) or wrong
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("lengths", [[0] * 40, [0] * 20 + [4] * 9, [2, 0, 0, 7, *[0] * 17, 2], [4, 0] * 9])
+def test_a_memory_head_is_fed_every_token_once_it_is_asked_again(lengths, depth):
+    """Whatever rounds there were: what it keeps is what an opening over the same text leaves."""
+    model = build("llama")
+    ids, left = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(1)), [*reversed(lengths)]
+
+    def kept(ids, **options):
+        with an_engine(model, depth) as engine:
+            text = engine.generate(ids, do_sample=False, eos_token_id=None, **options)
+            memory = engine.window.fused.circuits._free[0].memory
+        return text, memory, int(memory.fed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftLength, "choose", lambda self, most: left.pop() if left else 2)
+        text, memory, fed = kept(ids, max_new_tokens=30)
+    assert fed >= 9 + 16
+    _, expected, length = kept(text[:, :fed], max_new_tokens=2)  # rounds begin after the first
+    assert length >= fed
+    torch.testing.assert_close(memory.before[: fed + 1], expected.before[: fed + 1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(memory.keys[:, :, :fed], expected.keys[:, :, :fed], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(memory.values[:, :, :fed], expected.values[:, :, :fed], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("threshold", "share"), [(0.0, 0.7), (0.0, 0.3), (0.5, 0.7)])
-@pytest.mark.parametrize(("strategy", "depth"), [("memory", 0), ("memory", 2), ("identity", 2)])
-def test_mode_fast_writes_what_it_writes_without_rounds(strategy, depth, threshold, share, ids, rounds, monkeypatch):
+@pytest.mark.parametrize(
+    ("strategy", "depth", "vocabulary"),
+    [("memory", 0, None), ("memory", 2, None), ("identity", 2, None), ("memory", 0, torch.arange(0, 96, 3))],
+    ids=["memory at 0", "memory at 2", "identity", "draft vocabulary"],
+)
+def test_mode_fast_writes_what_it_writes_without_rounds(
+    strategy, depth, vocabulary, threshold, share, ids, rounds, monkeypatch
+):
     """The exit sees the same in both: guesses while drafting, finished states after each round, with drafts or without."""
     monkeypatch.setenv("TIDE_NO_KERNELS", "1")  # on a CPU they are in 8 bits
     model, config = build("llama"), TIDEConfig(mode="fast", exit_threshold=threshold, max_pending=3, max_exit_share=share)
     with TIDE.TIDE(model) as engine:
-        policy = a_file(model, strategy, (depth,), 0.0).policy(engine.window)
+        policy = a_file(model, strategy, (depth,), 0.0, vocabulary).policy(engine.window)
         policy.exits[depth].router.temperature.fill_(0.02)  # so that scores differ
     texts = []
     for place in (lambda engine: engine, on_references):

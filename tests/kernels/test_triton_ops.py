@@ -133,6 +133,13 @@ def test_the_best_token_is_the_first_of_the_highest():
     logits = x @ weight.T
     assert token.tolist() == logits.argmax(-1).tolist() and token[1] == 7
     assert_close(best, logits.amax(-1))
+    vocabulary = torch.arange(1, 201, 3)
+    for ops in (triton_exits, reference):
+        seen = torch.zeros(3, 4)
+        ops.best_tokens(x, weight, best, token, seen, vocabulary)
+        assert token.tolist() == vocabulary[logits[:, vocabulary].argmax(-1)].tolist()
+        assert_close(best, logits[:, vocabulary].amax(-1))
+        assert_close(seen, signals_of(logits[:, vocabulary]))
     weight[20, 0] = float("nan")
     triton_exits.best_tokens(x, weight, best, token)
     assert best.isinf().all()
@@ -147,6 +154,11 @@ def test_states_for_a_memory_head():
         ops.centred(table, rows, out[:, HIDDEN : 2 * HIDDEN], 1e-6, center, spread)
         ops.centred(table[:2], None, out[:, 2 * HIDDEN :], 1e-6)
     assert_close(found, expected)
+    rings = torch.zeros(2, 4, HIDDEN)
+    for ops, out in ((triton_exits, rings[0]), (reference, rings[1])):
+        ops.centred(table, rows, out, 1e-6, center, spread, torch.tensor([7]))  # behind the last row comes the first
+    assert_close(*rings)
+    assert_close(rings[1][[3, 0]], expected[:, HIDDEN : 2 * HIDDEN])
     tables = table.clone(), table.clone()
     for ops, own in zip((triton_exits, reference), tables, strict=True):
         ops.linear_into(table[5:8], spread[:, None] * table[:1], own, torch.tensor([1]))

@@ -43,6 +43,8 @@ class Memory:
         self.only_kv = self.layer._replace(q=self.layer.q[:0])
         self.before = weight.new_zeros(columns + 1, sizes.hidden_dim)  # row p: the memory of position p - 1
         self.parts = weight.new_zeros(MOST_TOKENS, sizes.memories * sizes.hidden_dim)  # of finished tokens, to be remembered
+        self.entries = weight.new_zeros(MOST_TOKENS, (sizes.inputs + 1) * sizes.hidden_dim)  # of those that wait for it
+        self.fed = torch.zeros(1, dtype=torch.int32, device=weight.device)  # positions whose K/V stand
         self.keys, self.values = weight.new_zeros(2, 1, sizes.kv_heads, columns, sizes.head_dim)
         positions = torch.arange(columns, device=weight.device)[None]
         self.turns = Turns(*(part[0, 0].contiguous() for part in head.angles(positions, weight.dtype)))

@@ -45,13 +45,19 @@ class GPULayers(RoundLayers):
                 yield index + 1, states
 
     def choose(
-        self, states: torch.Tensor, token: torch.Tensor, best: torch.Tensor, signals: torch.Tensor | None = None
+        self,
+        states: torch.Tensor,
+        token: torch.Tensor,
+        best: torch.Tensor,
+        signals: torch.Tensor | None = None,
+        vocabulary: torch.Tensor | None = None,
     ) -> None:
         """The tokens after (n, hidden) states at full depth, their logits, and what a router wants to know of the others."""
         if self.norm is None:
-            super().choose(states, token, best, signals)
+            super().choose(states, token, best, signals, vocabulary)
         else:
-            self.exits.best_tokens(self.ops.norm(states, *norm_features(self.norm)), self.head, best, token, signals)
+            normed = self.ops.norm(states, *norm_features(self.norm))
+            self.exits.best_tokens(normed, self.head, best, token, signals, vocabulary)
 
     def _circuit(self, columns: int, exit_: Exit | None) -> Circuit:
         rooms = [Room(len(layer.k) // layer.head_dim, layer.head_dim, layer.head_dim) for layer in self.layers]

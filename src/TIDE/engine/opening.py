@@ -56,6 +56,8 @@ class Opening:
         window.fused.choose(newest, circuit.found[:1], circuit.best[:1])
         result = circuit.starts, circuit.scores, circuit.out
         window.fused.exits.accept(circuit.found, circuit.best, circuit.tokens, *result, 0, 0.0, True)
+        if circuit.memory is not None:
+            circuit.memory.fed.copy_(circuit.starts[:1])
 
     def _seen(self) -> list[int]:
         """Depths that a memory head sees."""

@@ -69,7 +69,12 @@ class RoundLayers:
         return self.window.run(0, 0, feed).states[0], None
 
     def choose(
-        self, states: torch.Tensor, token: torch.Tensor, best: torch.Tensor, signals: torch.Tensor | None = None
+        self,
+        states: torch.Tensor,
+        token: torch.Tensor,
+        best: torch.Tensor,
+        signals: torch.Tensor | None = None,
+        vocabulary: torch.Tensor | None = None,
     ) -> None:
         """The tokens after (n, hidden) states at full depth, their logits, and what a router wants to know of the others."""
-        reference.best_of(self.window.head(states), best, token, signals)
+        reference.best_of(self.window.head(states, vocabulary), best, token, signals, vocabulary)

@@ -5,6 +5,9 @@
     deep pass   the newest final token and the k drafts through the rest, in one pass; the full model's token after each
     accept      drafts that the full model says too stand; its token after them is the newest final one now
 
+Rounds without drafts follow each other where drafts do not pay; what they leave for the memory head is fed to it sixteen tokens
+at a time, or when it is asked again.
+
 A round is one graph. The host looks at one small buffer for each, while the next round already runs: what a round starts
 from is on the device. With exits off a round is a step of the full model.
 """
@@ -26,7 +29,7 @@ from TIDE.engine.opening import Opening, padded
 from TIDE.engine.plan import Plan
 from TIDE.engine.request import Request
 from TIDE.engine.sampling import NAN
-from TIDE.kernels.layer import MOST_TOKENS
+from TIDE.kernels.layer import MOST_TOKENS, Pass
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import EPS, IdentityHead, MemoryHead, input_depths, memory_depths
 from TIDE.stats import ExitStats
@@ -56,9 +59,9 @@ def suits(window: Window, plan: Plan, policy: Any, request: Request) -> bool:
 
 
 def exit_of(plan: Plan, policy: Any) -> Exit | None:
-    """The only exit, if it is one that rounds can ask: with a memory or no head of its own, and for all tokens."""
+    """The only exit, if it is one that rounds can ask: with a memory or no head of its own."""
     exits = getattr(policy, "exits", {})
-    found = exits[plan.spans[-1].start] if len(plan.spans) == 2 and exits and policy.vocabulary is None else None
+    found = exits[plan.spans[-1].start] if len(plan.spans) == 2 and exits else None
     if found is None or (isinstance(found.head, IdentityHead) and not plan.spans[-1].start):
         return None
     return found if isinstance(found.head, MemoryHead | IdentityHead) else None
@@ -76,6 +79,8 @@ class Rounds:
         self.fused = window.fused
         self.plan = plan
         self.exit = exit_of(plan, policy)
+        self.vocabulary = getattr(policy, "vocabulary", None)
+        self.waiting = 0  # tokens that the memory head was not fed
         self.depth = plan.spans[-1].start if self.exit is not None else 0
         self.threshold = 0.0 if plan.weighs else plan.threshold(self.depth)
         self.rule = plan.exact, plan.weighs, self.threshold
@@ -91,14 +96,18 @@ class Rounds:
         """Decode until the row is finished. Where the device refuses, it is left as it is; later requests go by steps too."""
         self.began = time.perf_counter()
         self.length.begin()
-        self.circuit = self.fused.circuits.take(self.columns + ROOM, self.exit)
         try:
-            yield from self._decode()
+            yield from self._in_circuit()
         except FloatingPointError:
             raise
         except Exception as problem:  # compilers refuse cards and sizes, and models shapes, in many ways
             self.fused.without_rounds = f"{type(problem).__name__}: {problem}"
             logger.warning("%s is not decoded in rounds: %s", type(self.window.model).__name__, self.fused.without_rounds)
+
+    def _in_circuit(self) -> Iterator[None]:
+        self.circuit = self.fused.circuits.take(self.columns + ROOM, self.exit)
+        try:
+            yield from self._decode()
         finally:
             self.fused.circuits.give_back(self.circuit)
 
@@ -149,9 +158,21 @@ class Rounds:
         most = FEWEST
         while most < self.batch.size[0] + ROOM:
             most *= 4
-        is_usual = self.circuit.graphs.run((drafts, most, *self.rule), lambda: self._round(drafts, most))
+        is_usual = self._let_wait() if drafts == 0 else self._catch_up()
+        is_usual &= self.circuit.graphs.run((drafts, most, *self.rule), lambda: self._round(drafts, most))
         self.stats.layers_run += (drafts + 1) * self.window.num_layers
         return self._on_its_way(drafts, is_usual)
+
+    def _let_wait(self) -> bool:
+        """One more token will wait for the memory head; whether there was room for it at once."""
+        is_usual = self._catch_up() if self.waiting == MOST_TOKENS else True
+        self.waiting += 1
+        return is_usual
+
+    def _catch_up(self) -> bool:
+        """Feed the memory head what waits; whether that was as quick as ever."""
+        memory, waiting, self.waiting = self.circuit.memory, self.waiting, 0
+        return memory is None or not waiting or self.circuit.graphs.run("feed", lambda: self._feed(memory))
 
     def _on_its_way(self, drafts: int | None, is_usual: bool) -> Launched:
         out, over = self.circuit.pinned[self.launched % 2], None
@@ -196,32 +217,36 @@ class Rounds:
         circuit, ops, last = self.circuit, self.fused.exits, self.window.num_layers
         for step in range(drafts):
             self._draft(step, most)
+        at = None if drafts else circuit.starts[:1]
         if self.depth:
-            self._shallow(drafts, most)
+            self._shallow(drafts, most, at)
         else:
             self.fused.embed(circuit, slice(0, drafts + 1), circuit.states[: drafts + 1])
         states = circuit.states[: drafts + 1].clone()  # the memory head will want those at the checkpoint again
-        self._through(range(self.depth, last), states, slice(0, drafts + 1), most)
+        self._through(range(self.depth, last), states, slice(0, drafts + 1), most, at)
         self.fused.choose(states, circuit.found[: drafts + 1], circuit.best[: drafts + 1])
         if circuit.memory is not None:
             self._remember(circuit.memory, drafts)
         result = circuit.starts, circuit.scores, circuit.out
         ops.accept(circuit.found, circuit.best, circuit.tokens, *result, drafts, self.threshold, self.plan.exact)
+        if circuit.memory is not None and drafts:
+            circuit.memory.fed.copy_(circuit.starts[:1])
 
-    def _through(self, span: range, states: torch.Tensor, own: slice, most: int) -> None:
-        """Take states (in place) through layers, and note what is to be remembered of them."""
+    def _through(self, span: range, states: torch.Tensor, own: slice, most: int, at: torch.Tensor | None = None) -> None:
+        """Take states (in place) through layers, and note what is to be remembered of them, at a place where it is to wait."""
         memory, width = self.circuit.memory, states.shape[1]
         depths = [] if memory is None else memory_depths(self.window.num_layers, memory.head.sizes.memories)
         for depth, found in self.fused.through(self.circuit, span, states, own, most, tuple(depths)):
             if memory is not None:
                 place = depths.index(depth) * width
-                self.fused.exits.centred(found, None, memory.parts[own, place : place + width], EPS)
+                rows = memory.parts[:, place : place + width]
+                self.fused.exits.centred(found, None, rows[own] if at is None else rows, EPS, at=at)
 
-    def _shallow(self, step: int, most: int) -> None:
+    def _shallow(self, step: int, most: int, at: torch.Tensor | None = None) -> None:
         """The token of a draft step to the checkpoint."""
         states = self.circuit.states[step : step + 1]
         self.fused.embed(self.circuit, slice(step, step + 1), states)
-        self._through(range(self.depth), states, slice(step, step + 1), most)
+        self._through(range(self.depth), states, slice(step, step + 1), most, at)
 
     def _draft(self, step: int, most: int) -> None:
         """The token after the newest one, by the exit."""
@@ -230,7 +255,7 @@ class Rounds:
             self._shallow(step, most)
         guess = circuit.states[own] if circuit.memory is None else self._guess(circuit.memory, own, most)
         signals = None if self.plan.weighs else circuit.signals
-        self.fused.choose(guess, circuit.tokens[step + 1 : step + 2], circuit.best[:1], signals)
+        self.fused.choose(guess, circuit.tokens[step + 1 : step + 2], circuit.best[:1], signals, self.vocabulary)
         if signals is not None:
             self._score(guess, circuit.scores[own])
 
@@ -249,25 +274,49 @@ class Rounds:
 
     def _entered(self, memory: Memory, own: slice) -> torch.Tensor:
         """Tokens of a round as the head's block takes them."""
-        circuit, head, exits = self.circuit, memory.head, self.fused.exits
-        width, depths = head.sizes.hidden_dim, input_depths(self.depth, head.sizes.inputs)
-        joined = memory.before.new_empty(own.stop - own.start, (len(depths) + 1) * width)
-        for place, depth in enumerate(depths):
-            part = slice(place * width, (place + 1) * width)
+        joined = torch.empty_like(memory.entries[own])
+        self._enter(memory, own, joined)
+        return self._fused_with_memories(memory, joined, self.circuit.starts[own])
+
+    def _enter(self, memory: Memory, own: slice, out: torch.Tensor, at: torch.Tensor | None = None) -> None:
+        """What a head sees of tokens themselves."""
+        circuit, head = self.circuit, memory.head
+        for place, depth in enumerate(input_depths(self.depth, head.sizes.inputs)):
+            part = slice(place * head.sizes.hidden_dim, (place + 1) * head.sizes.hidden_dim)
             table, rows = (circuit.states[own], None) if depth else self.fused.embedded(circuit, own)
-            exits.centred(table, rows, joined[:, part], EPS, head.shallow_center[part], head.shallow_spread[part])
-        exits.centred(memory.before, circuit.starts[own], joined[:, -width:], EPS, head.deep_center, head.deep_spread)
+            self.fused.exits.centred(table, rows, out[:, part], EPS, head.shallow_center[part], head.shallow_spread[part], at)
+
+    def _fused_with_memories(self, memory: Memory, joined: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        head = memory.head
+        own = joined[:, -head.sizes.hidden_dim :]
+        self.fused.exits.centred(memory.before, positions, own, EPS, head.deep_center, head.deep_spread)
         return self.fused.ops.linear(joined, head.fuse.weight)
 
     def _remember(self, memory: Memory, drafts: int) -> None:
-        """Finished tokens, in place of guesses; then K/V of the tokens after them."""
-        circuit, head, ops = self.circuit, memory.head, self.fused.ops
-        parts = memory.parts[: drafts + 1]
-        if head.recall is None:
-            memory.before.index_copy_(0, circuit.starts[: drafts + 1].long() + 1, parts)
+        """Finished tokens, in place of guesses; then K/V of the tokens after them. A token without drafts waits."""
+        if drafts == 0:
+            self._enter(memory, slice(0, 1), memory.entries, self.circuit.starts[:1])
+            return
+        self._make_memories(memory, memory.parts[: drafts + 1], self.circuit.starts)
+        own = slice(1, drafts + 1)  # the first one's stand already: it was asked for a draft
+        self._keep(memory, self._entered(memory, own), self.circuit.starts[1:])
+
+    def _feed(self, memory: Memory) -> None:
+        """Memories and K/V of tokens that wait. Always sixteen: what comes of those behind the newest is overwritten later."""
+        positions = memory.fed + self.circuit.places[:MOST_TOKENS]
+        rows = positions % MOST_TOKENS
+        self._make_memories(memory, memory.parts[rows], memory.fed)
+        self._keep(memory, self._fused_with_memories(memory, memory.entries[rows], positions), memory.fed)
+        memory.fed.copy_(self.circuit.starts[:1])
+
+    def _make_memories(self, memory: Memory, parts: torch.Tensor, start: torch.Tensor) -> None:
+        if memory.head.recall is None:
+            memory.before.index_copy_(0, start[:1].long() + 1 + self.circuit.places[: len(parts)], parts)
         else:
-            self.fused.exits.linear_into(parts, head.recall.weight, memory.before, circuit.starts[:1])
-        own = slice(min(1, drafts), drafts + 1)  # the first one's stand already, if it was asked for a draft
-        x = self._entered(memory, own)
-        h = ops.norm(x, memory.layer.input_norm, memory.layer.eps)
-        ops.project(memory.only_kv, circuit.going(x, own, memory.turns), h, memory.keys, memory.values)
+            self.fused.exits.linear_into(parts, memory.head.recall.weight, memory.before, start[:1])
+
+    def _keep(self, memory: Memory, x: torch.Tensor, start: torch.Tensor) -> None:
+        """K/V of tokens from a position on."""
+        h = self.fused.ops.norm(x, memory.layer.input_norm, memory.layer.eps)
+        going = Pass(x, *memory.turns, self.circuit.row, self.circuit.row, start[:1], len(x))
+        self.fused.ops.project(memory.only_kv, going, h, memory.keys, memory.values)

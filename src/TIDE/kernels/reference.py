@@ -106,20 +106,33 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
 
 
 def best_tokens(
-    x: torch.Tensor, weight: torch.Tensor, best: torch.Tensor, token: torch.Tensor, signals: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    best: torch.Tensor,
+    token: torch.Tensor,
+    signals: torch.Tensor | None = None,
+    vocabulary: torch.Tensor | None = None,
 ) -> None:
     """The best token of normed states (n, hidden) and its logit, by an LM head; infinity where a logit is NaN.
 
     `signals`, (n, 4), are those of `TIDE.routing.router`: best probability, its logarithm, its lead over the second, entropy.
+    With a vocabulary, rising token ids, there are no others.
     """
-    best_of(x @ weight.T, best, token, signals)
+    best_of(x @ (weight if vocabulary is None else weight[vocabulary]).T, best, token, signals, vocabulary)
 
 
-def best_of(logits: torch.Tensor, best: torch.Tensor, token: torch.Tensor, signals: torch.Tensor | None = None) -> None:
-    """The same of (n, vocabulary) logits."""
+def best_of(
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    token: torch.Tensor,
+    signals: torch.Tensor | None = None,
+    vocabulary: torch.Tensor | None = None,
+) -> None:
+    """The same of logits."""
     logits = torch.where(logits.isnan(), float("inf"), logits.float())
     best.copy_(logits.amax(-1))
-    token.copy_(logits.argmax(-1))
+    found = logits.argmax(-1)
+    token.copy_(found if vocabulary is None else vocabulary[found])
     if signals is not None:
         logs = logits.log_softmax(-1)
         first, second = logs.topk(2, -1).values.unbind(-1)
@@ -152,11 +165,17 @@ def centred(
     eps: float,
     center: torch.Tensor | None = None,
     spread: torch.Tensor | None = None,
+    at: torch.Tensor | None = None,
 ) -> None:
-    """States (all, or some rows of a table), normed and in coordinates of a centre and a spread, as memory heads take them."""
+    """States (all, or some rows of a table), normed and in coordinates of a centre and a spread, as memory heads take them.
+
+    With a place `at`, the first goes into that row of `out`, and so on; behind the last row comes the first.
+    """
     states = (table if rows is None else table[rows.long()]).float()
     states = F.rms_norm(states, states.shape[-1:], eps=eps)
-    out.copy_(states if center is None or spread is None else (states - center.float()) / spread.float())
+    states = states if center is None or spread is None else (states - center.float()) / spread.float()
+    places = torch.arange(len(states)) if at is None else (int(at) + torch.arange(len(states))) % len(out)
+    out[places.to(out.device)] = states.to(out.dtype)
 
 
 def outward(

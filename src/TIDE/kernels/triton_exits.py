@@ -13,18 +13,20 @@ from TIDE.kernels.triton_products import EMPTY, _launch_linear, _product, _tile,
 
 @counted
 def _peaks(
-    x, weight, peaks, tokens_at, sums, tokens, height, width, blocks,
-    SIGNALS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    x, weight, vocabulary, peaks, tokens_at, sums, tokens, height, width, blocks,
+    CHOSEN: tl.constexpr, SIGNALS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The best of a block of tokens, for each state. NaN counts as infinity, which is how the host notices."""
     block, place = tl.program_id(0), tl.arange(0, 16)
     rows = block * BN + tl.arange(0, BN)
     inside = rows < height
+    if CHOSEN:
+        rows = tl.load(vocabulary + rows, mask=inside, other=0).to(tl.int32)
     logits = _product(x, weight, rows, inside, tokens, width, BN, BK, EVEN).to(x.dtype.element_ty).to(tl.float32)
     logits = tl.where(logits == logits, logits, float("inf"))
     logits = tl.where(inside[:, None], logits, float("-inf"))
     best = tl.max(logits, 0)
-    first = tl.min(tl.where(logits == best[None, :], rows[:, None], height), 0)
+    first = tl.min(tl.where(logits == best[None, :], rows[:, None], 2147483647), 0)
     at, known = place * blocks + block, place < tokens
     tl.store(peaks + at, best, mask=known)
     tl.store(tokens_at + at, first, mask=known)
@@ -62,16 +64,23 @@ def _best(peaks, tokens_at, sums, best, token, signals, blocks, SIGNALS: tl.cons
 
 
 def best_tokens(
-    x: torch.Tensor, weight: torch.Tensor, best: torch.Tensor, token: torch.Tensor, signals: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    best: torch.Tensor,
+    token: torch.Tensor,
+    signals: torch.Tensor | None = None,
+    vocabulary: torch.Tensor | None = None,
 ) -> None:
     """Logits themselves are never written."""
-    (height, width), tile = weight.shape, _tile(weight, 64, 256, 4)
+    width, tile = weight.shape[1], _tile(weight, 64, 256, 4)
+    chosen = weight if vocabulary is None else vocabulary
+    height = len(chosen)
     blocks = triton.cdiv(height, tile.rows)
     peaks, at = x.new_empty(16, blocks, dtype=torch.float32), x.new_empty(16, blocks, dtype=torch.int32)
     sums = peaks if signals is None else x.new_empty(3, 16, blocks, dtype=torch.float32)
     _peaks[(blocks,)](
-        x, weight, peaks, at, sums, len(x), height, width, blocks, signals is not None, tile.rows, tile.columns, tile.even,
-        num_warps=4, num_stages=tile.stages,
+        x, weight, chosen, peaks, at, sums, len(x), height, width, blocks,
+        vocabulary is not None, signals is not None, tile.rows, tile.columns, tile.even, num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
     _best[(len(x),)](
         peaks, at, sums, best, token, best if signals is None else signals, blocks, signals is not None,
@@ -131,11 +140,13 @@ def router_score(
 
 @counted
 def _centred(
-    table, rows, center, spread, out, stride, out_stride, width, eps,
-    HAS_ROWS: tl.constexpr, CENTRE: tl.constexpr, BLOCK: tl.constexpr,
+    table, rows, center, spread, out, at, stride, out_stride, width, eps,
+    HAS_ROWS: tl.constexpr, CENTRE: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, column = tl.program_id(0), tl.arange(0, BLOCK)
-    row, known = token.to(tl.int64), column < width
+    row, place, known = token.to(tl.int64), token.to(tl.int64), column < width
+    if RING > 0:
+        place = (tl.load(at).to(tl.int64) + token) % RING
     if HAS_ROWS:
         row = tl.load(rows + token).to(tl.int64)
     states = tl.load(table + row * stride + column, mask=known, other=0.0).to(tl.float32)
@@ -143,7 +154,7 @@ def _centred(
     if CENTRE:
         states -= tl.load(center + column, mask=known, other=0.0).to(tl.float32)
         states /= tl.load(spread + column, mask=known, other=1.0).to(tl.float32)
-    tl.store(out + token * out_stride + column, states.to(out.dtype.element_ty), mask=known)
+    tl.store(out + place * out_stride + column, states.to(out.dtype.element_ty), mask=known)
 
 
 def centred(
@@ -153,12 +164,13 @@ def centred(
     eps: float,
     center: torch.Tensor | None = None,
     spread: torch.Tensor | None = None,
+    at: torch.Tensor | None = None,
 ) -> None:
-    width = table.shape[1]
-    _centred[(len(out),)](
+    width, ring = table.shape[1], 0 if at is None else len(out)
+    _centred[(len(table if rows is None else rows),)](
         table, table if rows is None else rows, table if center is None else center, table if spread is None else spread,
-        out, table.stride(0), out.stride(0), width, eps,
-        rows is not None, center is not None, triton.next_power_of_2(width), num_warps=4,
+        out, table if at is None else at, table.stride(0), out.stride(0), width, eps,
+        rows is not None, center is not None, ring, triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
 
 
