@@ -16,7 +16,7 @@ def test_it_is_small_whole_and_says_how_it_was_made():
     assert path.stat().st_size <= 12_000_000
     file = TIDE.RouterFile.load(path)
     assert file.strategy == "memory"
-    assert list(file.exits) == [0, 4]
+    assert list(file.exits) == [0]
     assert file.fingerprint is not None
     assert file.fingerprint.name == "SmolLM2-135M-Instruct"
     assert file.facts["texts"] == 4 * file.config["calibration_samples"]
