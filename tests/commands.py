@@ -1,11 +1,72 @@
-"""The `tide` command, run inside the test's own process."""
+"""The `tide` command, run in three ways:
+
+tide       inside the test's own process
+script     the console script, started afresh: for what needs no model
+Warm       the console script in a process that has torch and transformers already: importing them takes longer than
+           a tiny model to answer
+"""
 
 from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 from typer.testing import CliRunner, Result
 
 from TIDE.cli.app import app
 
+SCRIPT = Path(sys.executable).with_name("tide")
+COMMANDS = ("demo", "calibrate", "generate", "chat", "tune", "certify", "analyze", "bench", "inspect", "report")
+Done = subprocess.CompletedProcess[str]
 
-def tide(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+def tide(*arguments: object, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+def script(*arguments: object, stdin: str = "", **environment: str) -> Done:
+    command = [str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+
+
+class Warm:
+    """Scripts in processes of their own, forked from one that has done the imports (`warm.py`)."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("warm.py"))]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.imports = self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def run(self, path: Path, *arguments: object, stdin: str = "") -> Done:
+        assert self.process.stdin is not None
+        with tempfile.TemporaryDirectory() as folder:
+            streams = [Path(folder) / name for name in ("in", "out", "err")]
+            streams[0].write_text(stdin)
+            argv = [str(path), *map(str, arguments)]
+            self.process.stdin.write(json.dumps(dict(argv=argv, cwd=os.getcwd(), streams=list(map(str, streams)))) + "\n")
+            self.process.stdin.flush()
+            return subprocess.CompletedProcess(argv, self._answer(), streams[1].read_text(), streams[2].read_text())
+
+    def tide(self, *arguments: object, stdin: str = "") -> Done:
+        return self.run(SCRIPT, *arguments, stdin=stdin)
+
+    def close(self) -> None:
+        self.process.communicate()  # the end of its input ends it
+
+
+def fits(found: object, shape: object) -> bool:
+    """Whether JSON is of a shape: a type, several, [what each item is], or {key: what it is} with just these keys."""
+    if isinstance(shape, list):
+        return isinstance(found, list) and bool(found) and all(fits(item, shape[0]) for item in found)
+    if isinstance(shape, dict):
+        return isinstance(found, dict) and found.keys() == shape.keys() and all(fits(found[key], shape[key]) for key in shape)
+    return isinstance(found, shape) and (shape is bool or not isinstance(found, bool))  # type: ignore[arg-type]

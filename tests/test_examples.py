@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -13,14 +14,17 @@ from characters import TEMPLATE, characters
 from families import build
 from router_files import made
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+FOLDER = Path(__file__).parent.parent / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+NOTEBOOK = FOLDER / "tour.ipynb"
+ARGUMENTS = {"lossless_check": ["Write one sentence about rain."]}
 PRINTS = {"lossless_check": "drafts stood", "tune_threshold": "tok/s"}
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("example", [path for path in EXAMPLES if path.stem != "any_model"], ids=lambda path: path.stem)
 def test_an_example_runs(example, embedded, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [str(example)])
+    monkeypatch.setattr(sys, "argv", [str(example), *ARGUMENTS.get(example.stem, [])])
     runpy.run_path(str(example), run_name="__main__")
     assert PRINTS.get(example.stem, "Total tokens:") in capsys.readouterr().out
 
@@ -41,6 +45,28 @@ def test_any_model_is_calibrated_and_used(tmp_path, capsys, monkeypatch):
         runpy.run_path(str(EXAMPLES[0]), run_name="__main__")
         assert "Total tokens: 32" in capsys.readouterr().out
     assert asked == [True]
+
+
+@pytest.mark.real
+def test_the_notebook_runs(tmp_path):
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("matplotlib")
+    import nbformat
+
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    nbclient.NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    printed = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    assert printed.count("Total tokens: 24") == 2 and "Danube" in printed
+    assert [output.data for output in outputs if "image/png" in output.get("data", {})]
+    assert (tmp_path / "own.safetensors").exists()
+
+
+def test_the_notebook_is_kept_without_outputs():
+    cells = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
+    assert all(cell["outputs"] == [] for cell in cells if cell["cell_type"] == "code")
 
 
 def test_examples_are_short():

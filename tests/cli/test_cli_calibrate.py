@@ -3,74 +3,57 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import TIDE
-from families import build
+from commands import tide
 from TIDE.calibration import calibrate as module
-from TIDE.cli.app import app
 
-ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.fixture
-def folder(tmp_path, chatty, monkeypatch):
-    monkeypatch.setenv("TIDE_CACHE", str(tmp_path / "cache"))
-    build("llama").save_pretrained(tmp_path / "model")
-    chatty.save_pretrained(tmp_path / "model")
-    return tmp_path
+SMALL = ("--samples", 20, "--quick", "--epochs", 1, "--checkpoint-interval", 2, "--strategy", "identity")
 
 
-def tide(folder, *options):
-    small = ["--samples", "40", "--quick", "--epochs", "1", "--checkpoint-interval", "2"]
-    return CliRunner().invoke(app, ["calibrate", str(folder / "model"), "-o", str(folder / "router.pt"), *small, *options])
-
-
-def test_a_model_folder_becomes_a_router_file(folder):
-    done = tide(folder, "--json")
-    assert done.exit_code == 0, done.output
-    said = json.loads(done.stdout.splitlines()[-1])
-    file = TIDE.RouterFile.load(folder / "router.pt")
-    assert said == file.as_dict()
-    assert set(file.exits) <= {0, 2}
-    assert file.config["calibration_samples"] == 40
-
-
-def test_the_exits_of_a_file_are_measured_on_other_prompts(folder):
-    assert tide(folder).exit_code == 0
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"turns": [f"What is {n}?", "And then?"]}) + "\n" for n in range(4)))
-    script = ROOT / "benchmarks" / "eval_exits.py"
-    command = [script, "--router", folder / "router.pt", "--prompts", prompts, "--model", folder / "model", "--answer", "12"]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+def test_a_model_folder_becomes_a_router_file(warm, folder, tmp_path):
+    done = warm.tide("calibrate", folder, "-o", tmp_path / "router.pt", *SMALL, "--json")
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert report["positions"] > 0
-    for exit in report["exits"].values():
-        assert exit["steps"][0] == pytest.approx(exit["agreement"], abs=1e-3)
+    file = TIDE.RouterFile.load(tmp_path / "router.pt")
+    assert json.loads(done.stdout) == file.as_dict()
+    assert file.strategy == "identity" and set(file.exits) <= {0, 2}
+    assert file.config["calibration_samples"] == 20
 
 
-def test_wrong_options_are_said_in_words(folder):
-    done = tide(folder, "--strategy", "guess")
-    assert done.exit_code == 1
-    assert "exit_strategy must be one of" in done.stderr
-    done = tide(folder, "--dataset", str(folder / "missing.txt"))
-    assert done.exit_code == 1
-    assert "missing.txt" in done.stderr
-    assert not (folder / "router.pt").exists()
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--samples", 3], "calibration_samples must be a whole number of at least 20, found 3."),
+        (["--dataset", "missing.txt"], "there is no file missing.txt."),
+        (["--dataset", " "], "calibration_dataset must be"),
+        (["--dtype", "int8"], "'int8' is not one of 'float32', 'bfloat16', 'float16'"),
+        (["-o", "router.bin"], "expected a file that ends in .safetensors or .pt, found 'router.bin'."),
+        (["-o", "nowhere/router.pt"], "there is no folder nowhere to write router.pt to. Make it first."),
+    ],
+)
+def test_wrong_options_are_said_in_words(options, said):
+    done = tide("calibrate", "default", *options)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_an_interruption_names_the_way_on(folder, monkeypatch):
+def test_an_interruption_names_the_way_on(folder, tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "fit_router", interrupted)
-    done = tide(folder)
+    monkeypatch.setattr(module, "load_texts", interrupted)
+    done = tide("calibrate", folder, "-o", tmp_path / "router.pt", *SMALL)
     assert done.exit_code == 130
-    assert "Go on with --resume" in done.stderr
-    assert not (folder / "router.pt").exists()
+    assert done.stderr == f"\ninterrupted. Nothing was written to {tmp_path / 'router.pt'}. Go on with --resume.\n"
+    assert not (tmp_path / "router.pt").exists()
+
+
+def test_what_should_not_happen_is_said_to_be_so(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "load_texts", lambda *_: {}["texts"])
+    asked = ("calibrate", folder, "-o", tmp_path / "router.pt", *SMALL)
+    done = tide(*asked)
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1].startswith("error: KeyError: 'texts'. This should not happen: run again with --debug")
+    assert isinstance(tide(*asked, "--debug").exception, KeyError)

@@ -8,33 +8,37 @@ from typing import Annotated
 
 import typer
 
-from TIDE.cli.errors import one_line
+from TIDE.cli.errors import checked
+from TIDE.cli.model import Model, load
+from TIDE.cli.settings import with_settings
+from TIDE.config import TIDEConfig
+from TIDE.plots.analysis import check_figure, plot_analysis
 
 
-@one_line
+@with_settings(dataset="calibration_dataset")
 def analyze(
-    model: Annotated[str, typer.Argument(help="'default', a hub id, or a local path.")],
+    model: Model,
+    *,
     samples: Annotated[int, typer.Option(min=1, help="How many texts.")] = 200,
-    dataset: Annotated[
-        str, typer.Option(help="'self' (the model writes them), a .txt or .jsonl file, or a data set of the hub.")
-    ] = "self",
     heads: Annotated[bool, typer.Option("--heads/--no-heads", help="Train lens and memory heads; takes longest.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
-    figure: Annotated[Path | None, typer.Option(help="Draw it too: a .png, .svg or .pdf file.")] = None,
+    figure: Annotated[
+        Path | None, typer.Option(callback=checked(check_figure), help="Draw it too: a .png, .svg or .pdf file.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few texts and little training, for a first look.")] = False,
+    config: TIDEConfig,
 ) -> None:
-    """Print, per depth, the share of tokens that are decided there, and the mean depth an oracle would need."""
-    from transformers.utils.logging import disable_progress_bar
+    """Print, per depth, the share of tokens that are decided there, and the mean depth an oracle would need.
 
+    tide analyze default --quick --no-heads
+
+    tide analyze my-org/my-model --dataset wikitext --figure depth.png
+
+    tide analyze my-org/my-model --dataset texts.txt --json
+    """
     import TIDE
-    from TIDE.plots.analysis import check_figure, plot_analysis
 
-    disable_progress_bar()
-    if figure is not None:
-        check_figure(figure)
-    config = TIDE.TIDEConfig(calibration_dataset=dataset)
-    loaded = TIDE.load_model(model)
-    found = TIDE.analyze(loaded.model, loaded.tokenizer, config, samples=samples, heads=heads, quick=quick)
+    found = TIDE.analyze(*load(model), config, samples=samples, heads=heads, quick=quick)
     if figure is not None:
         plot_analysis(found, figure)
     typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else found.table())

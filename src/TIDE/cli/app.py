@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import typer
 
 import TIDE
@@ -14,14 +11,14 @@ from TIDE.cli.calibrate import calibrate
 from TIDE.cli.certify import certify
 from TIDE.cli.chat import chat
 from TIDE.cli.demo import demo
-from TIDE.cli.errors import DEBUG
+from TIDE.cli.errors import Commands
 from TIDE.cli.generate import generate
 from TIDE.cli.inspect import inspect
 from TIDE.cli.report import report
 from TIDE.cli.tune import tune
 
-app = typer.Typer(help="TIDE: a frozen causal LM that does not run every layer for every token.", no_args_is_help=True)
-for command in (demo, calibrate, generate, chat, tune, certify, analyze, bench, report, inspect):
+app = typer.Typer(cls=Commands, pretty_exceptions_enable=False)
+for command in (demo, calibrate, generate, chat, tune, certify, analyze, bench, inspect, report):
     app.command()(command)
 
 
@@ -31,19 +28,28 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _main(
+    context: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
-    debug: bool = typer.Option(False, "--debug", help="Show tracebacks; also behind a command."),
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks; also behind a command."),  # read by Commands
 ) -> None:
-    if debug:
-        os.environ[DEBUG] = "1"
+    """TIDE: a frozen causal LM that does not run every layer for every token.
+
+    tide demo
+
+    tide generate "Why is the sky blue?" --depth
+
+    tide calibrate my-org/my-model -o my.safetensors
+
+    tide chat my-org/my-model --router my.safetensors
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
 
 
 def main() -> None:
-    if "--debug" in sys.argv[1:]:
-        sys.argv.remove("--debug")
-        os.environ[DEBUG] = "1"
     app()
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from TIDE.cli.errors import one_line
+from TIDE.cli.files import PromptFile
 from TIDE.cli.generate import read_prompts
+from TIDE.cli.model import ModelOption, load
 from TIDE.cli.router import Router, router_path
 from TIDE.cli.settings import RUNNING, with_settings
 from TIDE.cli.turns import by_turns, ways
@@ -23,13 +23,12 @@ PROMPTS = [
 ]
 
 
-@one_line
 @with_settings(*RUNNING)
 def bench(
     prompts: Annotated[list[str] | None, typer.Argument(help="What to ask; a few built-in prompts unless given.")] = None,
     *,
-    model: Annotated[str, typer.Option(help="'default', a hub id, or a local path.")] = "default",
-    file: Annotated[Path | None, typer.Option(help="A prompt per line, or .jsonl with 'prompt' or 'turns'.")] = None,
+    model: ModelOption = "default",
+    file: PromptFile = None,
     router: Router = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="How often each prompt is timed.")] = 3,
@@ -40,16 +39,15 @@ def bench(
 
     tide bench
 
-    tide bench --model my-org/my-model --router router.safetensors --file questions.txt --json
-    """
-    from transformers.utils.logging import disable_progress_bar
+    tide bench --file questions.txt --max-new-tokens 128 --rounds 5
 
+    tide bench "Why is the sky blue?" --model my-org/my-model --router my.safetensors
+    """
     import TIDE
 
     asked = read_prompts(prompts or [], file) if prompts or file is not None else PROMPTS
-    disable_progress_bar()
     source = router_path(model, router)
-    loaded = TIDE.load_model(model)
+    loaded = load(model)
     with TIDE.TIDE(loaded.model, source, config) as engine:
         rows = [_time(engine, prepared(loaded.tokenizer, prompt), max_new_tokens, rounds) for prompt in asked]
         backend = engine.backend

@@ -4,48 +4,59 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from TIDE.cli.errors import one_line
-from TIDE.cli.router import Router, router_path
+from TIDE.calibration.losses import LOSSES
+from TIDE.cli.errors import checked
+from TIDE.cli.files import Prompts
+from TIDE.cli.model import Model, load
+from TIDE.cli.router import Router, check_new_router, router_path
+from TIDE.config import KV_CACHE_STRATEGIES, TIDEConfig
 
 
-@one_line
 def certify(
-    model: Annotated[str, typer.Argument(help="'default', a hub id, or a local path.")],
-    prompts: Annotated[Path, typer.Option(help="A .jsonl file of held-out prompts.")],
+    model: Model,
+    prompts: Prompts,
     router: Router = None,
-    risk: Annotated[float, typer.Option(help="Mean loss that is acceptable.")] = 0.05,
-    confidence: Annotated[float, typer.Option(help="How surely it is not exceeded.")] = 0.95,
-    loss: Annotated[str, typer.Option(help="rouge_l or mismatch.")] = "rouge_l",
+    risk: Annotated[float, typer.Option(min=0, max=1, help="Mean loss that is acceptable.")] = 0.05,
+    confidence: Annotated[float, typer.Option(min=0, max=1, help="How surely it is not exceeded.")] = 0.95,
+    loss: Annotated[Literal[*LOSSES], typer.Option(help="What is counted.")] = "rouge_l",  # type: ignore[valid-type]
     new_tokens: Annotated[int, typer.Option(min=1, help="How far each prompt is continued at most.")] = 64,
     limit: Annotated[int | None, typer.Option(min=1, help="So many of the prompts, drawn at random.")] = None,
-    kv_cache_strategy: Annotated[str, typer.Option(help="Skipped layers: exact, propagate or zero_pad.")] = "exact",
+    kv_cache_strategy: Annotated[
+        Literal[KV_CACHE_STRATEGIES],  # type: ignore[valid-type]
+        typer.Option(help="What happens to the layers a token skipped."),
+    ] = "exact",
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where the certified file goes; over the router file unless it is shipped."),
+        typer.Option(
+            "--output",
+            "-o",
+            callback=checked(check_new_router),
+            help="Where the certified file goes; over the router file unless it is shipped.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
-    """Test exit thresholds of mode fast on held-out prompts, from the safest on, and keep the last that passes."""
-    from transformers.utils.logging import disable_progress_bar
+    """Test exit thresholds of mode fast on held-out prompts, from the safest on, and keep the last that passes.
+
+    tide certify my-org/my-model --router my.safetensors --prompts prompts.jsonl
+
+    tide certify default --prompts prompts.jsonl --risk 0.1 -o mine.safetensors
+    """
+    source = router_path(model, router)
 
     import TIDE
     from TIDE.calibration.prompts import load_prompts
     from TIDE.routing.router_file import add_certificate
-    from TIDE.routing.storage import check_suffix
 
-    disable_progress_bar()
-    source = router_path(model, router)
     shipped = source == Path(TIDE.default_router())
     target = output or (None if shipped else source)
-    if target is not None:
-        check_suffix(target)
     # with a threshold, whichever, nobody asks for a certificate the file may have already
-    config = TIDE.TIDEConfig(mode="fast", kv_cache_strategy=kv_cache_strategy, exit_threshold=1.0)
-    loaded = TIDE.load_model(model)
+    config = TIDEConfig(mode="fast", kv_cache_strategy=kv_cache_strategy, exit_threshold=1.0)
+    loaded = load(model)
     asked = load_prompts(prompts, loaded.tokenizer, limit)
     with TIDE.TIDE(loaded.model, source, config) as engine:
         found = TIDE.certify(engine, asked, risk, confidence, loss=loss, new_tokens=new_tokens)

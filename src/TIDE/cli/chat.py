@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from TIDE.cli.errors import one_line
 from TIDE.cli.generate import record, write
+from TIDE.cli.model import Model, load
 from TIDE.cli.router import Router, router_path
 from TIDE.cli.settings import RUNNING, with_settings
 from TIDE.config import TIDEConfig
@@ -17,10 +17,9 @@ from TIDE.config import TIDEConfig
 HELP = "/stats: where the last answer's tokens were decided; /new: forget all; /quit, or end of input: leave"
 
 
-@one_line
 @with_settings(*RUNNING)
 def chat(
-    model: Annotated[str, typer.Argument(help="'default', a hub id, or a local path.")] = "default",
+    model: Model = "default",
     *,
     router: Router = None,
     exits: Annotated[bool, typer.Option("--exits/--no-exits", help="Without, every token runs all layers.")] = True,
@@ -33,17 +32,16 @@ def chat(
 ) -> None:
     """Talk with a model. What was said is not run again at each turn.
 
-    tide chat --depth
+    tide chat --depth --system "Answer in one sentence."
 
-    tide chat my-org/my-model --router router.safetensors --system "Answer in one sentence."
+    printf 'Hello!\\nAnd who are you?\\n' | tide chat --json
+
+    tide chat my-org/my-model --router my.safetensors
     """
-    from transformers.utils.logging import disable_progress_bar
-
     import TIDE
 
-    disable_progress_bar()
     source = router_path(model, router) if exits else None
-    loaded = TIDE.load_model(model)
+    loaded = load(model)
     if loaded.tokenizer.chat_template is None:
         raise ValueError(f"{model} has no chat template. Use tide generate --raw, or a model made for chat.")
     options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, do_sample=temperature > 0)

@@ -1,32 +1,75 @@
-"""One clear line instead of a traceback; `tide --debug …` shows the traceback."""
+"""One clear line instead of a traceback, and an exit code that says what kind of trouble it was:
+
+    0  fine        1  something went wrong        2  wrong usage, found before any work        130  interrupted
+
+`tide --debug …` shows the traceback.
+"""
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-EXPECTED = (OSError, ValueError, TypeError, ImportError, FloatingPointError)  # what we raise with the next step in it
-DEBUG = "TIDE_DEBUG"
+EXPECTED = (OSError, ValueError, TypeError, ImportError, RuntimeError, FloatingPointError)  # raised with the next step in it
+UsageError: Any = typer.BadParameter.__base__  # of typer's own click or of click, as the version has it
 
 
-def one_line(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose errors are a line and an exit code: 1, or 130 where it was interrupted."""
+class WrongUsage(typer.BadParameter):
+    """What is asked for cannot be, and that is known from the command line alone."""
 
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
+    def format_message(self) -> str:
+        return self.message
+
+
+class Commands(TyperGroup):
+    """The commands of `tide`, whose errors are a line on stderr and an exit code."""
+
+    def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        if debug := "--debug" in given:
+            given.remove("--debug")
         try:
-            command(*args, **kwargs)
-        except KeyboardInterrupt:
-            typer.echo("\ninterrupted.", err=True)
-            raise typer.Exit(130) from None
-        except EXPECTED as problem:
-            if os.environ.get(DEBUG):
+            code = super().main(given, *more, **options | {"standalone_mode": False})
+        except Exception as problem:
+            wrong_usage = isinstance(problem, UsageError)
+            if debug and not wrong_usage:
                 raise
-            typer.echo(f"error: {' '.join(str(problem).split())}", err=True)
-            raise typer.Exit(1) from None
+            typer.echo(f"error: {' '.join(described(problem).split())}", err=True)
+            code = 2 if wrong_usage else 1
+        sys.exit(code)
 
-    return run
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stopped:
+            typer.echo(f"\ninterrupted. {stopped}".rstrip(), err=True)
+            raise typer.Exit(130) from None
+
+
+def described(problem: Exception) -> str:
+    """What went wrong, and what to do."""
+    if isinstance(problem, UsageError):
+        said = problem.format_message().replace("Value error, ", "")  # which is how pydantic begins
+        path = problem.ctx.command_path if problem.ctx else "tide"
+        return f"{said}{'' if said.endswith(('.', '?')) else '.'} See {path} --help."
+    if isinstance(problem, EXPECTED):
+        return str(problem)
+    return f"{type(problem).__name__}: {problem}. This should not happen: run again with --debug, and report what it shows."
+
+
+def checked(check: Callable[[Any], None]) -> Callable[[Any], Any]:
+    """A check of an option, as typer calls it: what is wrong with the value is wrong usage."""
+
+    def callback(value: Any) -> Any:
+        try:
+            if value is not None:
+                check(value)
+        except (ValueError, OSError) as problem:
+            raise typer.BadParameter(str(problem)) from None
+        return value
+
+    return callback

@@ -11,20 +11,25 @@ from typing import Annotated, Any
 import typer
 
 from TIDE.cli.colours import Pieces, legend, painted, show
-from TIDE.cli.errors import one_line
+from TIDE.cli.errors import WrongUsage, checked
+from TIDE.cli.files import PromptFile, check_target
+from TIDE.cli.model import ModelOption, load
 from TIDE.cli.router import Router, router_path
 from TIDE.cli.settings import RUNNING, with_settings
 from TIDE.config import TIDEConfig
 from TIDE.run import prepared
 
 
-@one_line
+def _check_run(path: Path) -> None:
+    check_target(path, (".json",))
+
+
 @with_settings(*RUNNING)
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="What to ask; '-' or nothing: standard input.")] = None,
     *,
-    model: Annotated[str, typer.Option(help="'default', a hub id, or a local path.")] = "default",
-    file: Annotated[Path | None, typer.Option(help="A prompt per line, or .jsonl with 'prompt' or 'turns'.")] = None,
+    model: ModelOption = "default",
+    file: PromptFile = None,
     router: Router = None,
     exits: Annotated[bool, typer.Option("--exits/--no-exits", help="Without, every token runs all layers.")] = True,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
@@ -33,7 +38,10 @@ def generate(
     seed: Annotated[int, typer.Option(help="For drawing.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
     depth: Annotated[bool, typer.Option("--depth", help="Colour each token by the depth at which it was decided.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Keep the run for tide report: a .json file; one prompt.")] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(callback=checked(_check_run), help="Keep the run for tide report: a .json file; one prompt."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per prompt.")] = False,
     config: TIDEConfig,
 ) -> None:
@@ -41,20 +49,21 @@ def generate(
 
     tide generate "Why is the sky blue?" --depth
 
+    tide generate "Why is the sky blue?" --save run.json
+
     cat questions.txt | tide generate --max-new-tokens 64 --json
     """
+    asked = read_prompts(prompts or [], file)
+    if save is not None and len(asked) > 1:
+        raise WrongUsage(f"--save keeps one run, found {len(asked)} prompts. Ask one at a time.")
+    source = router_path(model, router) if exits else None
+    loaded = load(model)
+
     import torch
-    from transformers.utils.logging import disable_progress_bar
 
     import TIDE
     from TIDE.engine.record import last_run
 
-    asked = read_prompts(prompts or [], file)
-    if save is not None and len(asked) > 1:
-        raise ValueError(f"--save keeps one run, found {len(asked)} prompts. Ask one at a time.")
-    disable_progress_bar()
-    source = router_path(model, router) if exits else None
-    loaded = TIDE.load_model(model)
     options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, do_sample=temperature > 0)
     if temperature > 0:
         options |= dict(temperature=temperature, top_p=top_p)
@@ -74,30 +83,37 @@ def generate(
 def read_prompts(given: list[str], file: Path | None) -> list[str]:
     """The prompts asked for, wherever they are."""
     if file is not None and given:
-        raise ValueError("expected prompts as arguments or --file, found both. Leave one out.")
+        raise WrongUsage("expected prompts as arguments or --file, found both. Leave one out.")
     if file is not None:
         return _from_lines(file.read_text("utf-8"), file.suffix == ".jsonl", str(file))
     if given and given != ["-"]:
         return given
     if sys.stdin.isatty():
-        raise ValueError('expected a prompt. Give one, such as tide generate "Hello", or --file, or pipe one in.')
+        raise WrongUsage('expected a prompt. Give one, such as tide generate "Hello", or --file, or pipe one in.')
     return _from_lines(sys.stdin.read(), False, "standard input")
 
 
 def _from_lines(text: str, is_json: bool, name: str) -> list[str]:
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
-        raise ValueError(f"expected a prompt per line in {name}, found none.")
+        raise WrongUsage(f"expected a prompt per line in {name}, found none.")
     if not is_json:
         return lines
-    found = []
-    for number, line in enumerate(lines, 1):
+    found = [_asked(line) for line in lines]
+    if None in found:
+        number = found.index(None)
+        raise WrongUsage(f"expected an object with 'prompt' or 'turns' a line in {name}, found {lines[number][:60]!r}.")
+    return [prompt for prompt in found if prompt is not None]
+
+
+def _asked(line: str) -> str | None:
+    """The prompt in a line of JSON, or the first of its turns."""
+    try:
         held = json.loads(line)
-        prompt = held.get("prompt") or (held.get("turns") or [None])[0] if isinstance(held, dict) else None
-        if not isinstance(prompt, str):
-            raise ValueError(f"expected 'prompt' or 'turns' in line {number} of {name}, found {line[:60]!r}.")
-        found.append(prompt)
-    return found
+    except ValueError:
+        return None
+    prompt = held.get("prompt") or (held.get("turns") or [None])[0] if isinstance(held, dict) else None
+    return prompt if isinstance(prompt, str) else None
 
 
 def write(engine: Any, tokenizer: Any, tokens: Iterator[int], depth: bool, quiet: bool) -> Pieces:

@@ -8,18 +8,29 @@ from typing import Annotated
 
 import typer
 
-from TIDE.cli.errors import one_line
+from TIDE.cli.errors import checked
+from TIDE.cli.model import check_model, load
 
 
-@one_line
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A router file, .safetensors or .pt.")],
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A router file, .safetensors or .pt.")],
     model: Annotated[
-        str | None, typer.Option(help="Load this model too, check that the file is for it, and say what runs its layers here.")
+        str | None,
+        typer.Option(
+            callback=checked(check_model),
+            help="Load this model too, check that the file is for it, and say what runs its layers here.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Print what a router file holds: model, checkpoints, configuration, training facts and measured figures."""
+    """Print what a router file holds: model, checkpoints, configuration, training facts and measured figures.
+
+    tide inspect my.safetensors
+
+    tide inspect my.safetensors --model my-org/my-model
+
+    tide inspect my.safetensors --json
+    """
     from TIDE.routing.router_file import RouterFile
 
     held = RouterFile.load(file)
@@ -33,12 +44,10 @@ def inspect(
 def _backend(name: str, file: Path) -> str:
     """What runs the model's layers, known after a few tokens."""
     import torch
-    from transformers.utils.logging import disable_progress_bar
 
     import TIDE
 
-    disable_progress_bar()
-    model = TIDE.load_model(name).model
+    model = load(name).model
     with TIDE.TIDE(model, file) as engine:
         for _ in range(3):  # as it is written, captured, replayed
             prompt = torch.full((1, 8), 1, device=model.device)

@@ -7,8 +7,29 @@ from typing import Annotated
 
 import typer
 
+from TIDE.cli.errors import WrongUsage, checked
+from TIDE.cli.files import check_target
+
+SUFFIXES = (".safetensors", ".pt")
+
+
+def check_router(name: str) -> None:
+    if name != "default" and not Path(name).is_file():
+        raise ValueError(
+            f"there is no router file {name}. Make one with tide calibrate, or give 'default' for the shipped one."
+        )
+
+
+def check_new_router(path: Path) -> None:
+    check_target(path, SUFFIXES)
+
+
 Router = Annotated[
-    str | None, typer.Option(help="A router file, or 'default': the shipped one, taken for the default model unless given.")
+    str | None,
+    typer.Option(
+        callback=checked(check_router),
+        help="A router file, or 'default': the shipped one, taken for the default model unless given.",
+    ),
 ]
 
 
@@ -19,5 +40,5 @@ def router_path(model: str, router: str | None) -> Path:
     if router == "default" or (router is None and model == "default"):
         return Path(TIDE.default_router())
     if router is None:
-        raise ValueError(f"expected a router file for {model}: give --router FILE, or make one: tide calibrate {model}")
+        raise WrongUsage(f"expected a router file for {model}: give --router FILE, or make one: tide calibrate {model}.")
     return Path(router)

@@ -1,4 +1,4 @@
-"""Options of commands that are fields of `TIDEConfig`: names, types, defaults and help come from there."""
+"""Options of commands that are fields of `TIDEConfig`: types, defaults, choices and help come from there."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import inspect
 import re
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from TIDE.config import TIDEConfig
+from TIDE.cli.errors import WrongUsage, checked
+from TIDE.cli.files import check_dataset
+from TIDE.config import EXIT_STRATEGIES, KV_CACHE_STRATEGIES, LABELS, MODES, TIDEConfig
 
 RUNNING = ("mode", "exit_threshold", "min_layers", "kv_cache_strategy", "max_pending", "max_exit_share")
+CHOICES = {"mode": MODES, "exit_strategy": EXIT_STRATEGIES, "label": LABELS, "kv_cache_strategy": KV_CACHE_STRATEGIES}
+CHECKS = {"calibration_dataset": checked(check_dataset)}
 
 
 def descriptions() -> dict[str, str]:
@@ -23,15 +27,14 @@ def descriptions() -> dict[str, str]:
     return {name: " ".join(said.split()) for name, said in found}
 
 
-def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each of these fields; it takes what they come to as `config`."""
-    types, said = typing.get_type_hints(TIDEConfig), descriptions()
+def with_settings(*names: str, **renamed: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each of these fields; it takes what they come to as `config`.
 
-    def option(name: str) -> inspect.Parameter:
-        first = re.split(r"[.;] ", said[name])[0]
-        annotation = Annotated[types[name], typer.Option(help=first)]  # type: ignore[valid-type]
-        default = getattr(TIDEConfig(), name)
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    Args:
+        renamed: by option, the fields whose options have a shorter name.
+    """
+    fields = {name: name for name in names} | renamed
+    options = [option(name, field) for name, field in fields.items()]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
@@ -39,10 +42,21 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            config = TIDEConfig(**{name: given.pop(name) for name in names})
+            try:
+                config = TIDEConfig(**{field: given.pop(name) for name, field in fields.items()})
+            except ValueError as problem:
+                raise WrongUsage(str(problem)) from None
             command(**given, config=config)
 
-        run.__signature__ = signature.replace(parameters=[*own, *map(option, names)])  # type: ignore[attr-defined]
+        run.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
         return run
 
     return decorate
+
+
+def option(name: str, field: str) -> inspect.Parameter:
+    """The option of a field."""
+    said = re.split(r"[.;] ", descriptions()[field].removeprefix("calibration: "))[0].rstrip(".")
+    kind: Any = Literal[CHOICES[field]] if field in CHOICES else typing.get_type_hints(TIDEConfig)[field]
+    annotation = Annotated[kind, typer.Option(callback=CHECKS.get(field), help=f"{said[0].upper()}{said[1:]}.")]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(TIDEConfig(), field), annotation=annotation)

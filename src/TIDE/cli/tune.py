@@ -8,42 +8,59 @@ from typing import Annotated
 
 import typer
 
-from TIDE.cli.errors import one_line
+from TIDE.cli.errors import checked
+from TIDE.cli.files import Prompts
+from TIDE.cli.model import Model, load
 from TIDE.cli.router import Router, router_path
+from TIDE.config import KV_CACHE_STRATEGIES
+from TIDE.plots.analysis import check_figure
+from TIDE.plots.tuning import plot_tuning
 
 PROMPTS = 16
 
 
-@one_line
+def _check_strategies(names: list[str]) -> None:
+    if unknown := sorted({*names} - {*KV_CACHE_STRATEGIES}):
+        raise ValueError(f"expected {', '.join(KV_CACHE_STRATEGIES)}, found {', '.join(unknown)}.")
+
+
 def tune(
-    model: Annotated[str, typer.Argument(help="'default', a hub id, or a local path.")],
-    prompts: Annotated[Path, typer.Option(help="A .jsonl file of prompts.")],
+    model: Model,
+    prompts: Prompts,
     router: Router = None,
     threshold: Annotated[
         list[float] | None, typer.Option(min=0, max=1, help="An exit threshold to try; may be repeated.")
     ] = None,
     strategy: Annotated[
-        list[str] | None, typer.Option(help="A kv_cache_strategy to try: exact, propagate, zero_pad; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            callback=checked(_check_strategies),
+            help="A kv_cache_strategy to try: exact, propagate, zero_pad; may be repeated.",
+        ),
     ] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="How far each prompt is continued at most.")] = 64,
     limit: Annotated[int, typer.Option(min=1, help="So many of the prompts, drawn at random.")] = PROMPTS,
-    plot: Annotated[Path | None, typer.Option(help="Draw speed over agreement: a .png, .svg or .pdf file.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(callback=checked(check_figure), help="Draw speed over agreement: a .png, .svg or .pdf file."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Measure exits off, mode exact and mode fast at several thresholds, by turns: tokens per second and agreement."""
-    from transformers.utils.logging import disable_progress_bar
+    """Measure exits off, mode exact and mode fast at several thresholds, by turns: tokens per second and agreement.
+
+    tide tune default --prompts prompts.jsonl --plot tune.png
+
+    tide tune my-org/my-model --router my.safetensors --prompts prompts.jsonl
+
+    tide tune default --prompts prompts.jsonl --threshold 0.9 --threshold 0.6 --json
+    """
+    source = router_path(model, router)
 
     import TIDE
     from TIDE.calibration.prompts import load_prompts
     from TIDE.calibration.tune import THRESHOLDS
-    from TIDE.plots.analysis import check_figure
-    from TIDE.plots.tuning import plot_tuning
 
-    disable_progress_bar()
-    if plot is not None:
-        check_figure(plot)
-    source = router_path(model, router)
-    loaded = TIDE.load_model(model)
+    loaded = load(model)
     asked = load_prompts(prompts, loaded.tokenizer, limit)
     with TIDE.TIDE(loaded.model, source) as engine:
         found = TIDE.tune(engine, asked, new_tokens=new_tokens, thresholds=threshold or THRESHOLDS, strategies=strategy or None)

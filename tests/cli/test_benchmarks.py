@@ -1,0 +1,34 @@
+"""The benchmarks run on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
+
+
+def report(done):
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_decoding_is_timed(warm):
+    found = report(warm.run(FOLDER / "bench_decode.py", "--model", "tiny", "--new-tokens", 8, "--rounds", 2))
+    assert found["same_text"] is True
+    assert set(found["results"]) == {"model.generate", "TIDE, exits off"}
+
+
+def test_the_first_tokens_of_prompts_are_timed(warm):
+    (row,) = report(warm.run(FOLDER / "bench_prefill.py", "--model", "tiny", "--tokens", 40, "--rounds", 2))["results"]
+    assert row["tokens"] == 40 and row["generate_ms"] > 0 and row["tide_ms"] > 0
+
+
+def test_the_exits_of_a_file_are_measured_on_other_prompts(warm, folder, shared_router):
+    asked = ("--router", shared_router, "--prompts", folder / "prompts.jsonl", "--model", folder, "--answer", 12)
+    found = report(warm.run(FOLDER / "eval_exits.py", *asked))
+    assert found["positions"] > 0
+    for exit in found["exits"].values():
+        assert exit["steps"][0] == pytest.approx(exit["agreement"], abs=1e-3)

@@ -1,0 +1,249 @@
+"""Every command through the console script: its help, what it prints as JSON, and a line where something is wrong."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+
+from commands import COMMANDS, SCRIPT, fits, script
+from TIDE.cli.app import app
+
+NUMBER = (int, float)
+ANSWER = dict(
+    prompt=str,
+    answer=str,
+    tokens=int,
+    tokens_per_second=float,
+    seconds=float,
+    mean_depth=NUMBER,
+    exit_rate=NUMBER,
+    drafted=int,
+    accepted=int,
+    depths=[int],
+    backend=str,
+)
+TIMED = dict(prompt=str, generate=float, exits_off=float, exits=float, exits_off_same_text=bool, exits_same_text=bool)
+ROUTER_FILE = dict(
+    format=int,
+    version=str,
+    strategy=str,
+    checkpoints=list,
+    max_pending=int,
+    vocabulary=int,
+    fingerprint=dict,
+    exits=dict,
+    config=dict,
+    facts=dict,
+    figures=dict,
+    certificate=(dict, type(None)),
+)
+WRONG = {
+    "demo": (["--rounds", "0"], "'--rounds'"),
+    "calibrate": (["x", "--strategy", "guess"], "'guess' is not one of 'identity', 'lens', 'memory'"),
+    "generate": (["hi", "--kv-cache-strategy", "zero_pad"], "Use kv_cache_strategy='exact', or mode='fast'."),
+    "chat": (["nowhere/model/here"], "there is no nowhere/model/here. Give a folder with a model"),
+    "tune": (["default", "--prompts", "nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
+    "certify": (["x", "--prompts", sys.executable], "expected a .jsonl file with a prompt a line"),
+    "analyze": (["default", "--dataset", "nowhere.txt"], "there is no file nowhere.txt. Give a .txt or .jsonl file"),
+    "bench": (["hi", "--model", "nobody/nothing"], "give --router FILE, or make one: tide calibrate nobody/nothing"),
+    "inspect": (["nowhere.safetensors"], "'nowhere.safetensors' does not exist"),
+    "report": ([], "Missing argument"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_what_a_command_does_and_shows_it(command):
+    done = script(command, "--help")
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and done.stderr == ""
+    assert f"Usage: tide {command}" in done.stdout and "--json" in done.stdout
+    examples = [line for line in lines if line.startswith(f"tide {command}") or f"| tide {command}" in line]
+    assert examples, done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_wrong_usage_is_one_line_that_says_what_to_do(command):
+    arguments, said = WRONG[command]
+    done = script(command, *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert said in done.stderr and done.stderr.endswith(f"See tide {command} --help.\n")
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
+
+
+def test_a_command_that_is_not_there_is_wrong_usage():
+    done = script("calibrat")
+    assert done.returncode == 2
+    assert done.stderr == "error: No such command 'calibrat'. Did you mean 'calibrate'? See tide --help.\n"
+
+
+def test_examples_of_the_help_can_be_typed_as_they_stand(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("my.safetensors", "prompts.jsonl", "texts.txt", "texts.jsonl", "questions.txt", "run.json"):
+        (tmp_path / name).touch()
+    commands = typer.main.get_command(app).commands
+    for page in (app.registered_callback.callback, *(command.callback for command in commands.values())):
+        for example in re.findall(r"^ *(?:.*\| )?tide (.*)$", inspect.getdoc(page), re.MULTILINE):
+            name, *arguments = shlex.split(example)
+            commands[name].make_context(name, arguments)
+
+
+def test_without_a_command_all_are_listed():
+    done = script()
+    assert done.returncode == 2 and done.stderr == ""
+    listed = [line.strip("│ ").split(" ")[0] for line in done.stdout.splitlines()]
+    assert [word for word in listed if word in COMMANDS] == list(COMMANDS)
+
+
+def test_what_goes_wrong_is_a_line_and_a_traceback_where_it_is_asked_for(tmp_path):
+    (tmp_path / "other.json").write_text("{}")
+    done = script("report", tmp_path / "other.json")
+    assert done.returncode == 1 and done.stdout == ""
+    assert "is not a run of this version" in done.stderr and len(done.stderr.splitlines()) == 1
+    done = script("report", tmp_path / "other.json", "--debug")
+    assert done.returncode == 1 and "Traceback (most recent call last)" in done.stderr
+
+
+def test_an_interruption_is_said_in_a_line(tmp_path):
+    os.mkfifo(tmp_path / "asked.txt")
+    process = subprocess.Popen([SCRIPT, "generate", "--file", tmp_path / "asked.txt"], stderr=subprocess.PIPE, text=True)
+    writer = _opened_once_read(tmp_path / "asked.txt")
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    os.close(writer)
+    assert process.returncode == 130
+    assert said.strip() == "interrupted."
+
+
+def _opened_once_read(path):
+    """A pipe's end to write to, once somebody is reading."""
+    for _ in range(600):
+        try:
+            return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            time.sleep(0.1)
+    raise TimeoutError
+
+
+def test_generate_prints_an_object_per_prompt(warm, folder, shared_router):
+    asked = ("--model", folder, "--router", shared_router, "--max-new-tokens", 6, "--json")
+    done = warm.tide("generate", *asked, stdin="one\ntwo\n")
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert fits(found, [ANSWER]) and [one["prompt"] for one in found] == ["one", "two"]
+    assert done.stderr == ""
+
+
+def test_chat_prints_an_object_per_turn(warm, folder, shared_router):
+    asked = (folder, "--router", shared_router, "--max-new-tokens", 6, "--json")
+    done = warm.tide("chat", *asked, stdin="one\n/new\ntwo\n/quit\n")
+    assert done.returncode == 0, done.stderr
+    assert fits([json.loads(line) for line in done.stdout.splitlines()], [ANSWER])
+
+
+def test_bench_prints_the_speed_of_three_ways(warm, folder, shared_router):
+    asked = ("hello", "--model", folder, "--router", shared_router, "--max-new-tokens", 6, "--rounds", 1, "--json")
+    done = warm.tide("bench", *asked)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert fits(found, dict(model=str, mode=str, backend=str, prompts=[TIMED]))
+    (row,) = found["prompts"]
+    assert row["exits_off_same_text"] and row["exits_same_text"] and min(row["generate"], row["exits_off"], row["exits"]) > 0
+
+
+def test_analyze_prints_a_row_per_depth(warm, folder):
+    texts = ("--dataset", folder / "texts.txt", "--samples", 4)
+    done = warm.tide("analyze", folder, *texts, "--no-heads", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert fits(found["oracle_depth"], dict(identity=float)) and fits(found["rows"], [dict])
+    assert all(fits(row["depth"], int) and fits(row["identity"], NUMBER) for row in found["rows"])
+
+
+def test_tune_prints_a_row_per_setting(warm, folder, shared_router):
+    asked = ("--router", shared_router, "--prompts", folder / "prompts.jsonl", "--limit", 1, "--new-tokens", 6)
+    done = warm.tide("tune", folder, *asked, "--threshold", 0.5, "--strategy", "zero_pad", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["mode"], row["kv_cache_strategy"]) for row in rows] == [("off", "-"), ("exact", "exact"), ("fast", "zero_pad")]
+    assert all(row["tokens_per_second"] > 0 and fits(row["agreement"], NUMBER) for row in rows)
+
+
+def test_certify_keeps_its_certificate_where_inspect_finds_it(warm, folder, router):
+    asked = ("--router", router, "--prompts", folder / "prompts.jsonl", "--new-tokens", 4, "--risk", 0.2, "--confidence", 0.8)
+    done = warm.tide("certify", folder, *asked, "--loss", "mismatch", "--json")
+    assert done.returncode == 0, done.stderr
+    certificate = json.loads(done.stdout)
+    shown = warm.tide("inspect", router, "--json")
+    assert shown.returncode == 0 and shown.stderr == ""
+    found = json.loads(shown.stdout)
+    assert fits(found, ROUTER_FILE) and found["certificate"] == certificate
+    assert (certificate["loss"], certificate["prompts"], certificate["new_tokens"]) == ("mismatch", 20, 4)
+    settings = {"kv_cache_strategy": "exact", "min_layers": 0, "max_pending": 5, "max_exit_share": 0.9, "dtype": "float32"}
+    assert certificate["settings"] == settings and fits(certificate["tested"], [dict])
+    assert f"written: {router}" in done.stderr
+    assert "\ncertificate\n" in warm.tide("inspect", router).stdout
+
+
+def test_a_run_is_saved_and_becomes_a_page(warm, folder, shared_router, tmp_path):
+    saved = ("--router", shared_router, "--max-new-tokens", 6, "--save", tmp_path / "run.json")
+    done = warm.tide("generate", "hello", "--model", folder, *saved)
+    assert done.returncode == 0, done.stderr
+    done = script("report", tmp_path / "run.json", "-o", tmp_path / "page.html", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) and (tmp_path / "page.html").exists()
+
+
+def test_demo_prints_the_speed_of_each_way(warm, folder, tmp_path):
+    asked = ("--model", folder, "--max-new-tokens", 6, "--rounds", 1, "-o", tmp_path / "page.html", "--json")
+    done = warm.tide("demo", *asked)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert fits(found["tokens_per_second"], dict(generate=float, exits_off=float))
+    assert found["same_text"] == {"exits_off": True}
+
+
+def test_completion_is_installed_and_offers_commands_options_and_values(tmp_path):
+    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{SCRIPT.parent}:{os.environ['PATH']}"}
+
+    def bash(command: str) -> str:
+        return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert "complete" in bash("tide --show-completion; true")
+    assert list(tmp_path.iterdir()) == []
+    assert "completion installed" in bash("tide --install-completion; true")
+    offered = bash(
+        "source ~/.bashrc;"
+        "offer() { COMP_WORDS=(tide $1); COMP_CWORD=$2; _tide_completion tide; echo ${COMPREPLY[@]}; };"
+        "offer '' 1; offer 'generate --max' 2; offer 'generate --mode fa' 3"
+    )
+    commands, options, values = offered.splitlines()
+    assert commands.split() == list(COMMANDS)
+    assert options.split() == ["--max-new-tokens", "--max-pending", "--max-exit-share"]
+    assert values == "fast"
+
+
+def test_help_is_quick_and_brings_nothing_heavy():
+    found = "import runpy, sys; sys.argv = ['tide', '--help']; sys.stdout = sys.stderr\n"
+    found += f"try: runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+    found += "except SystemExit: print(*sys.modules, file=sys.__stdout__)"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert not {"torch", "transformers", "numpy", "numba", "matplotlib"} & set(done.stdout.split())
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5  # 0.3 s on two slow cores
+
+
+def test_importing_takes_little_beside_torch_and_transformers(warm):
+    assert {*warm.imports["packages"]} <= {"TIDE", "transformers", "huggingface_hub"}
+    assert warm.imports["seconds"] < 0.4  # 0.1 s on two slow cores, with every public name
