@@ -8,23 +8,25 @@ from typing import Annotated
 
 import typer
 
-from TIDE.cli.errors import one_line
+from TIDE.cli.errors import checked
+from TIDE.plots.report import check_report, write_report
 
 
-@one_line
 def report(
-    run: Annotated[Path, typer.Argument(help="What tide generate --save wrote.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The page; RUN.html unless given.")] = None,
-    figures: Annotated[Path | None, typer.Option(help="Draw figures into this folder too.")] = None,
+    run: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What tide generate --save wrote.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", callback=checked(check_report), help="The page; RUN.html unless given."),
+    ] = None,
+    figures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures into this folder too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Make one HTML page of a run: every token with its depth, the router's score and the full model's word.
 
     tide generate "Why is the sky blue?" --save run.json
 
-    tide report run.json
+    tide report run.json --figures figures
     """
-    from TIDE.plots.report import write_report
     from TIDE.plots.runs import plot_acceptance, plot_depths, plot_histogram
     from TIDE.run import Run
 

@@ -1,8 +1,12 @@
-"""Colours of depths: from blue (before the first layer) to yellow (all layers), readable without telling red from green."""
+"""Colours of depths: from blue (before the first layer) to yellow (all layers).
+
+They grow lighter with depth, so they stay in order for readers who do not tell red from green, and in grey; and each is light
+enough to be read on black, and to be read on in black.
+"""
 
 from __future__ import annotations
 
-RAMP = ((0, 110, 220), (0, 160, 200), (120, 175, 150), (200, 180, 90), (255, 200, 0))  # of equal steps of depth
+RAMP = ((70, 130, 255), (40, 165, 225), (120, 185, 165), (205, 195, 95), (255, 215, 60))  # of equal steps of depth
 
 
 def colour(share: float) -> tuple[int, int, int]:

@@ -1,145 +1,122 @@
 """A run as one HTML page that needs nothing else: the answer, every token in the colour of its depth, and figures below it.
 
-Hovering, tapping or tabbing to a token shows its depth, the router's score and what the full model says in its place.
+Hovering or tapping a token shows its depth, the router's score and what the full model says in its place. With the keyboard,
+tab leads to the answer and the arrows from token to token.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from html import escape
 from pathlib import Path
 
+from TIDE.plots.page import PAGE
 from TIDE.plots.ramp import colour
 from TIDE.run import Run, Token
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --ink: #1b1f24; --paper: #fdfdfb; --soft: #6a7280; --line: #d8dce2; --shade: 42%; }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --ink: #e8eaee; --paper: #15181d; --soft: #9aa3b0; --line: #333a44; --shade: 55%; }}
-}}
-body {{ margin: 0 auto; max-width: 46rem; padding: 1.2rem; color: var(--ink); background: var(--paper);
-  font: 17px/1.65 system-ui, sans-serif; }}
-h1 {{ font-size: 1.35rem; margin: 0 0 .2rem; }}
-h2 {{ font-size: 1.05rem; margin: 1.8rem 0 .5rem; }}
-.soft {{ color: var(--soft); font-size: .92rem; }}
-.prompt {{ border-left: 3px solid var(--line); padding-left: .8rem; white-space: pre-wrap; }}
-.answer {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
-.token {{ background: color-mix(in srgb, var(--depth) var(--shade), transparent); border-radius: 3px; cursor: default; }}
-.token:hover, .token:focus {{ outline: 2px solid var(--ink); outline-offset: 1px; }}
-.token.other {{ text-decoration: underline wavy; text-underline-offset: 4px; }}
-#tip {{ position: absolute; display: none; max-width: 17rem; padding: .5rem .7rem; border: 1px solid var(--line);
-  border-radius: 6px; background: var(--paper); box-shadow: 0 4px 14px rgb(0 0 0 / .25); font-size: .88rem; line-height: 1.45;
-  pointer-events: none; }}
-.row {{ display: grid; grid-template-columns: 11rem 1fr 6.5rem; gap: .6rem; align-items: center; font-size: .92rem; }}
-.bar {{ display: block; height: .9rem; border-radius: 3px; }}
-pre {{ overflow-x: auto; font-size: .82rem; border: 1px solid var(--line); border-radius: 6px; padding: .7rem; }}
-@media (max-width: 30rem) {{ .row {{ grid-template-columns: 7.5rem 1fr 5rem; }} }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p class="soft">{subtitle}</p>
-<h2>Prompt</h2>
-<p class="prompt">{prompt}</p>
-<h2>Answer</h2>
-<p class="answer">{answer}</p>
-<p class="soft">Colours: the depth at which a token was decided. Hover, tap or tab to a token for more.{other}</p>
-<h2>Where tokens were decided</h2>
-{depths}
-{steps}<h2>In numbers</h2>
-<pre>{summary}</pre>
-<div id="tip" role="tooltip"></div>
-<script>
-const tip = document.getElementById("tip");
-function show(event) {{
-  const token = event.target.closest(".token");
-  if (!token) {{ tip.style.display = "none"; return; }}
-  tip.innerText = token.dataset.tip;
-  tip.style.display = "block";
-  const box = token.getBoundingClientRect();
-  const left = Math.min(box.left, document.documentElement.clientWidth - tip.offsetWidth - 12);
-  tip.style.left = Math.max(8, left) + window.scrollX + "px";
-  tip.style.top = box.bottom + 6 + window.scrollY + "px";
-}}
-for (const kind of ["mouseover", "focusin", "click"]) document.addEventListener(kind, show);
-</script>
-</body>
-</html>
-"""
 
 
 def report(run: Run) -> str:
     """The page."""
-    answer = "".join(_token(token, run.num_layers) for token in run.tokens)
-    other = " Wavy: not what the full model says." if run.agreement < 1 else ""
-    return PAGE.format(
-        title=f"{escape(Path(run.model).name)}, mode {escape(run.mode)}",
-        subtitle=escape(
-            f"{len(run.tokens)} tokens, {run.tokens_per_second:.1f} per second, mean depth {run.mean_depth:.1f} of "
-            f"{run.num_layers} layers; {run.agreement:.1%} are the full model's. {run.backend}."
-        ),
+    name = escape(Path(run.model).name)
+    return PAGE.substitute(
+        title=f"{name}, {escape(mode(run))}",
+        name=name,
+        how=escape(f"{mode(run)}; {run.backend}"),
+        figures="".join(_figure(*figure) for figure in _figures(run)),
         prompt=escape(run.prompt),
-        answer=answer,
-        other=other,
-        depths=_depths(run),
+        answer="".join(_token(token, run.num_layers, number == 0) for number, token in enumerate(run.tokens)),
+        other=" Underlined: the full model says something else." if run.agreement < 1 else "",
+        depths="\n".join(_depths(run)),
         steps=_steps(run),
         summary=escape(run.summary),
     )
 
 
-def write_report(run: Run, path: str | Path) -> None:
+def check_report(path: str | Path) -> None:
+    """Raise where no page could be written to `path`: better before long work than after it."""
     path = Path(path)
     if path.suffix not in (".html", ".htm"):
         raise ValueError(f"a report ends in .html, found {path.name!r}.")
-    path.write_text(report(run), encoding="utf-8")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to. Make it first.")
 
 
-def _token(token: Token, layers: int) -> str:
-    said = [f"{token.text!r}", where(token.depth, layers)]
-    if token.score is not None:
-        said.append(f"router score {token.score:.2f}")
-    said.append("the full model says the same" if token.text == token.full else f"the full model says {token.full!r}")
-    other = "" if token.text == token.full else " other"
-    tip = escape("\n".join(said), quote=True).replace("\n", "&#10;")
-    return (
-        f'<span class="token{other}" tabindex="0" style="--depth: {_css(token.depth / layers)}" data-tip="{tip}">'
-        f"{escape(token.text)}</span>"
-    )
+def write_report(run: Run, path: str | Path) -> None:
+    check_report(path)
+    Path(path).write_text(report(run), encoding="utf-8")
+
+
+def mode(run: Run) -> str:
+    return run.mode if run.mode == "exits off" else f"mode {run.mode}"
+
+
+def verified_steps(run: Run) -> dict[int, float]:
+    """Share of drafts that stood, by their number in a row. In mode fast they all do, for nobody looks."""
+    return run.acceptance_by_step if run.mode == "exact" else {}
 
 
 def where(depth: int, layers: int) -> str:
+    """A depth in words."""
     if depth == layers:
-        return f"decided after all {layers} layers"
-    return f"decided after {depth} of {layers} layers" if depth else "decided before the first layer"
+        return f"all {layers} layers"
+    return f"after {depth} of {layers} layers" if depth else "before the first layer"
+
+
+def shown(text: str) -> str:
+    """A token by itself: spaces and ends of lines are seen."""
+    return text.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥") or "(nothing)"
+
+
+def _figures(run: Run) -> list[tuple[str, str]]:
+    early = sum(token.depth < run.num_layers for token in run.tokens) / max(1, len(run.tokens))
+    return [
+        (f"{len(run.tokens)}", "tokens"),
+        (f"{run.tokens_per_second:.1f}", "tokens per second"),
+        (f"{early:.0%}", "left early"),
+        (f"{run.mean_depth:.1f}", f"of {run.num_layers} layers, mean depth"),
+        (f"{math.floor(1000 * run.agreement) / 10:g}%", "are the full model's"),  # 100 only if all are
+    ]
+
+
+def _figure(value: str, what: str) -> str:
+    return f'<li><b>{escape(value)}</b><span class="soft">{escape(what)}</span></li>'
+
+
+def _token(token: Token, layers: int, first: bool) -> str:
+    same = token.text == token.full
+    said = {
+        "depth": where(token.depth, layers),
+        "router score": "no exit let it out" if token.score is None else f"{token.score:.2f}",
+        "full model": "the same" if same else shown(token.full),
+    }
+    tip = "\n".join([shown(token.text), *(f"{name}\t{value}" for name, value in said.items())])
+    kinds = "token" + ("" if same else " other") + (" line" if token.text.startswith("\n") else "")
+    return (
+        f'<span class="{kinds}" tabindex="{0 if first else -1}" style="--depth: {_css(token.depth / layers)}" '
+        f'data-tip="{escape(tip)}">{escape(token.text)}</span>'
+    )
 
 
 def _css(share: float) -> str:
     return f"rgb({' '.join(map(str, colour(share)))})"
 
 
-def _depths(run: Run) -> str:
+def _depths(run: Run) -> list[str]:
     counts = Counter(token.depth for token in run.tokens)
-    rows = []
-    for depth, count in sorted(counts.items()):
-        share = count / len(run.tokens)
-        name = f"after {depth} layers" if depth else "before the first"
-        rows.append(_row(name, share, f"{count} ({share:.1%})", _css(depth / run.num_layers)))
-    return "\n".join(rows)
+    return [
+        _row(where(depth, run.num_layers), count / len(run.tokens), f"{count}", _css(depth / run.num_layers))
+        for depth, count in sorted(counts.items())
+    ]
 
 
 def _steps(run: Run) -> str:
-    if not run.acceptance_by_step:
+    rows = [_row(f"draft {step}", share, f"{share:.0%}", "var(--soft)") for step, share in verified_steps(run).items()]
+    if not rows:
         return ""
-    rows = [_row(f"draft {step}", share, f"{share:.1%}", "var(--soft)") for step, share in run.acceptance_by_step.items()]
     return "<h2>Drafts that stood, by their number in a row</h2>\n" + "\n".join(rows) + "\n"
 
 
 def _row(name: str, share: float, figure: str, fill: str) -> str:
     bar = f'<span class="bar" style="width: {100 * share:.1f}%; background: {fill}"></span>'
-    return f'<div class="row"><span>{escape(name)}</span><span>{bar}</span><span>{figure}</span></div>'
+    return f'<div class="row"><span>{escape(name)}</span><span class="track">{bar}</span><span>{figure}</span></div>'

@@ -9,7 +9,12 @@ from typing import Any
 
 from TIDE.plots.analysis import check_figure
 from TIDE.plots.ramp import colour
-from TIDE.run import Run
+from TIDE.plots.report import mode, verified_steps
+from TIDE.run import Run, Token
+
+LINE = 92  # characters, of a width that goes with fontsize=10.9 below
+TOP, BAR = 0.5, 0.72  # inches: for the title, and for a line of text with its bars
+STUB = 0.12  # of all layers: what a token that ran none is drawn with
 
 
 def plot_histogram(run: Run, path: str | Path) -> None:
@@ -17,7 +22,9 @@ def plot_histogram(run: Run, path: str | Path) -> None:
 
     def draw(axes: Any) -> None:
         counts = sorted(Counter(token.depth for token in run.tokens).items())
-        axes.bar([depth for depth, _ in counts], [count for _, count in counts], color=[_paint(run, d) for d, _ in counts])
+        depths, heights = zip(*counts, strict=True)
+        axes.bar_label(axes.bar(depths, heights, color=[_paint(run, depth) for depth in depths]), padding=2)
+        axes.margins(y=0.12)
         axes.set_xlim(-1, run.num_layers + 1)
         axes.set_xlabel(f"depth (layers run, of {run.num_layers})")
         axes.set_ylabel("tokens")
@@ -26,28 +33,34 @@ def plot_histogram(run: Run, path: str | Path) -> None:
 
 
 def plot_depths(run: Run, path: str | Path) -> None:
-    """The depth of every token along the text; a cross where the full model says something else."""
+    """The text in lines, over each token a bar for its depth; underlined what the full model does not say."""
+    check_figure(path)
+    from matplotlib.figure import Figure
 
-    def draw(axes: Any) -> None:
-        depths = [token.depth for token in run.tokens]
-        axes.bar(range(len(depths)), depths, width=1.0, color=[_paint(run, depth) for depth in depths])
-        other = [place for place, token in enumerate(run.tokens) if token.text != token.full]
-        axes.plot(other, [run.num_layers + 1] * len(other), linestyle="none", marker="x", color="#000000")
-        axes.set_ylim(0, run.num_layers + 2)
-        axes.set_xlabel("token of the answer")
-        axes.set_ylabel("depth")
-
-    _figure(run, path, draw)
+    lines = _lines(run.tokens)
+    height = TOP + BAR * len(lines)
+    figure = Figure(figsize=(9, height))
+    for axes, line in zip(figure.subplots(len(lines), squeeze=False)[:, 0], lines, strict=True):
+        _draw_line(axes, run, line)
+    figure.subplots_adjust(left=0.06, right=0.99, top=1 - TOP / height, bottom=0.5 * BAR / height, hspace=1.0)
+    figure.suptitle(_title(run), fontsize=11, y=1 - 0.3 * TOP / height)
+    figure.supylabel("layers run when decided", fontsize=9, x=0.005)
+    figure.savefig(path, dpi=150)
 
 
 def plot_acceptance(run: Run, path: str | Path) -> None:
     """Share of drafts that stood, by their number in a row."""
 
     def draw(axes: Any) -> None:
-        axes.bar(list(run.acceptance_by_step), list(run.acceptance_by_step.values()), color="#0072B2")
+        from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+        steps = verified_steps(run)
+        axes.bar(list(steps), list(steps.values()), color="#0072B2")
         axes.set_ylim(0, 1)
-        axes.set_xlabel("draft, by its number in a row")
+        axes.set_xlabel("draft, by its number in a row" if steps else "no drafts were verified")
         axes.set_ylabel("share that stood")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
     _figure(run, path, draw)
 
@@ -59,9 +72,50 @@ def _figure(run: Run, path: str | Path, draw: Callable[[Any], None]) -> None:
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     draw(axes)
-    axes.set_title(f"{Path(run.model).name}, mode {run.mode}: {len(run.tokens)} tokens, mean depth {run.mean_depth:.1f}")
+    axes.set_title(_title(run), fontsize=11)
+    axes.set_axisbelow(True)
     axes.grid(alpha=0.3, axis="y")
     figure.savefig(path, dpi=150)
+
+
+def _lines(tokens: tuple[Token, ...]) -> list[list[Token]]:
+    """Tokens as lines of text: broken where the text breaks, and where a line is full."""
+    lines: list[list[Token]] = [[]]
+    for token in tokens:
+        if lines[-1] and (lines[-1][-1].text.endswith("\n") or sum(map(_width, lines[-1])) + _width(token) > LINE):
+            lines.append([])
+        lines[-1].append(token)
+    return lines
+
+
+def _draw_line(axes: Any, run: Run, line: list[Token]) -> None:
+    place = 0
+    for token in line:
+        height = max(token.depth, STUB * run.num_layers)
+        axes.bar(place, height, width=_width(token) - 0.15, align="edge", color=_paint(run, token.depth))
+        text = dict(transform=axes.get_xaxis_transform(), va="top", family="monospace", fontsize=10.9)
+        axes.text(place, -0.12, _label(token), **text)
+        if token.text != token.full:
+            axes.text(place, -0.16, "_" * _width(token), **text)
+        place += _width(token)
+    axes.set_xlim(0, LINE)
+    axes.set_ylim(0, run.num_layers)
+    axes.set_xticks([])
+    axes.set_yticks([0, run.num_layers])
+    axes.tick_params(axis="y", labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _label(token: Token) -> str:
+    return token.text.replace("\n", "↵").replace("\t", " ").replace("$", r"\$")  # or matplotlib reads formulas
+
+
+def _width(token: Token) -> int:
+    return max(1, len(token.text))
+
+
+def _title(run: Run) -> str:
+    return f"{Path(run.model).name}, {mode(run)}: {len(run.tokens)} tokens, mean depth {run.mean_depth:.1f} of {run.num_layers}"
 
 
 def _paint(run: Run, depth: int) -> tuple[float, ...]:

@@ -1,0 +1,71 @@
+"""The report of a run: one page that needs nothing else, and says no more than is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from itertools import pairwise
+
+import pytest
+
+from characters import TEMPLATE, characters
+from commands import tide
+from families import build
+from TIDE.plots.ramp import RAMP, colour
+from TIDE.plots.report import report, write_report
+
+
+def test_a_page_needs_nothing_else_and_has_every_token(run):
+    page = report(run)
+    assert page.count('class="token') == len(run.tokens)
+    assert "http://" not in page and "https://" not in page
+    assert "What is a &lt;tide&gt;?" in page and "<tide>" not in page
+    for said in ("Small-1B, mode exact", "12.3", "96.9%", "before the first layer", "draft 2", "Seconds: 2.755"):
+        assert said in page, said
+
+
+def test_what_was_not_verified_is_not_called_accepted(run):
+    assert "Drafts that stood" in report(run)
+    assert "Drafts that stood" not in report(dataclasses.replace(run, mode="fast"))
+
+
+def test_a_page_without_exits_says_so(run):
+    page = report(dataclasses.replace(run, mode="exits off", acceptance_by_step={}))
+    assert "<title>Small-1B, exits off</title>" in page and "Drafts that stood" not in page
+
+
+def test_what_cannot_be_written_is_said(run, tmp_path):
+    with pytest.raises(ValueError, match=r"a report ends in .html, found 'a.txt'"):
+        write_report(run, tmp_path / "a.txt")
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        write_report(run, tmp_path / "missing" / "a.html")
+
+
+def test_the_demo_names_its_report_in_json_too(tmp_path):
+    build("llama").save_pretrained(tmp_path / "model")
+    characters(TEMPLATE).save_pretrained(tmp_path / "model")
+    page = tmp_path / "page.html"
+    asked = ("demo", "--model", tmp_path / "model", "--max-new-tokens", "4", "--rounds", "1", "--output", page)
+    done = tide(*asked, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["report"] == str(page) and found["same_text"] == {"exits_off": True} and len(found["ids"]) == 4
+    assert page.read_text().count('class="token') == 4
+
+
+def test_where_the_report_cannot_go_is_said_before_any_work(tmp_path):
+    done = tide("demo", "--output", tmp_path / "missing" / "a.html")
+    assert done.exit_code == 2 and "there is no folder" in done.output
+
+
+def test_colours_grow_lighter_with_depth_and_are_read_on_black():
+    def light(share):
+        parts = [part / 255 for part in colour(share)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    steps = [light(number / 30) for number in range(31)]
+    assert all(after > before for before, after in pairwise(steps))
+    assert steps[-1] / steps[0] > 2.5  # far apart in grey too
+    assert (steps[0] + 0.05) / 0.05 > 4.5  # WCAG AA, in black on it as on black
+    assert colour(0.0) == RAMP[0] and colour(1.0) == RAMP[-1]
