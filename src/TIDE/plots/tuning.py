@@ -35,7 +35,7 @@ def plot_tuning(tuning: Tuning, path: str | Path) -> None:
             axes.annotate(
                 f"{row.exit_threshold:g}",
                 (row.agreement, row.tokens_per_second),
-                fontsize=7,
+                fontsize=8,
                 xytext=(4, 4),
                 textcoords="offset points",
             )
@@ -48,6 +48,7 @@ def plot_tuning(tuning: Tuning, path: str | Path) -> None:
             axes.plot(row.agreement, row.tokens_per_second, linestyle="none", markersize=10, label=title, **MARKS[row.mode])
     axes.set_xlabel("tokens that are the full model's")
     axes.set_ylabel("tokens per second")
+    axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
     axes.set_title(f"{tuning.model}: {tuning.prompts} prompts; exit thresholds beside the points")
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
