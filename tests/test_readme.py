@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```python\n(import .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)  # test_docs.py runs the rest too
+BLOCKS = re.findall(r"```python\n(import .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)  # the rest: test_docs.py
 
 
 @pytest.mark.real
