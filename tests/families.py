@@ -134,6 +134,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "opt-projected": ("OPTConfig", dict(ffn_dim=96, word_embed_proj_dim=32, do_layer_norm_before=False)),
     "bloom": ("BloomConfig", dict(SPECIAL, vocab_size=VOCAB, hidden_size=64, n_layer=LAYERS, n_head=4)),
     "mpt": ("MptConfig", dict(SPECIAL, vocab_size=VOCAB, d_model=64, n_layers=LAYERS, n_heads=4, max_seq_len=CONTEXT)),
+    "olmo": ("OlmoConfig", {}),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": ("Olmo3Config", dict(sliding_window=8)),
     "smollm3": ("SmolLM3Config", {}),

@@ -19,10 +19,12 @@ FEATURES = [
     dict(activation=GELU),
     dict(rotary=False),
     dict(eps=1e-2),
+    dict(centred=True),
+    dict(centred=True, shifted=True, bias=True),
 ]
 
 
-def a_layer(generator, *, bias=False, norms=False, **features):
+def a_layer(generator, *, bias=False, norms=False, shifted=False, **features):
     def some(*shape, around=0.0):
         return around + 0.3 * torch.randn(*shape, generator=generator)
 
@@ -39,6 +41,7 @@ def a_layer(generator, *, bias=False, norms=False, **features):
         some(HIDDEN, INNER),
         *[maybe(bias, size) for size in (q, kv, kv, HIDDEN)],
         *[maybe(norms, DIM) for _ in range(2)],
+        *[maybe(shifted, HIDDEN) for _ in range(2)],
         head_dim=DIM,
         **{"eps": 1e-5, "scaling": DIM**-0.5, **features},
     )

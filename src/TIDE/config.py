@@ -27,14 +27,15 @@ class TIDEConfig:
             while even so. None: as the exit policy says; with a router file, mode
             "exact" then drafts where scores and the time it takes make it worthwhile, and mode "fast" goes by the file's
             certificate if it has one for these settings.
-        min_layers: smallest depth at which a token may exit.
+        min_layers: smallest depth at which a token may exit, and smallest candidate of calibration.
         checkpoint_interval: calibration: candidate checkpoints every so many layers.
         calibration_samples: calibration: how many texts; small models on a GPU write up to four for each.
         calibration_dataset: calibration: "self" (the model writes them), "wikitext" or another data set of the hub,
             or the path of a .txt or .jsonl file.
         label: calibration: what a router learns to predict. "agreement": the exit's token is the full model's;
             "cosine": the state is as near to the final one as `convergence_threshold` asks.
-        convergence_threshold: cosine similarity, in [0, 1], from which a state counts as converged. For label "cosine".
+        convergence_threshold: calibration: cosine similarity, in [0, 1], from which a state counts as converged. For label
+            "cosine", and for `TIDE.analyze`.
         router_bottleneck_dim: calibration: width of the routers.
         exit_strategy: calibration: the head that turns a state into a token. "identity": the model's own norm and LM
             head; "lens": a small residual network before them; "memory": a decoder block that also sees the token

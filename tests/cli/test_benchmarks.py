@@ -26,6 +26,12 @@ def test_the_first_tokens_of_prompts_are_timed(warm):
     assert row["tokens"] == 40 and row["generate_ms"] > 0 and row["tide_ms"] > 0
 
 
+def test_the_parts_of_a_layer_are_timed(warm):
+    found = report(warm.run(FOLDER / "bench_kernels.py", "--model", "tiny", "--layers", 2))["microseconds_and_share"]
+    assert set(found) == {"1", "8", "16"}
+    assert all(took > 0 for parts in found.values() for took, _ in parts.values())
+
+
 def test_the_exits_of_a_file_are_measured_on_other_prompts(warm, folder, shared_router):
     asked = ("--router", shared_router, "--prompts", folder / "prompts.jsonl", "--model", folder, "--answer", 12)
     found = report(warm.run(FOLDER / "eval_exits.py", *asked))

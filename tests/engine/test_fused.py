@@ -15,7 +15,8 @@ from TIDE.engine import fused
 
 pytest.importorskip("numba")
 
-FUSED = ["gemma", "granite", "llama", "mistral", "phi3", "phi3-sliding", "qwen2", "qwen2-sliding", "qwen3", "smollm3"]
+FUSED = ["gemma", "granite", "llama", "mistral", "olmo", "phi3", "phi3-sliding"]
+FUSED += ["qwen2", "qwen2-sliding", "qwen3", "smollm3", "stablelm"]
 
 
 def written(engine, prompts, **options):
@@ -125,9 +126,18 @@ def test_kernels_can_be_forbidden(llama, monkeypatch):
         assert engine.window.fused is None
 
 
-@pytest.mark.parametrize("change", ["lora", "mlp bias", "double"])
+OTHERWISE = {
+    "parallel": ("stablelm", dict(use_parallel_residual=True)),
+    "norms of heads": ("stablelm", dict(qk_layernorm=True)),
+    "clipped": ("olmo", dict(clip_qkv=0.01)),
+    "mlp bias": ("llama", dict(mlp_bias=True)),
+}
+
+
+@pytest.mark.parametrize("change", ["lora", "double", *OTHERWISE])
 def test_what_has_no_features_runs_as_it_is(change, prompts):
-    model = build("llama", mlp_bias=change == "mlp bias")
+    name, settings = OTHERWISE.get(change, ("llama", {}))
+    model = build(name, **settings)
     if change == "double":
         model = model.double()
     if change == "lora":

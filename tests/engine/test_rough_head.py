@@ -9,7 +9,7 @@ pytest.importorskip("numba")
 
 from TIDE.engine.rough_head import LIKELY, RoughHead
 from TIDE.kernels import cpu_exits
-from TIDE.kernels.layer import UNLIKELY
+from TIDE.kernels.layer import UNLIKELY, Norm
 from TIDE.routing.router import Router
 
 TOKENS, HIDDEN = 300, 64
@@ -29,7 +29,8 @@ def router():
 
 def head_of(weight, size, vocabulary=None):
     """Its norm scales states to such a size."""
-    return RoughHead((torch.full((HIDDEN,), size / HIDDEN**0.5), 0.0, 0.0), weight, vocabulary, cpu_exits)
+    norm = Norm(torch.full((HIDDEN,), size / HIDDEN**0.5), 0.0, 0.0, False, torch.zeros(0))
+    return RoughHead(norm, weight, vocabulary, cpu_exits)
 
 
 def test_a_likely_best_token_is_found_without_looking_at_the_others(weight, router):

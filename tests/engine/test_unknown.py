@@ -24,7 +24,7 @@ def make(name: str, config: str, **changes):
 
 
 RUN = {
-    "olmo": lambda: make("OlmoForCausalLM", "OlmoConfig"),
+    "arcee": lambda: make("ArceeForCausalLM", "ArceeConfig"),
     "bamba": lambda: make(
         "BambaForCausalLM", "BambaConfig", attn_layer_indices=[1, 3], mamba_n_heads=4, mamba_d_head=32, **MAMBA
     ),
@@ -92,7 +92,7 @@ def test_unknown_models_that_fail_the_check_are_refused_and_left_as_they_were(me
 
 
 def test_a_model_that_cannot_be_run_in_spans_is_refused_with_what_happened(monkeypatch):
-    model = make("OlmoForCausalLM", "OlmoConfig")
+    model = make("ArceeForCausalLM", "ArceeConfig")
 
     def broken(*_args, **_kwargs):
         raise RuntimeError("its own cache only")

@@ -1,45 +1,44 @@
 """What a decoder layer of a Llama-like family is made of, for the fused layer.
 
-The table names the layer classes; what they do differently (biases, fused projections, norms of queries and keys, norms
-around 1, windows, multipliers) is read from the modules. A layer with anything else (adapters, quantized projections,
-biases in the MLP) has no features and runs as it is.
+The table names the layer classes; what they do differently (biases, fused projections, norms of queries and keys, layer norms
+and norms around 1, windows, multipliers) is read from the modules. A layer with anything else (adapters, quantized projections,
+biases in the MLP, attention and MLP side by side) has no features and runs as it is.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from TIDE.kernels.layer import GELU, GELU_TANH, SILU, Layer
+from TIDE.kernels.layer import GELU, GELU_TANH, SILU, Layer, Norm
 
 LLAMA_LIKE = {
     "GemmaDecoderLayer",
     "GraniteDecoderLayer",
     "LlamaDecoderLayer",
     "MistralDecoderLayer",
+    "OlmoDecoderLayer",
     "Phi3DecoderLayer",
     "Qwen2DecoderLayer",
     "Qwen3DecoderLayer",
     "SmolLM3DecoderLayer",
+    "StableLmDecoderLayer",
 }
 ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH, "GELUActivation": GELU}
 AROUND_ONE = {"GemmaRMSNorm"}
 
 
-class Norm(NamedTuple):
-    """What an RMS norm computes with."""
-
-    weight: torch.Tensor
-    eps: float
-    offset: float  # added to the weight
-
-
-def norm_features(norm: Any) -> Norm:
-    return Norm(
-        norm.weight, float(getattr(norm, "variance_epsilon", None) or norm.eps), float(type(norm).__name__ in AROUND_ONE)
-    )
+def norm_features(norm: Any, like: torch.Tensor) -> Norm:
+    """What a norm computes with; dtype and device of weights that it does not have are those of `like`."""
+    none, name = torch.zeros(0), type(norm).__name__
+    if name == "OlmoLayerNorm":
+        return Norm(like.new_ones(norm.normalized_shape), 1e-5, 0.0, True, none)
+    if name == "LayerNorm":
+        return Norm(norm.weight, norm.eps, 0.0, True, none if norm.bias is None else norm.bias)
+    eps = float(getattr(norm, "variance_epsilon", None) or norm.eps)
+    return Norm(norm.weight, eps, float(name in AROUND_ONE), False, none)
 
 
 def layer_features(layer: Any, config: Any) -> Layer | None:
@@ -52,16 +51,16 @@ def layer_features(layer: Any, config: Any) -> Layer | None:
     projections = [part for own in (attention, mlp) for name, part in own.named_children() if name.endswith("_proj")]
     if activation is None or any(type(part) is not nn.Linear for part in projections):
         return None
-    if mlp.down_proj.bias is not None:
+    if mlp.down_proj.bias is not None or _does_more(layer, config):
         return None
     q, k, v = _split(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), config)
     gate, up = _split(mlp, "gate_up_proj", ("gate_proj", "up_proj"), config)
     none = torch.zeros(0)
-    norm = norm_features(layer.input_layernorm)
+    norm, mlp_norm = (norm_features(own, q[0]) for own in (layer.input_layernorm, layer.post_attention_layernorm))
     window = attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None)
     return Layer(
         input_norm=norm.weight,
-        mlp_norm=layer.post_attention_layernorm.weight,
+        mlp_norm=mlp_norm.weight,
         q=q[0],
         k=k[0],
         v=v[0],
@@ -75,6 +74,8 @@ def layer_features(layer: Any, config: Any) -> Layer | None:
         o_bias=none if attention.o_proj.bias is None else attention.o_proj.bias,
         q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else none,
         k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else none,
+        input_norm_bias=norm.bias,
+        mlp_norm_bias=mlp_norm.bias,
         head_dim=int(attention.head_dim),
         eps=norm.eps,
         norm_offset=norm.offset,
@@ -83,7 +84,14 @@ def layer_features(layer: Any, config: Any) -> Layer | None:
         window=int(window or 0),
         activation=activation,
         rotary=bool(getattr(attention, "use_rope", True)),
+        centred=norm.centred,
     )
+
+
+def _does_more(layer: Any, config: Any) -> bool:
+    """Whether a layer is told to do what the fused one does not."""
+    asked = getattr(layer, "use_parallel_residual", False), getattr(layer.self_attn, "qk_layernorm", False)
+    return any(asked) or getattr(config, "clip_qkv", None) is not None
 
 
 def _split(module: Any, joined: str, parts: tuple[str, ...], config: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:

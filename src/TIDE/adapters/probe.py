@@ -40,6 +40,15 @@ def probe_family(model: PreTrainedModel) -> Family:
     return Family(path, _tuple_size(model, model.get_submodule(path)))
 
 
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its tokens. Weights that accelerate keeps on a disk are on no device until they are used."""
+    if model.device.type != "meta":
+        return model.device
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    places = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((place for place in places if place is not None), "cpu"))
+
+
 def layer_stores(model: PreTrainedModel) -> tuple[Store, ...]:
     """What each decoder layer keeps, read off the cache transformers would build for the model."""
     config = model.config.get_text_config(decoder=True)
@@ -112,7 +121,7 @@ def _tuple_size(model: PreTrainedModel, layers: nn.Module) -> int:
     first = layers.get_submodule("0")
     hook = first.register_forward_hook(lambda _, args, out: seen.append(len(out) if isinstance(out, tuple) else 0))
     try:
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=input_device(model)), use_cache=False)
     finally:
         hook.remove()
     if not seen:

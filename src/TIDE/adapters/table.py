@@ -49,6 +49,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": LLAMA_LIKE,
     "mpt": Family("transformer.blocks", answers=2),
     "nemotron": LLAMA_LIKE,
+    "olmo": LLAMA_LIKE,
     "olmo2": LLAMA_LIKE,
     "olmo3": LLAMA_LIKE,
     "opt": Family("model.decoder.layers"),

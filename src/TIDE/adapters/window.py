@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,8 +27,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from TIDE.adapters.probe import Store, known_family, layer_stores, probe_family, shared_sources
+from TIDE.adapters.doors import fit_door, take_out_door
+from TIDE.adapters.probe import Store, input_device, known_family, layer_stores, probe_family, shared_sources
 from TIDE.adapters.rope import rope_of
+from TIDE.adapters.weights import holds_numbers, version
 
 
 class KVWritten(Exception):
@@ -69,6 +70,21 @@ class _Task:
     tapped: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
+class _Rows(NamedTuple):
+    """Rows of an LM head's weight and bias, and what they are of."""
+
+    vocabulary: torch.Tensor
+    weight: torch.Tensor
+    version: int | None
+    rows: tuple[torch.Tensor, torch.Tensor | None]
+
+    def are_of(self, weight: torch.Tensor) -> bool:
+        """Whether it is the same weight, unchanged: models are moved, trained and given other heads."""
+        own = self.rows[0]
+        same = self.weight is weight and self.version == version(weight)
+        return same and own.dtype == weight.dtype and own.device == weight.device
+
+
 class Window:
     """Opens a model's decoder layers to be run span by span. A model has one window at a time."""
 
@@ -86,22 +102,47 @@ class Window:
         harmless = self.is_known and self.rope.switches_at is None
         self.grad_off = torch.inference_mode if harmless else torch.no_grad
         self._sources = shared_sources(model, self.stores)
-        self.layers = list(model.get_submodule(self.family.layers).children())
-        self._kept_rows: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]] | None = None
+        self.layers = self._own_layers()
+        self._kept_rows: _Rows | None = None
         self._forward_takes = set(inspect.signature(model.forward).parameters)
         self.fused: Any = None  # runs spans in compiled code: see engine/fused.py
         self.why_plain: str | None = None  # what came out when that was checked, where it is not used
         self._tasks = threading.local()  # another thread may use the model as ever while we run
+        self._fit_doors()
+
+    def follow(self) -> None:
+        """Fit doors anew where layers or the LM head were exchanged since: adapters put modules of theirs around some."""
+        layers, head = self._own_layers(), self.model.get_output_embeddings()
+        if self.layers == layers and (self._fitted[-1] is head or not self._head_has_door):
+            return
+        if len(layers) != self.num_layers:
+            raise ValueError(
+                f"this {type(self.model).__name__} had {self.num_layers} layers when the engine was made and has {len(layers)} "
+                f"now. Make a new engine with TIDE.TIDE(model, ...)."
+            )
+        self.close()
+        self.layers, self._kept_rows = layers, None
+        self._fit_doors()
+
+    def _own_layers(self) -> list[nn.Module]:
+        return list(self.model.get_submodule(self.family.layers).children())
+
+    def _fit_doors(self) -> None:
+        """One before each layer; the last one before the LM head, where it is a module of its own."""
+        head = self.model.get_output_embeddings()
+        self._head_has_door = head is not None and head is not self.model.get_input_embeddings()
         try:
-            for index, layer in enumerate(self.layers):
-                self._fit(layer, index)
-            head = model.get_output_embeddings()
-            self._head_has_door = head is not None and head is not model.get_input_embeddings()
-            if self._head_has_door:
-                self._fit(head, None)
+            for index, module in [*enumerate(self.layers), *([(None, head)] if self._head_has_door else [])]:
+                fit_door(module, self, index)
+                self._fitted.append(module)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go."""
+        return input_device(self.model)
 
     @property
     def num_layers(self) -> int:
@@ -114,7 +155,7 @@ class Window:
     @functools.cached_property
     def vocab_size(self) -> int:
         """Logits of a token. Asked of the head: configurations leave out padding rows."""
-        nothing = torch.zeros(1, self.hidden_dim, device=self.model.device, dtype=self.model.dtype)
+        nothing = torch.zeros(1, self.hidden_dim, device=self.device, dtype=self.model.dtype)
         return int(self.head(nothing).shape[-1])
 
     @property
@@ -124,7 +165,7 @@ class Window:
     def close(self) -> None:
         """Take the doors out again: the model is as it was handed in."""
         while self._fitted:
-            _take_out_door(self._fitted.pop())
+            take_out_door(self._fitted.pop())
 
     def __del__(self) -> None:
         self.close()
@@ -173,7 +214,7 @@ class Window:
         embedding = None if self.fused is None else self.fused.embedding
         if embedding is None:
             return None
-        ids = ids.to(self.model.device)
+        ids = ids.to(self.device)
         return torch.embedding(embedding.weight, ids) if type(embedding) is nn.Embedding else embedding(ids)
 
     def head(
@@ -195,7 +236,7 @@ class Window:
         keep = torch.zeros(n, 1, dtype=torch.long, device=states.device)
         task = _Task(self.num_layers, self.num_layers, states[:, None], keep, False, None)
         task.vocabulary, task.with_grad = vocabulary, with_grad
-        ids = torch.zeros(n, 1, dtype=torch.long, device=self.model.device)
+        ids = torch.zeros(n, 1, dtype=torch.long, device=self.device)
         logits = self._forward(task, dict(input_ids=ids, use_cache=False)).logits[:, 0]
         if vocabulary is None or logits.shape[-1] == len(vocabulary):
             return logits
@@ -292,81 +333,24 @@ class Window:
     @property
     def _head_is_linear(self) -> bool:
         head = self.model.get_output_embeddings()
-        return self.is_known and self._head_has_door and type(head).__mro__[1] is nn.Linear and not head.weight.is_meta
+        return self.is_known and self._head_has_door and type(head).__mro__[1] is nn.Linear and holds_numbers(head.weight)
 
     def _head_rows(self, vocabulary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Weight and bias of the LM head for some tokens, kept for the next call; None where it is no plain linear layer."""
         if not self._head_is_linear:
             return None
         head, kept = self.model.get_output_embeddings(), self._kept_rows
-        if kept is None or kept[0] is not vocabulary or not _alike(kept[1][0], head.weight):
+        if kept is None or kept.vocabulary is not vocabulary or not kept.are_of(head.weight):
             with torch.inference_mode(False), torch.no_grad():
                 bias = None if head.bias is None else head.bias[vocabulary].clone()
-                self._kept_rows = kept = vocabulary, (head.weight[vocabulary].clone(), bias)
-        return kept[1]
-
-    def _fit(self, module: nn.Module, index: int | None) -> None:
-        if "_tide_door" in module.__dict__:
-            raise RuntimeError(
-                f"this {type(self.model).__name__} already belongs to another TIDE engine. Close that one first "
-                f"(engine.close(), or leave its `with` block)."
-            )
-        try:
-            module.__class__ = _with_door(type(module))  # type: ignore[arg-type]
-        except TypeError as problem:
-            raise TypeError(
-                f"the {type(module).__name__} of this {type(self.model).__name__} cannot be wrapped ({problem}). TIDE needs "
-                f"layers that are ordinary torch modules: load it unscripted, or quantized by a method that keeps modules."
-            ) from problem
-        module.__dict__["_tide_door"] = _Door(self, index)
-        self._fitted.append(module)
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of one dtype, in one place: models are moved."""
-    return one.dtype == other.dtype and one.device == other.device
+                rows = head.weight[vocabulary].clone(), bias
+            self._kept_rows = kept = _Rows(vocabulary, head.weight, version(head.weight), rows)
+        return kept.rows
 
 
 def _pick(values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     """(n, q, d) values and (n, kept) indices into q -> (n, kept, d)"""
     return values.gather(1, keep.to(values.device)[..., None].expand(-1, -1, values.shape[-1]))
-
-
-class _Door:
-    """Stands before a layer (or the LM head, index None). Knows its window weakly: an engine that is dropped closes."""
-
-    def __init__(self, window: Window, index: int | None) -> None:
-        self._window = weakref.ref(window)
-        self._index = index
-
-    def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        window = self._window()
-        task = None if window is None else window._task
-        if window is None or task is None:
-            return call(*args, **kwargs)
-        if self._index is None:
-            return window._head(task, call, args, kwargs)
-        return window._layer(self._index, task, call, args, kwargs)
-
-
-@functools.cache
-def _with_door(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `cls` that looks the same and asks the door before it runs."""
-
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_tide_door"](functools.partial(cls.__call__, self), args, kwargs)
-
-    def __reduce__(self: nn.Module) -> tuple[Any, ...]:
-        """Copies and pickles are made without the door."""
-        return object.__new__, (cls,), {key: value for key, value in self.__dict__.items() if key != "_tide_door"}
-
-    look_alike = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, (cls,), {"__call__": __call__, "__reduce__": __reduce__, **look_alike})
-
-
-def _take_out_door(module: nn.Module) -> None:
-    module.__class__ = type(module).__mro__[1]
-    del module.__dict__["_tide_door"]
 
 
 def _refuse_what_cannot_work(model: PreTrainedModel) -> None:

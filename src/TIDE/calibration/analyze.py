@@ -27,6 +27,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from TIDE.adapters.weights import unwrapped
 from TIDE.adapters.window import Window
 from TIDE.calibration.collect import Budget, _laid_out, _run, _shards, collect, extended
 from TIDE.calibration.fit import Exits, Schedule, Split, agreed, best_tokens, fit_head, fresh_head
@@ -119,7 +120,7 @@ def analyze(
         seed: of texts and training.
         quick: few and short texts and little training, for a first look.
     """
-    config = config or TIDEConfig()
+    model, config = unwrapped(model), config or TIDEConfig()
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples must be a whole number of at least 1, found {samples!r}.")
     samples = min(samples, QUICK_TEXTS) if quick else samples
@@ -181,7 +182,7 @@ def _converged(window: Window, texts: list[Text], threshold: float) -> _Counted:
     tokens = needed = 0
     with tqdm(total=len(texts), desc="states at every depth", unit="text") as bar:
         for group in _groups(window, texts):
-            shard = _laid_out(group, window.model.device)
+            shard = _laid_out(group, window.device)
             states = _run(window, shard, layers, list(taps))
             full = states.pop(layers)[shard.asked]
             best = best_tokens(window, full, None, AT_ONCE)
@@ -224,7 +225,7 @@ def _with_heads(window: Window, course: _Course) -> list[_Counted]:
     layers = window.num_layers
     hits: dict[str, dict[int, torch.Tensor]] = {"lens": {}, "memory": {}}
     with tempfile.TemporaryDirectory(prefix="tide-states-") as folder:
-        budget, remembered = Budget(window.model.device, Path(folder)), memory_depths(layers, MEMORIES)
+        budget, remembered = Budget(window.device, Path(folder)), memory_depths(layers, MEMORIES)
         split = Split(
             collect(window, course.train, remembered, budget, "states to learn from"),
             collect(window, course.valid, remembered, budget, "states to measure on"),
@@ -251,7 +252,7 @@ def _counted(strategy: str, hits: dict[int, torch.Tensor], layers: int) -> _Coun
 
 
 def _fitted(window: Window, split: Split, course: _Course, strategy: str, depth: int) -> nn.Module:
-    schedule = course.schedule.fitted_to(window.hidden_dim, window.vocab_size, window.model.device)
+    schedule = course.schedule.fitted_to(window.hidden_dim, window.vocab_size, window.device)
     head = fresh_head(strategy, _sizes(window, strategy, depth), course.seed)
     title = f"{strategy} at depth {depth}"
     return fit_head(window, head, split, Exits(depth, None), schedule, course.seed, title).head

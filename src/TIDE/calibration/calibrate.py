@@ -20,6 +20,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from TIDE.adapters.weights import unwrapped
 from TIDE.adapters.window import Window
 from TIDE.calibration.collect import Budget, collect, extended
 from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, fit_head, fresh_head
@@ -84,14 +85,14 @@ def calibrate(
     check_suffix(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in. Create it first.")
-    effort = QUICK if quick else FULL
+    model, effort = unwrapped(model), QUICK if quick else FULL
     if epochs is not None:
         effort = replace(effort, schedule=replace(effort.schedule, epochs=epochs))
     with _open(model) as window, tempfile.TemporaryDirectory(prefix="tide-states-") as folder:
         made_for = fingerprint(model, tokenizer)
         settings = {"config": asdict(config), "seed": seed, "effort": asdict(effort), "model": asdict(made_for)}
         work = Work(path, settings, resume)
-        job = _Job(window, tokenizer, made_for, config, effort, seed, work, Budget(model.device, Path(folder)))
+        job = _Job(window, tokenizer, made_for, config, effort, seed, work, Budget(window.device, Path(folder)))
         file = job.run()
         file.save(path, compress)
         work.finish()
@@ -104,7 +105,7 @@ def _open(model: PreTrainedModel) -> Iterator[Window]:
     try:
         if not window.is_known:
             check_unknown(window)
-        if model.device.type == "cuda":
+        if window.device.type == "cuda":
             torch.set_num_threads(1)  # what is left for the CPU is small, and threads would wait for each other
         yield window
     finally:
@@ -188,9 +189,9 @@ class _Job:
             return Fitted(head.eval(), [])
         kept = self.work.head(depth, head)
         if kept is not None:
-            return Fitted(kept.head.to(self.window.model.device), kept.agreement)
+            return Fitted(kept.head.to(self.window.device), kept.agreement)
         size = self.window.vocab_size if self.vocabulary is None else len(self.vocabulary)
-        schedule = self.effort.schedule.fitted_to(self.window.hidden_dim, size, self.window.model.device)
+        schedule = self.effort.schedule.fitted_to(self.window.hidden_dim, size, self.window.device)
         if strategy == "lens":
             schedule = replace(schedule, epochs=LENS_EPOCHS * schedule.epochs)
         where = Exits(depth, self.vocabulary)
@@ -202,7 +203,7 @@ class _Job:
 
     def _router(self, fitted: Fitted, depth: int) -> FittedRouter:
         where, steps = Exits(depth, self.vocabulary), self.effort.schedule.draft_steps
-        head = fitted.head.to(self.window.model.device)
+        head = fitted.head.to(self.window.device)
         return fit_router(self.window, head, self.split, where, self.config, steps, self.seed, f"router at depth {depth}")
 
     def _head_seconds(self, strategy: str, exits: dict[int, Exit], depth: int) -> float:

@@ -118,8 +118,8 @@ def collect(window: Window, texts: list[Text], depths: list[int], budget: Budget
     """Run texts through the model and keep their states at `depths` (full depth among them)."""
     shards = []
     with tqdm(total=len(texts), desc=title, unit="text") as bar:
-        for group in _shards(texts, SHARD_TOKENS if window.model.device.type == "cuda" else CPU_SHARD_TOKENS):
-            shard = _laid_out(group, window.model.device)
+        for group in _shards(texts, SHARD_TOKENS if window.device.type == "cuda" else CPU_SHARD_TOKENS):
+            shard = _laid_out(group, window.device)
             found = _run(window, shard, window.num_layers, depths)
             shard.best = _best(window, found[window.num_layers])
             shard._states = {depth: budget.keep(found[depth]) for depth in depths}

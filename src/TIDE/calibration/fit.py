@@ -82,7 +82,7 @@ class Fitted(NamedTuple):
 
 def fit_head(window: Window, head: nn.Module, split: Split, exits: Exits, schedule: Schedule, seed: int, title: str) -> Fitted:
     """Train a head for an exit; the state with the best agreement on held-out prompts is kept."""
-    device = window.model.device
+    device = window.device
     head = head.to(device, torch.float32).train()
     _measure(window, head, split.train, exits.depth)
     dice = Dice(torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed))
@@ -129,7 +129,7 @@ def guesses(
     jitter: Jitter | None = None,
 ) -> list[torch.Tensor]:
     """(n, T, hidden) guesses of the head for rows of a shard, by draft step."""
-    device = window.model.device
+    device = window.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
         if not isinstance(head, MemoryHead):
             return [head(shard.states(depth)[rows])]
@@ -170,7 +170,7 @@ def _backward(
     The gradient of KL(full ‖ exit) at the exit's logits is exit − full, so the loss itself is never computed. Nothing
     here waits for the device.
     """
-    device = window.model.device
+    device = window.device
     count = min(schedule.positions, shard.learnable(rows))
     if not count:
         return

@@ -84,7 +84,7 @@ def fit_router(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         router = Router(window.hidden_dim, config.router_bottleneck_dim, SIGNALS)
-    job = _Job(window, head, router.to(window.model.device), exits, config, steps if isinstance(head, MemoryHead) else 1)
+    job = _Job(window, head, router.to(window.device), exits, config, steps if isinstance(head, MemoryHead) else 1)
     _train(router, *_examples(job, split.train, generator), generator, title)
     router.eval().requires_grad_(False)
     raw, label, agreed, texts = _held_out(job, split.valid)

@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
+from TIDE.adapters.probe import input_device
 from TIDE.calibration.free_memory import free_memory
 from TIDE.calibration.grouped_attention import grouped, without_plans
 from TIDE.calibration.roomy_cache import roomy_cache
@@ -70,7 +71,7 @@ def write_texts(
 
 def texts_per_sample(model: PreTrainedModel) -> int:
     """One without a GPU and for large models, more for small ones."""
-    if model.device.type != "cuda":
+    if input_device(model).type != "cuda":
         return 1
     return max(1, min(PER_SAMPLE, QUICK_WEIGHTS // model.num_parameters()))
 
@@ -168,7 +169,7 @@ class _Author:
         return [text for text in texts if text is not None and len(text.ids) > text.start]
 
     def _continue(self, orders: list[_Order], longest: int) -> list[list[int]]:
-        width, device = max(len(order.prompt) for order in orders), self.model.device
+        width, device = max(len(order.prompt) for order in orders), input_device(self.model)
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
         ids = torch.tensor([[pad] * (width - len(o.prompt)) + o.prompt for o in orders], device=device)
         mask = torch.tensor([[0] * (width - len(o.prompt)) + [1] * len(o.prompt) for o in orders], device=device)
@@ -202,7 +203,7 @@ class _Author:
             yield batch
 
     def _devices(self) -> list[torch.device]:
-        return [self.model.device] if self.model.device.type == "cuda" else []
+        return [input_device(self.model)] if input_device(self.model).type == "cuda" else []
 
 
 class _Heats(LogitsProcessor):
@@ -245,7 +246,7 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 def _tokens_that_fit(model: PreTrainedModel) -> int:
     """Tokens that take about half of the device's free memory: their K/V, and a layer's work on all of them at once."""
-    if model.device.type != "cuda":
+    if input_device(model).type != "cuda":
         return CPU_TOKENS
     config = model.config.get_text_config(decoder=True)
     hidden = config.hidden_size
@@ -254,7 +255,7 @@ def _tokens_that_fit(model: PreTrainedModel) -> int:
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     kept = 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
     worked_on = (3 * inner + 10 * hidden) * model.dtype.itemsize + 3 * hidden * 4  # norms work in fp32
-    return int(free_memory(model.device) * WRITING_SHARE) // (kept + worked_on)
+    return int(free_memory(input_device(model)) * WRITING_SHARE) // (kept + worked_on)
 
 
 def _until_end(ids: list[int], ends: set[int]) -> list[int]:

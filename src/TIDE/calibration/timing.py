@@ -95,7 +95,7 @@ def measure_head(window: Window, policy: CalibratedPolicy, depth: int, key: str)
 
 def timed(window: Window, action: Callable[[], object]) -> float:
     """Least seconds of an action, after a warm-up: noise only ever slows down."""
-    cuda = window.model.device.type == "cuda"
+    cuda = window.device.type == "cuda"
     found = []
     for _ in range(REPEATS + 2):
         if cuda:
@@ -110,7 +110,7 @@ def timed(window: Window, action: Callable[[], object]) -> float:
 
 def machine(window: Window) -> str:
     """What timings depend on besides the model."""
-    device = window.model.device
+    device = window.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu-{torch.get_num_threads()}"
     return f"{name}|{str(window.model.dtype).removeprefix('torch.')}|torch-{torch.__version__}"
 
@@ -139,7 +139,7 @@ def _passes(window: Window) -> tuple[float, dict[int, float]]:
 
 
 def _choice(window: Window) -> float:
-    batch = Batch(torch.ones(1, 4, dtype=torch.long, device=window.model.device), [0], StoppingCriteriaList(), None)
+    batch = Batch(torch.ones(1, 4, dtype=torch.long, device=window.device), [0], StoppingCriteriaList(), None)
     chooser = Chooser(LogitsProcessorList(), False, batch)
     logits = window.head(_states(window, 1))
     return timed(window, lambda: chooser.draft([0], logits, 0))
@@ -148,7 +148,7 @@ def _choice(window: Window) -> float:
 def _states(window: Window, count: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(count, window.hidden_dim, generator=generator)
-    return states.to(window.model.device, window.model.dtype)
+    return states.to(window.device, window.model.dtype)
 
 
 def _between(table: dict[int, float], tokens: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ POSITIONS = 100_000  # looked at
 
 def draft_vocabulary(window: Window, data: Collection) -> torch.Tensor | None:
     """Rising ids of the likeliest tokens, with those that end a text; None: training can afford all tokens."""
-    cuda = window.model.device.type == "cuda"
+    cuda = window.device.type == "cuda"
     if cuda and window.vocab_size <= FEW:
         return None
     mass = token_mass(window, data)

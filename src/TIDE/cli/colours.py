@@ -1,4 +1,4 @@
-"""Text in a terminal, each token in a colour for the depth at which it was decided.
+"""Text in a terminal, each token on a ground whose colour is the depth at which it was decided.
 
 Without colours (`NO_COLOR`, or output that is not a terminal) tokens that left early stand in brackets.
 """
@@ -28,12 +28,12 @@ def painted(text: str, depth: int, layers: int) -> str:
     """A piece of text as the depth colours it."""
     if not has_colours():
         return text if depth == layers or not text.strip() else f"[{text}]"
-    red, green, blue = colour(depth / layers)
-    return f"\x1b[38;2;{red};{green};{blue}m{text}\x1b[0m"
+    ground = "\x1b[48;2;{};{};{}m\x1b[38;2;0;0;0m".format(*colour(depth / layers))
+    return "\n".join(f"{ground}{line}\x1b[0m" if line else "" for line in text.split("\n"))  # or the rest of a line is filled
 
 
 def legend(depths: Iterable[int], layers: int) -> str:
-    """Each depth in its own colour."""
+    """Each depth on its own ground."""
     names = {0: "before the first layer", layers: f"all {layers} layers"}
     said = [painted(names.get(depth, f"after {depth} layers"), depth, layers) for depth in sorted({*depths})]
     return "decided " + ", ".join(said)

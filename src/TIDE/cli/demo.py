@@ -38,7 +38,7 @@ def demo(
 
     tide demo
 
-    tide demo --prompt "Write a Python function that adds two numbers." --output sums.html
+    tide demo --prompt "Add two numbers in Python." -o sums.html
     """
     import TIDE
     from TIDE.engine.record import last_run

@@ -1,4 +1,4 @@
-"""A start-up check for models that are not in the table: does catching up give what the model gives?
+"""A start-up check for models that are not in the table or quantized: does catching up give what the model gives?
 
 Two rows of different lengths, so that the cache has to line them up; a prefix, then three tokens one by one through the
 first layer, then those three in one pass through each of the others. After every layer the states must be those of the
@@ -7,6 +7,8 @@ once, shows here, with the layer, before it can show in a text.
 """
 
 from __future__ import annotations
+
+import logging
 
 import torch
 from transformers import StoppingCriteriaList
@@ -17,6 +19,7 @@ from TIDE.engine.plan import Plan
 from TIDE.engine.segments import Segments
 from TIDE.stats import ExitStats
 
+logger = logging.getLogger(__name__)
 PREFIX, TOGETHER = {0: 4, 1: 2}, 3
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the largest state; other dtypes:
 TOLERANCE_HALF = 0.1
@@ -38,6 +41,17 @@ def check_unknown(window: Window) -> None:
             f"states when tokens are caught up than when a text runs alone: it keeps something between tokens that "
             f"is not K/V by position, or takes positions from the cache. Run it with model.generate."
         )
+
+
+def warn_where_tokens_are_not_alone(window: Window) -> None:
+    """Some ways to quantize give a token states that depend on the tokens beside it; then exact is only almost exact."""
+    layer = first_difference(window)
+    if layer is not None:
+        logger.warning(
+            "layer %d (%s) of this quantized %s gives a token other states among others than alone. Where two tokens are "
+            "almost equally likely, texts may differ from those of model.generate.",
+            layer, type(window.layers[layer]).__name__, type(window.model).__name__,
+        )  # fmt: skip
 
 
 def first_difference(window: Window) -> int | None:
@@ -67,7 +81,7 @@ def _alone(window: Window, ids: torch.Tensor) -> list[torch.Tensor]:
         for layer in window.layers
     ]
     try:
-        window.model(input_ids=ids[None].to(window.model.device), use_cache=False)
+        window.model(input_ids=ids[None].to(window.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

@@ -20,10 +20,11 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from TIDE.adapters.weights import is_quantized, unwrapped
 from TIDE.adapters.window import Window
 from TIDE.config import TIDEConfig
 from TIDE.engine.batch import Batch, Decided
-from TIDE.engine.check import check_unknown
+from TIDE.engine.check import check_unknown, warn_where_tokens_are_not_alone
 from TIDE.engine.decoder import Decoder
 from TIDE.engine.drafting import Pace
 from TIDE.engine.forward import forward
@@ -54,7 +55,7 @@ class TIDE:
     """A causal LM whose easy tokens leave early.
 
     Args:
-        model: a Hugging Face causal LM in eval mode. It is not changed beyond `close`.
+        model: a Hugging Face causal LM in eval mode, or PEFT's around one. It is not changed beyond `close`.
         router: the path of a router file, an `ExitPolicy`, or None for no exits.
         config: see `TIDEConfig`.
     """
@@ -66,13 +67,15 @@ class TIDE:
             raise TypeError(f"router must be a path, an ExitPolicy, or None (no exits), found {type(router).__name__}.")
         if config is not None and not isinstance(config, TIDEConfig):
             raise TypeError(f"config must be a TIDEConfig, found {type(config).__name__}.")
-        self.model = model
+        self.model = model = unwrapped(model)
         self.config = config or TIDEConfig()
         file, policy = (RouterFile.load(router), None) if isinstance(router, str | Path) else (None, router)
         self.window = Window(model)
         try:
             if not self.window.is_known:
                 check_unknown(self.window)
+            elif is_quantized(model):
+                warn_where_tokens_are_not_alone(self.window)
             fuse(self.window)
             self.policy = file.policy(self.window) if file else policy
             self.plan = make_plan(self.config, self.policy, self.window)
@@ -100,7 +103,7 @@ class TIDE:
         """Why the model is not run in CUDA graphs; None: it is. On a GPU the first request tells."""
         fused = self.window.fused
         if not isinstance(fused, RoundLayers):
-            return self.window.why_plain or f"there are none for it on {self.model.device.type}"
+            return self.window.why_plain or f"there are none for it on {self.window.device.type}"
         return fused.without_rounds or fused.circuits.without_graphs
 
     @property
@@ -109,7 +112,7 @@ class TIDE:
         fused, plain = self.window.fused, self.window.why_plain
         if fused is None:
             return "the model's own layers" + (f": {plain}" if plain else "")
-        layers = "the model's own layers" if isinstance(fused, OwnLayers) else f"fused layers on {self.model.device.type}"
+        layers = "the model's own layers" if isinstance(fused, OwnLayers) else f"fused layers on {self.window.device.type}"
         if not isinstance(fused, RoundLayers):
             return layers
         return f"{layers}, without graphs: {self.without_graphs}" if self.without_graphs else f"{layers}, in CUDA graphs"
@@ -237,6 +240,7 @@ class TIDE:
             raise RuntimeError("this engine is closed. Make a new one with TIDE.TIDE(model, ...).")
         if self.model.training:
             raise ValueError("the model is in train mode, where dropout makes every run different. Call model.eval() first.")
+        self.window.follow()
         if self.window.fused is not None and not still_fused(self.window):
             self.window.fused = None
             fuse(self.window)  # weights may have been exchanged; hooks keep a model as it is

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from TIDE.adapters.features import layer_features, norm_features
+from TIDE.adapters.weights import adapter_state, version
 from TIDE.adapters.window import Feed, Window
 from TIDE.engine.check import TOLERANCE, TOLERANCE_HALF, first_difference
 from TIDE.engine.gpu_layers import GPULayers
@@ -45,6 +46,7 @@ class FusedLayers:
         self.layers = [arrays(layer) for layer in layers]
         self.embedding: nn.Module | None = None
         self.norm: nn.Module | None = None
+        self._rough: tuple[torch.Tensor, torch.Tensor | None, int | None, RoughHead] | None = None
 
     def takes(self, states: torch.Tensor, cache: Any) -> bool:
         """Whether a pass is small enough, and has a cache to work on."""
@@ -79,9 +81,15 @@ class FusedLayers:
         return torch.from_numpy(found).view(*states.shape[:2], -1)
 
     def rough_head(self, weight: torch.Tensor, vocabulary: torch.Tensor | None) -> RoughHead | None:
-        """Norm and LM head as exits use them."""
+        """Norm and LM head as exits use them; made anew where the weight was changed."""
         exits = compiled_exits(weight.device, weight.dtype)
-        return None if exits is None or self.norm is None else RoughHead(norm_features(self.norm), weight, vocabulary, exits)
+        if exits is None or self.norm is None:
+            return None
+        kept = self._rough
+        if kept is None or kept[0] is not weight or kept[1] is not vocabulary or kept[2] != version(weight):
+            head = RoughHead(norm_features(self.norm, weight), weight, vocabulary, exits)
+            self._rough = kept = weight, vocabulary, version(weight), head
+        return kept[3]
 
 
 def fuse(window: Window) -> None:
@@ -89,7 +97,7 @@ def fuse(window: Window) -> None:
 
     On a CPU they are checked at once. On a GPU compiling takes seconds, so they are checked after the first prompt.
     """
-    ops, on_gpu = compiled_ops(window.model.device, window.model.dtype), window.model.device.type == "cuda"
+    ops, on_gpu = compiled_ops(window.device, window.model.dtype), window.device.type == "cuda"
     layers = None if ops is None else _features(window)
     if layers is not None:
         window.fused = GPULayers(window, layers, ops, *compiled_rounds()) if on_gpu else FusedLayers(layers, ops)
@@ -129,7 +137,7 @@ def _what_is_wrong(window: Window) -> str | None:
 @torch.no_grad()
 def _take_short_cuts(window: Window) -> None:
     """Leave out the model's `forward` where embedding or norm alone give the same."""
-    ids = torch.arange(3, 7, device=window.model.device)[:, None] % window.vocab_size
+    ids = torch.arange(3, 7, device=window.device)[:, None] % window.vocab_size
     states = window.run(0, 0, Feed(ids, torch.zeros_like(ids), None, None)).states
     logits = window.head(states[:, 0])
     embedding, norm = window.model.get_input_embeddings(), getattr(window.model.get_decoder(), "norm", None)
@@ -143,20 +151,22 @@ def _take_short_cuts(window: Window) -> None:
 
 
 class Parts:
-    """Modules as they were: their children and weights, without hooks. Graphs know of weights only where they are."""
+    """Modules as they were: their children, weights and adapters, without hooks. Graphs know of weights only where they are,
+    and of adapters what was done when they were captured."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._seen = []
         for module in modules:
             weights = [(name, x, x.data_ptr()) for name, x in module._parameters.items() if x is not None]
-            self._seen.append((module, dict(module._modules), weights))
+            self._seen.append((module, dict(module._modules), weights, adapter_state(module)))
 
     def are_unchanged(self) -> bool:
         return all(
             module._modules == children
             and not _has_hooks(module)
             and all(module._parameters.get(name) is x and x.data_ptr() == at for name, x, at in weights)
-            for module, children, weights in self._seen
+            and adapter_state(module) == adapters
+            for module, children, weights, adapters in self._seen
         )
 
 
@@ -181,7 +191,7 @@ def _features(window: Window) -> list[Layer] | None:
         return None
     found = [layer_features(layer, config) for layer in window.layers]
     whole = [layer for layer in found if layer is not None]
-    return whole if len(whole) == len(found) and all(_plain(layer, model.dtype, model.device) for layer in whole) else None
+    return whole if len(whole) == len(found) and all(_plain(layer, model.dtype, window.device) for layer in whole) else None
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -34,7 +34,7 @@ class OwnLayers(RoundLayers):
     @staticmethod
     def suit(window: Window) -> bool:
         """Whether all that a model keeps of tokens is K/V, positions mean one thing, and weights are plain and in one place."""
-        kinds, device = (torch.Tensor, torch.nn.Parameter), window.model.device
+        kinds, device = (torch.Tensor, torch.nn.Parameter), window.device
         plain = all(type(x) in kinds and x.device == device for x in window.model.parameters())
         return plain and window.rope.switches_at is None and all(store is Store.KV for store in window.stores)
 
@@ -70,7 +70,7 @@ class OwnLayers(RoundLayers):
     def difference(self) -> float:
         """How far states of a static pass are from those of an ordinary one, as a share of the largest of them."""
         window, columns, last = self.window, 2 * BEFORE, self.window.num_layers
-        ids = (torch.arange(BEFORE + TOGETHER, device=window.model.device) * 37 + 11) % min(window.vocab_size, 997)
+        ids = (torch.arange(BEFORE + TOGETHER, device=window.device) * 37 + 11) % min(window.vocab_size, 997)
 
         def run(cache: SegmentCache, start: int, stop: int) -> torch.Tensor:
             positions = torch.arange(start, stop, device=ids.device)
@@ -93,5 +93,5 @@ class OwnLayers(RoundLayers):
 
     def _circuit(self, columns: int, exit_: Exit | None) -> Circuit:
         model = self.window.model
-        like = torch.zeros(self.window.hidden_dim, dtype=model.dtype, device=model.device)
+        like = torch.zeros(self.window.hidden_dim, dtype=model.dtype, device=self.window.device)
         return Circuit(like, self._rooms, None, columns, exit_, context_limit(model))

@@ -17,7 +17,7 @@ def record(engine: TIDE, tokenizer: Any, prompt: str, *, raw: bool = False, **op
         prompt: put into the chat template where the tokenizer has one, unless `raw`.
         options: of `engine.stream`.
     """
-    inputs = prepared(tokenizer, prompt, raw).to(engine.model.device)
+    inputs = prepared(tokenizer, prompt, raw).to(engine.window.device)
     return last_run(engine, tokenizer, prompt, inputs["input_ids"], list(engine.stream(**inputs, **options)))
 
 

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from TIDE.kernels.dispatch import arrays
+from TIDE.kernels.layer import Norm
+
 LIKELY = 3  # of so many tokens one is looked at first
 SURE = 0.5  # probability of the best of them from which the others are not looked at
 
@@ -19,15 +22,13 @@ class RoughHead:
     """Norm and LM head for some tokens; all where `vocabulary` is None.
 
     Args:
-        norm: weight, eps and offset of the model's last norm.
+        norm: the model's last one.
         weight: (tokens, hidden) of the LM head.
     """
 
-    def __init__(
-        self, norm: tuple[torch.Tensor, float, float], weight: torch.Tensor, vocabulary: torch.Tensor | None, exits: ModuleType
-    ) -> None:
+    def __init__(self, norm: Norm, weight: torch.Tensor, vocabulary: torch.Tensor | None, exits: ModuleType) -> None:
         self.exits = exits
-        self.norm = norm[0].detach().numpy(), *norm[1:]
+        self.norm: Norm = arrays(norm)
         rows = (weight if vocabulary is None else weight[vocabulary]).detach().numpy()
         first = len(rows) // LIKELY if vocabulary is None else len(rows)
         self.likely, self.others = (exits.cpu_ops.in_bytes(part) for part in (rows[:first], rows[first:]))

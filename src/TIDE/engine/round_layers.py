@@ -47,7 +47,7 @@ class RoundLayers:
 
     def here(self) -> AbstractContextManager[Any]:
         """Kernels are launched where the model is, which need not be the current device."""
-        device = self.window.model.device
+        device = self.window.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def embed(self, circuit: Circuit, own: slice, out: torch.Tensor) -> None:

@@ -173,7 +173,7 @@ class Segments:
         for index, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
             ids[index, :count] = self.batch.tokens(row, start, start + count)
             positions[index] = torch.arange(start, start + width).clamp(max=start + count - 1)
-        device, mask = self.window.model.device, self.cache.mask()
+        device, mask = self.window.device, self.cache.mask()
         return Feed(ids.to(device), positions.to(device), None if mask is None else mask.to(device), self.cache)
 
     def _hidden(self, segment: int, rows: list[int], starts: list[int], counts: list[int]) -> torch.Tensor:

@@ -14,13 +14,13 @@ from numba import njit, prange
 from TIDE.kernels import cpu_ops, cpu_products
 from TIDE.kernels.cpu_ops import _decoder_layer, _linear, _norm, _turn, _write
 from TIDE.kernels.cpu_products import ZERO, _dot, _padded, _products
-from TIDE.kernels.layer import UNLIKELY, Bytes, Entry, Layer, Pass
+from TIDE.kernels.layer import UNLIKELY, Bytes, Entry, Layer, Norm, Pass
 
 FAINT = np.float32(-16)  # tokens so far below the best one do not count in signals
 PARTS = 8
 
 # Compiled code is kept for as long as this file does not change, so this file says what it was compiled for.
-assert (cpu_ops.VERSION, cpu_products.VERSION, UNLIKELY) == (4, 2, 20)
+assert (cpu_ops.VERSION, cpu_products.VERSION, UNLIKELY) == (5, 2, 20)
 assert " ".join(Entry._fields) == "shallow_center shallow_spread deep_center deep_spread fuse recall eps"
 
 
@@ -52,12 +52,12 @@ def memory_block(
 
 
 def judge(
-    states: np.ndarray, norm: tuple[Any, ...], likely: Bytes, others: Bytes, sure: float, router: tuple[Any, ...]
+    states: np.ndarray, norm: Norm, likely: Bytes, others: Bytes, sure: float, router: tuple[Any, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(n, hidden) guesses of an exit head -> (n, tokens) logits by norm and LM head, and (n,) scores of the router.
 
     Args:
-        norm: weight, eps and offset, which is added to the weight.
+        norm: the model's last one.
         likely, others: the rows of the LM head. If the best of the likely tokens has a probability of `sure` among them, the
             others are not looked at: they get logits `UNLIKELY` below the worst likely one.
         router: `Router.arrays`.
@@ -71,9 +71,9 @@ def signals(logits: np.ndarray) -> np.ndarray:
 
 
 @njit(fastmath=True, cache=True)
-def _judge(states, gain, eps, offset, likely, others, sure, router):  # type: ignore[no-untyped-def]
+def _judge(states, gain, eps, offset, centred, bias, likely, others, sure, router):  # type: ignore[no-untyped-def]
     h = _padded(states)
-    _norm(h, h, gain, np.float32(eps), np.float32(offset))
+    _norm(h, h, gain, np.float32(eps), np.float32(offset), centred, bias)
     first, found = len(likely.values), _products(h, likely)
     logits = np.empty((len(states), first + len(others.values)), np.float32)
     logits[:, :first] = found[: len(states)]
@@ -132,7 +132,7 @@ def _memory_block(entry, layer, cos, sin, row, start, stop, shallow, before, key
 def _keep(layer, tokens, count, keys, values):  # type: ignore[no-untyped-def]
     """K/V of the first tokens of a pass, and nothing else."""
     h = _padded(tokens.x[:count])
-    _norm(h, h, layer.input_norm, np.float32(layer.eps), np.float32(layer.norm_offset))
+    _norm(h, h, layer.input_norm, np.float32(layer.eps), np.float32(layer.norm_offset), layer.centred, layer.input_norm_bias)
     k, v = _linear(h, layer.k, layer.k_bias), _linear(h, layer.v, layer.v_bias)
     _turn(k, tokens.cos[:count], tokens.sin[:count], keys.shape[3])
     first = Pass(tokens.x[:count], tokens.cos[:count], tokens.sin[:count], tokens.rows, tokens.origins, tokens.start, count)

@@ -11,12 +11,12 @@ from TIDE.kernels import cpu_products
 from TIDE.kernels.cpu_products import ZERO, _dot, _padded, _products
 from TIDE.kernels.layer import GELU_TANH, GROUP, SILU, Bytes, Layer, Pass
 
-VERSION = 4  # counts changes of what is compiled here, for those who keep it compiled into their own code
+VERSION = 5  # counts changes of what is compiled here, for those who keep it compiled into their own code
 
 # Compiled code is kept for as long as this file does not change, so this file says what it was compiled for.
 assert " ".join(Layer._fields) == (
-    "input_norm mlp_norm q k v o gate up down q_bias k_bias v_bias o_bias q_norm k_norm head_dim eps scaling norm_offset "
-    "residual window activation rotary"
+    "input_norm mlp_norm q k v o gate up down q_bias k_bias v_bias o_bias q_norm k_norm input_norm_bias mlp_norm_bias head_dim "
+    "eps scaling norm_offset residual window activation rotary centred"
 )
 assert " ".join(Pass._fields) == "x cos sin rows origins start width"
 assert cpu_products.VERSION == 2
@@ -37,13 +37,6 @@ def linear(x: np.ndarray, weight: np.ndarray | Bytes) -> np.ndarray:
     return _linear(_padded(x), weight, x[:0, 0])[: len(x)]
 
 
-def norm(x: np.ndarray, weight: np.ndarray, eps: float, offset: float) -> np.ndarray:
-    """(n, k) -> (n, k): `reference.norm`"""
-    out = np.empty_like(x)
-    _norm(x, out, weight, np.float32(eps), np.float32(offset))
-    return out
-
-
 def in_bytes(weight: np.ndarray) -> Bytes:
     """A weight in 8 bits, a scale for each row."""
     rows, columns = weight.shape
@@ -57,14 +50,14 @@ def in_bytes(weight: np.ndarray) -> Bytes:
 @njit(fastmath=True, cache=True)
 def _decoder_layer(layer, tokens, keys, values):  # type: ignore[no-untyped-def]
     x, dim, eps, offset = tokens.x, keys.shape[3], np.float32(layer.eps), np.float32(layer.norm_offset)
-    h = _padded(x)
-    _norm(h, h, layer.input_norm, eps, offset)
+    h, none = _padded(x), layer.o_bias[:0]
+    _norm(h, h, layer.input_norm, eps, offset, layer.centred, layer.input_norm_bias)
     q = _linear(h, layer.q, layer.q_bias)
     k = _linear(h, layer.k, layer.k_bias)
     v = _linear(h, layer.v, layer.v_bias)
     if len(layer.q_norm):
-        _norm(q.reshape(-1, dim), q.reshape(-1, dim), layer.q_norm, eps, offset)
-        _norm(k.reshape(-1, dim), k.reshape(-1, dim), layer.k_norm, eps, offset)
+        _norm(q.reshape(-1, dim), q.reshape(-1, dim), layer.q_norm, eps, offset, False, none)
+        _norm(k.reshape(-1, dim), k.reshape(-1, dim), layer.k_norm, eps, offset, False, none)
     if layer.rotary:
         _turn(q, tokens.cos, tokens.sin, dim)
         _turn(k, tokens.cos, tokens.sin, dim)
@@ -73,8 +66,7 @@ def _decoder_layer(layer, tokens, keys, values):  # type: ignore[no-untyped-def]
     _attend(q, keys, values, tokens, np.float32(layer.scaling), layer.window)
     _add(x, _linear(q, layer.o, layer.o_bias), np.float32(layer.residual))
     h[: len(x)] = x
-    _norm(h, h, layer.mlp_norm, eps, offset)
-    none = layer.o_bias[:0]
+    _norm(h, h, layer.mlp_norm, eps, offset, layer.centred, layer.mlp_norm_bias)
     gate, up = _linear(h, layer.gate, none), _linear(h, layer.up, none)
     _activate(gate, up, len(x), layer.activation)
     _add(x, _linear(gate, layer.down, none), np.float32(layer.residual))
@@ -91,11 +83,16 @@ def _linear(x, weight, bias):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=True, cache=True)
-def _norm(x, out, weight, eps, offset):  # type: ignore[no-untyped-def]
+def _norm(x, out, weight, eps, offset, centred, bias):  # type: ignore[no-untyped-def]
     for t in range(len(x)):
-        scale = np.float32(1) / math.sqrt(_dot(x[t], x[t]) / np.float32(x.shape[1]) + eps)
+        mean = x[t].sum() / np.float32(x.shape[1]) if centred else ZERO
         for k in range(x.shape[1]):
-            out[t, k] = x[t, k] * scale * (weight[k] + offset)
+            out[t, k] = x[t, k] - mean
+        scale = np.float32(1) / math.sqrt(_dot(out[t], out[t]) / np.float32(x.shape[1]) + eps)
+        for k in range(x.shape[1]):
+            out[t, k] = out[t, k] * scale * (weight[k] + offset)
+        for k in range(len(bias)):
+            out[t, k] += bias[k]
 
 
 @njit(fastmath=True, cache=True)

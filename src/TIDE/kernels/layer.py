@@ -56,6 +56,8 @@ class Layer(NamedTuple):
     o_bias: Any
     q_norm: Any  # (head_dim,)
     k_norm: Any
+    input_norm_bias: Any  # (hidden,), only where norms are centred
+    mlp_norm_bias: Any
     head_dim: int
     eps: float
     scaling: float  # of attention scores
@@ -64,6 +66,25 @@ class Layer(NamedTuple):
     window: int = 0  # columns a token sees; 0: all
     activation: int = SILU
     rotary: bool = True
+    centred: bool = False  # norms take the mean away: LayerNorm, not RMSNorm
+
+
+class Norm(NamedTuple):
+    """What a norm computes with."""
+
+    weight: Any  # (hidden,)
+    eps: float
+    offset: float  # added to the weight
+    centred: bool
+    bias: Any  # (hidden,), or empty
+
+
+def input_norm(layer: Layer) -> Norm:
+    return Norm(layer.input_norm, layer.eps, layer.norm_offset, layer.centred, layer.input_norm_bias)
+
+
+def mlp_norm(layer: Layer) -> Norm:
+    return Norm(layer.mlp_norm, layer.eps, layer.norm_offset, layer.centred, layer.mlp_norm_bias)
 
 
 class Pass(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from TIDE.kernels.layer import Layer, Pass
+from TIDE.kernels.layer import Layer, Pass, input_norm, mlp_norm
 from TIDE.kernels.triton_products import EMPTY, _gained, _tile, _two_products, counted, gated, linear, norm
 
 SPLIT, TILE = 64, 64  # keys of a program, and of one turn of its loop (in fp32 a quarter)
@@ -97,8 +97,8 @@ def _norm_and_turn(
     a, b = tl.load(at + one, mask=inside, other=0.0), tl.load(at + two, mask=inside, other=0.0)
     scale = tl.rsqrt((_squares(a) + _squares(b)) / DIM + eps)
     kind = queries.dtype.element_ty
-    a = _gained(a.to(tl.float32) * scale, tl.load(weight + one, mask=inside, other=0.0), OFFSET, kind)
-    b = _gained(b.to(tl.float32) * scale, tl.load(weight + two, mask=inside, other=0.0), OFFSET, kind)
+    a = _gained(a.to(tl.float32) * scale, tl.load(weight + one, mask=inside, other=0.0), 0.0, OFFSET, False, kind)
+    b = _gained(b.to(tl.float32) * scale, tl.load(weight + two, mask=inside, other=0.0), 0.0, OFFSET, False, kind)
     if ROTARY > 0:
         angle = token + tl.load(start) if BY_COLUMN else token
         a, b = _turned(a, b, cos, sin, angle * ROTARY, one, two, pair < half)
@@ -235,9 +235,9 @@ def attend(
 def decoder_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor, most: int | None = None) -> None:
     """As in `reference.py`, with `rows`, `origins` and `start` on the device; no row has more than `most` tokens."""
     x = tokens.x
-    h = norm(x, layer.input_norm, layer.eps, layer.norm_offset)
+    h = norm(x, *input_norm(layer))
     queries = project(layer, tokens, h, keys, values)
     seen = attend(layer, tokens, queries, keys, values, most or keys.shape[2])
     linear(seen, layer.o, layer.o_bias, x, layer.residual)
-    h = norm(x, layer.mlp_norm, layer.eps, layer.norm_offset)
+    h = norm(x, *mlp_norm(layer))
     linear(gated(h, layer.gate, layer.up, layer.activation), layer.down, EMPTY, x, layer.residual)

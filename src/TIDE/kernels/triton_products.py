@@ -107,18 +107,34 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _norm(x, weight, out, width, eps, OFFSET: tl.constexpr, BLOCK: tl.constexpr):
+def _norm(
+    x, weight, bias, out, width, eps, OFFSET: tl.constexpr, CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
     column = tl.arange(0, BLOCK)
     at, known = tl.program_id(0) * width + column, column < width
     states = tl.load(x + at, mask=known, other=0.0).to(tl.float32)
+    if CENTRED:
+        states = tl.where(known, states - tl.sum(states, 0) / width, 0.0)
     states *= tl.rsqrt(tl.sum(states * states, 0) / width + eps)
-    factor = tl.load(weight + column, mask=known, other=0.0)
-    tl.store(out + at, _gained(states, factor, OFFSET, out.dtype.element_ty), mask=known)
+    factor, shift = tl.load(weight + column, mask=known, other=0.0), 0.0
+    if HAS_BIAS:
+        shift = tl.load(bias + column, mask=known, other=0.0).to(tl.float32)
+    tl.store(out + at, _gained(states, factor, shift, OFFSET, CENTRED, out.dtype.element_ty), mask=known)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
-    out = torch.empty_like(x)
-    _norm[(len(x),)](x, weight, out, x.shape[1], eps, offset, triton.next_power_of_2(x.shape[1]), num_warps=8)
+def norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+    centred: bool = False,
+    bias: torch.Tensor = EMPTY,
+) -> torch.Tensor:
+    out, width = torch.empty_like(x), x.shape[1]
+    _norm[(len(x),)](
+        x, weight, bias if len(bias) else weight, out, width, eps, offset, centred, len(bias) > 0,
+        triton.next_power_of_2(width), num_warps=8,
+    )  # fmt: skip
     return out
 
 
@@ -184,8 +200,11 @@ def _shared_memory(device: torch.device) -> int:
 
 
 @triton.jit
-def _gained(states, factor, OFFSET: tl.constexpr, kind: tl.constexpr):
-    """Normed states times the weight of the norm. Norms around 1 (Gemma) are rounded once, the others before it too."""
+def _gained(states, factor, shift, OFFSET: tl.constexpr, CENTRED: tl.constexpr, kind: tl.constexpr):
+    """Normed states times the weight of the norm. Layer norms and norms around 1 (Gemma) are rounded once, the others before
+    it too."""
+    if CENTRED:
+        return (states * factor.to(tl.float32) + shift).to(kind)
     if OFFSET != 0:
         return (states * (factor.to(tl.float32) + OFFSET)).to(kind)
     return (states.to(kind).to(tl.float32) * factor.to(tl.float32)).to(kind)

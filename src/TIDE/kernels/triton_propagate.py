@@ -16,14 +16,14 @@ from TIDE.kernels.layer import Layer, Pass
 from TIDE.kernels.triton_ops import _squares, _turned
 from TIDE.kernels.triton_products import _gained, counted
 
-FACTS = 9  # of a layer: where its weights and its cache are, and whether it turns keys
+FACTS = 10  # of a layer: where its weights and its cache are, whether it turns keys, and the shift of its norm
 
 
 @counted
 def _propagate(
     x, facts, cos, sin, rows, start, tokens, per_row, width, eps, kv_heads, stride_row, stride_head, stride_column,
-    OFFSET: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
-    FACTS: tl.constexpr, HALF: tl.constexpr, BK: tl.constexpr,
+    OFFSET: tl.constexpr, CENTRED: tl.constexpr, SHIFTED: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, FACTS: tl.constexpr, HALF: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     own, place, pair = facts + tl.program_id(0) * FACTS, tl.arange(0, 16), tl.arange(0, HALF)
     is_value = tl.program_id(1) >= kv_heads
@@ -36,11 +36,20 @@ def _propagate(
     two = one + tl.where(pair < half, half, (DIM - ROTARY) // 2)
     known = (place < tokens)[None, :]
 
+    mean = tl.zeros((16,), tl.float32)
+    if CENTRED:
+        for k in range(0, width, BK):
+            column = k + tl.arange(0, BK)
+            states = tl.load(x + place[None, :] * width + column[:, None], mask=known & (column < width)[:, None], other=0.0)
+            mean += tl.sum(states.to(tl.float32), 0)
+        mean /= width
     squares = tl.zeros((16,), tl.float32)
     for k in range(0, width, BK):
         column = k + tl.arange(0, BK)
-        states = tl.load(x + place[None, :] * width + column[:, None], mask=known & (column < width)[:, None], other=0.0)
-        squares += tl.sum(states.to(tl.float32) * states.to(tl.float32), 0)
+        there = known & (column < width)[:, None]
+        states = tl.load(x + place[None, :] * width + column[:, None], mask=there, other=0.0).to(tl.float32)
+        states = tl.where(there, states - mean[None, :], 0.0)
+        squares += tl.sum(states * states, 0)
     scale = tl.rsqrt(squares / width + eps)
 
     a, b = tl.zeros((HALF, 16), tl.float32), tl.zeros((HALF, 16), tl.float32)
@@ -49,7 +58,11 @@ def _propagate(
         there = column < width
         states = tl.load(x + place[None, :] * width + column[:, None], mask=known & there[:, None], other=0.0)
         factor = tl.load(gain + column, mask=there, other=0.0)[:, None]
-        normed = _gained(states.to(tl.float32) * scale[None, :], factor, OFFSET, kind)
+        shift = tl.zeros((BK, 1), tl.float32)
+        if SHIFTED:
+            shift = tl.load(tl.load(own + 9).to(tl.pointer_type(kind)) + column, mask=there, other=0.0).to(tl.float32)[:, None]
+        even = (states.to(tl.float32) - mean[None, :]) * scale[None, :]
+        normed = _gained(even, factor, shift, OFFSET, CENTRED, kind)
         mask = inside[:, None] & there[None, :]
         first = tl.load(weight + (head * DIM + one)[:, None] * width + column[None, :], mask=mask, other=0.0)
         second = tl.load(weight + (head * DIM + two)[:, None] * width + column[None, :], mask=mask, other=0.0)
@@ -64,8 +77,8 @@ def _propagate(
     if HAS_NORM and not is_value:
         norms = tl.load(own + 5).to(tl.pointer_type(kind))
         even = tl.rsqrt((_squares(a) + _squares(b)) / DIM + eps)[None, :]
-        a = _gained(a.to(tl.float32) * even, tl.load(norms + one, mask=inside, other=0.0)[:, None], OFFSET, kind)
-        b = _gained(b.to(tl.float32) * even, tl.load(norms + two, mask=inside, other=0.0)[:, None], OFFSET, kind)
+        a = _gained(a.to(tl.float32) * even, tl.load(norms + one, mask=inside, other=0.0)[:, None], 0.0, OFFSET, False, kind)
+        b = _gained(b.to(tl.float32) * even, tl.load(norms + two, mask=inside, other=0.0)[:, None], 0.0, OFFSET, False, kind)
     if ROTARY > 0:
         turned = tl.where(is_value, 0, half * tl.load(own + 8).to(tl.int32))
         turns = known & (pair < turned)[:, None]
@@ -85,8 +98,8 @@ def propagate(layers: list[Layer], tokens: Pass, caches: list[tuple[torch.Tensor
     half = max(16, triton.next_power_of_2(dim // 2))
     _propagate[(len(layers), 2 * kv_heads)](
         tokens.x, _facts(layers, caches), tokens.cos, tokens.sin, tokens.rows, tokens.start, len(tokens.x), tokens.width,
-        width, first.eps, kv_heads, *keys.stride()[:3], first.norm_offset, dim, turned, has_bias, has_norm,
-        FACTS, half, 64 if tokens.x.element_size() == 2 else 32, num_warps=4, num_stages=2,
+        width, first.eps, kv_heads, *keys.stride()[:3], first.norm_offset, first.centred, len(first.input_norm_bias) > 0,
+        dim, turned, has_bias, has_norm, FACTS, half, 64 if tokens.x.element_size() == 2 else 32, num_warps=4, num_stages=2,
     )  # fmt: skip
 
 
@@ -95,5 +108,5 @@ def _facts(layers: list[Layer], caches: list[tuple[torch.Tensor, torch.Tensor]])
     found = []
     for own, cache in zip(layers, caches, strict=True):
         held = own.input_norm, own.k, own.v, own.k_bias, own.v_bias, own.k_norm, *cache
-        found.append([*(x.data_ptr() for x in held), int(own.rotary)])
+        found.append([*(x.data_ptr() for x in held), int(own.rotary), own.input_norm_bias.data_ptr()])
     return torch.tensor(found).to(layers[0].k.device, non_blocking=True)

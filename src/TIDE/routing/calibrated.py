@@ -6,7 +6,7 @@ found is kept for `predict`, so an exit costs one head.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,7 +29,7 @@ class CalibratedPolicy(ExitPolicy):
     fast_threshold = 0.95  # scores are shares: nineteen in twenty exits agree
 
     def __init__(self, file: RouterFile, window: Window) -> None:
-        device, dtype = window.model.device, window.model.dtype
+        device, dtype = window.device, window.model.dtype
         self.exits = {depth: file.exits[depth] for depth in file.checkpoints}
         for at in self.exits.values():
             at.head.to(device, dtype)
@@ -42,12 +42,17 @@ class CalibratedPolicy(ExitPolicy):
         self.vocabulary = None if file.vocabulary is None else file.vocabulary.to(device)
         self.vocab_size = window.vocab_size
         self.watches = tuple(sorted({depth for own in map(self._watched, self.exits.items()) for depth in own}))
-        takes_signals = all(at.router.signals for at in self.exits.values())
-        self.rough_head = window.rough_head(self.vocabulary) if takes_signals else None
-        self.routers = {} if self.rough_head is None else {depth: at.router.arrays() for depth, at in self.exits.items()}
+        self.window = window
+        takes_signals = device.type == "cpu" and all(at.router.signals for at in self.exits.values())
+        self.routers = {depth: at.router.arrays() for depth, at in self.exits.items()} if takes_signals else {}
+        self.rough_head = self._rough_head()
         nothing = torch.zeros(1, window.hidden_dim, device=device, dtype=dtype)
         for depth in self.exits:  # what is made at first use should not keep a text waiting
             self.judge(depth, nothing, window.head)
+
+    def _rough_head(self) -> Any:
+        """The LM head in compiled code, of the weights as they are now; None where there is none."""
+        return self.window.rough_head(self.vocabulary) if self.routers else None
 
     def _watched(self, place: tuple[int, Exit]) -> list[int]:
         depth, at = place
@@ -63,6 +68,7 @@ class CalibratedPolicy(ExitPolicy):
         return logits, self.exits[depth].router(guess, logits)
 
     def start(self, rows: int, head: Head) -> ExitPolicy:
+        self.rough_head = self._rough_head()
         return _Request(self, rows, head)
 
     def score(self, candidates: Candidates) -> torch.Tensor:

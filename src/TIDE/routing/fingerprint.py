@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from TIDE.adapters.weights import holds_numbers
+
 SAMPLES = 4096
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples fall evenly, and on no row or column
 
@@ -89,8 +91,7 @@ def _places(parameter: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _holds_numbers(parameter: nn.Parameter) -> bool:
-    plain = type(parameter.data) is torch.Tensor and not parameter.is_meta and parameter.numel() > 0
-    return plain and parameter.is_floating_point() and parameter.element_size() > 1
+    return holds_numbers(parameter) and parameter.numel() > 0 and parameter.element_size() > 1
 
 
 def _hash_of_tokenizer(tokenizer: Any) -> str:

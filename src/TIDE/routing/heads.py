@@ -176,7 +176,7 @@ class MemoryHead(nn.Module):
         gate, up = self.gate_up.weight.chunk(2)
         weights: list[Any] = [self.attention_gain, self.mlp_gain, q, k, v, self.o.weight, gate, up, self.down.weight]
         figures: list[Any] = [sizes.head_dim, EPS, sizes.head_dim**-0.5]
-        return Layer(*weights, *[none] * 6, *figures)
+        return Layer(*weights, *[none] * 8, *figures)
 
     def unroll(self, shallow: torch.Tensor, deep: torch.Tensor, steps: int, jitter: Jitter | None = None) -> list[torch.Tensor]:
         """Guesses for whole texts at draft steps 1 … `steps`, given the text.
