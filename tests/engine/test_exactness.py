@@ -20,10 +20,18 @@ def greedy(model, ids, mask=None, **options):
     return model.generate(ids, attention_mask=mask, **{"max_new_tokens": NEW, "do_sample": False, **options})
 
 
-def test_the_tiny_models_write_varied_texts(any_model, prompts):
+@pytest.fixture
+def expected(any_model, prompts, written={}):  # noqa: B006
+    """What `model.generate` writes; each worker asks a model once."""
+    if any_model not in written:
+        written[any_model] = greedy(any_model, *prompts)
+    return written[any_model]
+
+
+def test_the_tiny_models_write_varied_texts(expected, prompts):
     """Otherwise equal texts would say nothing."""
-    ids, mask = prompts
-    assert max(len(set(row[ids.shape[1] :].tolist())) for row in greedy(any_model, ids, mask)) >= 5
+    ids, _ = prompts
+    assert max(len(set(row[ids.shape[1] :].tolist())) for row in expected) >= 5
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "gpt2"])
@@ -34,9 +42,8 @@ def test_tied_heads_are_no_different(family, prompts):
         assert torch.equal(greedy(engine, ids, mask), greedy(model, ids, mask))
 
 
-def test_exits_off_writes_what_generate_writes(any_model, prompts):
+def test_exits_off_writes_what_generate_writes(any_model, prompts, expected):
     ids, mask = prompts
-    expected = greedy(any_model, ids, mask)
     with TIDE(any_model) as engine:
         assert torch.equal(greedy(engine, ids, mask), expected)
 
@@ -52,17 +59,15 @@ def test_logits_are_the_models(any_model, prompts):
 
 
 @pytest.mark.parametrize("checkpoints", [(2,), (0, 1, 3)])
-def test_exits_always_taken_and_checked_write_what_generate_writes(any_model, prompts, checkpoints):
+def test_exits_always_taken_and_checked_write_what_generate_writes(any_model, prompts, expected, checkpoints):
     ids, mask = prompts
-    expected = greedy(any_model, ids, mask)
     with TIDE(any_model, Everyone(*checkpoints)) as engine:
         assert torch.equal(greedy(engine, ids, mask), expected)
         assert engine.last_stats.drafted > 0
 
 
-def test_random_drafts_right_and_wrong_write_what_generate_writes(any_model, prompts):
+def test_random_drafts_right_and_wrong_write_what_generate_writes(any_model, prompts, expected):
     ids, mask = prompts
-    expected = greedy(any_model, ids, mask)
     for seed in range(2):
         policy = Knowing(texts_of(expected, mask), (1, 2, 3), seed, leaves=0.6, right=0.7)
         with TIDE(any_model, policy, TIDEConfig(max_pending=5, compaction_threshold=0.5)) as engine:
@@ -197,10 +202,10 @@ def test_ten_prompts_of_the_embedded_model_are_written_as_generate_writes_them(e
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    expected = greedy(model, ids, mask, max_new_tokens=20)
+    expected = greedy(model, ids, mask)
     policy = Knowing(texts_of(expected, mask), (8,), seed=0, leaves=1.0, right=0.9)
     with TIDE(model, policy, TIDEConfig(max_pending=3)) as engine:
-        assert torch.equal(greedy(engine, ids, mask, max_new_tokens=20), expected)
+        assert torch.equal(greedy(engine, ids, mask), expected)
         assert engine.last_stats.exit_rate > 0.5
         assert engine.last_stats.accepted < engine.last_stats.drafted
 
