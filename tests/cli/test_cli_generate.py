@@ -47,7 +47,8 @@ def test_depths_are_coloured_and_explained(folder, router, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     done = tide("generate", "hello", "--model", folder, "--router", router, "--max-new-tokens", "12", "--depth")
     assert done.exit_code == 0, done.output
-    assert "\x1b[38;2;" in done.stdout and "all 4 layers" in done.stdout and "Total tokens: 12" in done.stdout
+    assert "\x1b[48;2;{};{};{}m".format(*colour(1.0)) in done.stdout
+    assert "all 4 layers" in done.stdout and "Total tokens: 12" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -140,5 +141,9 @@ def test_characters_of_several_tokens_come_with_the_last_of_them(folder):
 
 def test_colours_go_from_shallow_to_deep_and_can_be_left_out(monkeypatch):
     assert colour(0.0) != colour(0.5) != colour(1.0)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    ground = "\x1b[48;2;{};{};{}m".format(*colour(0.5))
+    shown = painted("two\n\nlines", 2, 4)
+    assert [ground in line for line in shown.split("\n")] == [True, False, True] and ground + "\x1b[0m" not in shown
     monkeypatch.setenv("NO_COLOR", "1")
     assert painted("word", 0, 4) == "[word]" and painted("word", 4, 4) == "word"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -116,7 +117,9 @@ def test_what_goes_wrong_is_a_line_and_a_traceback_where_it_is_asked_for(tmp_pat
 
 def test_an_interruption_is_said_in_a_line(tmp_path):
     os.mkfifo(tmp_path / "asked.txt")
-    process = subprocess.Popen([SCRIPT, "generate", "--file", tmp_path / "asked.txt"], stderr=subprocess.PIPE, text=True)
+    command = [SCRIPT, "generate", "--file", tmp_path / "asked.txt"]
+    listening = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # shells tell their background jobs not to
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listening)
     writer = _opened_once_read(tmp_path / "asked.txt")
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 
 import pytest
 import torch
@@ -118,6 +119,17 @@ def test_compiled_code_uses_as_many_threads_as_torch(llama, prompts, monkeypatch
             written(engine, prompts)
             assert set(asked) == {min(threads, 8)}
             asked.clear()
+
+
+def test_who_waits_for_a_compiler_is_told(llama, monkeypatch, capsys):
+    check = fused.check_fused
+    monkeypatch.setattr(fused, "PATIENCE", 600.0)
+    with TIDE.TIDE(llama):
+        assert capsys.readouterr().err == ""
+    monkeypatch.setattr(fused, "PATIENCE", 0.01)
+    monkeypatch.setattr(fused, "check_fused", lambda window: (time.sleep(0.5), check(window)))
+    with TIDE.TIDE(llama):
+        assert "may take a minute the first time on a machine" in capsys.readouterr().err
 
 
 def test_kernels_can_be_forbidden(llama, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import warnings
 
@@ -15,9 +16,11 @@ from families import build
 from gguf_files import write_gguf
 from policies import Everyone
 from router_files import made
+from TIDE.adapters.weights import is_quantized
 from TIDE.engine import engine as engine_module
-from TIDE.engine.fused import Parts
+from TIDE.engine.parts import Parts
 
+has_numba = importlib.util.find_spec("numba") is not None
 OPTIONS = dict(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
@@ -58,7 +61,7 @@ def test_a_model_with_adapters_writes_what_it_writes_through_generate(modules, p
     assert torch.equal(adapted.generate(input_ids=ids, attention_mask=mask, **OPTIONS), expected)
 
 
-@pytest.mark.parametrize("modules", [("q_proj",), ("lm_head", "up_proj")])
+@pytest.mark.parametrize("modules", [("q_proj",), ("lm_head", "up_proj"), ("lm_head",), ("embed_tokens",)])
 def test_adapters_may_come_and_go_and_be_merged_while_there_is_an_engine(modules, peft, llama, prompts):
     with TIDE.TIDE(llama, Everyone(1, 3)) as engine:
         texts = [assert_writes_what_the_model_writes(engine, prompts)]
@@ -72,8 +75,9 @@ def test_adapters_may_come_and_go_and_be_merged_while_there_is_an_engine(modules
         adapted.unmerge_adapter()
         adapted.set_adapter("default")
         assert assert_writes_what_the_model_writes(engine, prompts) == texts[1]
-        adapted.merge_and_unload()
+        assert adapted.merge_and_unload() is llama
         assert assert_writes_what_the_model_writes(engine, prompts) == texts[1]
+        assert engine.window.fused is not None or not has_numba, "a model that may be fused again is"
     assert len({str(text) for text in texts}) == 3
 
 
@@ -84,10 +88,10 @@ def test_graphs_would_notice_what_is_done_to_adapters(peft, llama):
     scaled = llama.model.layers[1].self_attn.q_proj
 
     def changed(change):
-        parts = Parts(llama.modules())
-        assert parts.are_unchanged()
+        parts = Parts(llama)
+        assert parts.are_those_of(llama)
         change()
-        return not parts.are_unchanged()
+        return not parts.are_those_of(llama)
 
     assert changed(lambda: adapted.set_adapter("other"))
     assert changed(adapted.base_model.disable_adapter_layers)
@@ -99,11 +103,43 @@ def test_graphs_would_notice_what_is_done_to_adapters(peft, llama):
 def test_adapters_that_change_prompts_are_refused(peft, llama, plain, tmp_path):
     adapted = peft.get_peft_model(llama, peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")).eval()
     for use in (TIDE.TIDE, lambda model: TIDE.calibrate(model, plain, tmp_path / "r.safetensors")):
-        with pytest.raises(ValueError, match=r"adapter 'default' is .*PROMPT_TUNING.*Expected adapters inside its layers"):
+        with pytest.raises(ValueError, match=r"adapter 'default' is .*PROMPT_TUNING.*Expected adapters inside them"):
             use(adapted)
 
 
-def test_an_adapted_model_is_analyzed_and_calibrated_as_it_is(peft, writer, plain):
+def test_adapters_that_only_the_wrapper_feeds_are_refused(peft, llama):
+    adapted = peft.get_peft_model(llama, lora(peft, "q_proj")).eval()
+    adapted.peft_config["default"].peft_type = peft.PeftType.XLORA
+    with pytest.raises(ValueError, match=r"adapter 'default' is .*XLORA: it works from outside"):
+        TIDE.TIDE(adapted)
+
+
+@pytest.mark.parametrize("kind", ["norms", "the last norm"])
+def test_adapters_around_norms_run_as_they_are(kind, peft, llama, prompts):
+    settings = dict(target_modules=["norm"]) if kind == "the last norm" else {}
+    adapted = peft.get_peft_model(llama, peft.LNTuningConfig(task_type="CAUSAL_LM", **settings)).eval()
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "ln_tuning" in name:
+                weight.mul_(1 + torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)))
+    with TIDE.TIDE(adapted, Everyone(2)) as engine:
+        assert_writes_what_the_model_writes(engine, prompts)
+
+
+def test_a_conversation_starts_anew_when_adapters_are_switched(peft, llama):
+    adapted = peft.get_peft_model(llama, lora(peft, "k_proj", "v_proj")).eval()
+    ids = torch.randint(3, 100, (1, 20), generator=torch.Generator().manual_seed(4))
+    with TIDE.TIDE(adapted) as engine:
+        conversation = TIDE.Conversation(engine)
+        for _ in range(2):
+            expected = llama.generate(ids, **OPTIONS)[0, ids.shape[1] :].tolist()
+            assert list(conversation.stream(ids, **OPTIONS)) == expected
+        with adapted.disable_adapter():
+            other = llama.generate(ids, **OPTIONS)[0, ids.shape[1] :].tolist()
+            assert list(conversation.stream(ids, **OPTIONS)) == other != expected
+
+
+def test_an_adapted_model_is_analyzed_as_it_is(peft, writer, plain):
     adapted = peft.get_peft_model(build("llama", max_position_embeddings=1024), lora(peft, "o_proj")).eval()
     found = [TIDE.analyze(model, plain, samples=2, heads=False, quick=True).rows for model in (adapted, writer)]
     assert found[0] != found[1]
@@ -119,6 +155,7 @@ def test_a_gguf_file_runs_fused_like_any_other_model(plain, llama, prompts, tmp_
     assert tokenizer.vocab_size == llama.config.vocab_size
     torch.testing.assert_close(model.lm_head.weight, llama.lm_head.weight, rtol=0, atol=0.01)
     with TIDE.TIDE(model, Everyone(2)) as engine:
+        assert engine.window.fused is not None or not has_numba
         assert_writes_what_the_model_writes(engine, prompts)
 
 
@@ -126,6 +163,7 @@ def test_weights_quantized_by_torchao_stay_so(llama, prompts):
     torchao = pytest.importorskip("torchao.quantization")
     torchao.quantize_(llama, torchao.Int8WeightOnlyConfig())
     kept = type(llama.model.layers[0].mlp.up_proj.weight)
+    assert is_quantized(llama) and not is_quantized(build("llama"))
     with TIDE.TIDE(llama, Everyone(2)) as engine:
         assert engine.window.fused is None
         assert_writes_what_the_model_writes(engine, prompts)
@@ -143,7 +181,7 @@ def test_weights_quantized_by_bitsandbytes_stay_so(bits, llama, prompts, tmp_pat
         tmp_path, quantization_config=asked, dtype=torch.float32, device_map={"": "cpu"}
     ).eval()
     kind = bitsandbytes.nn.Linear4bit if bits == 4 else bitsandbytes.nn.Linear8bitLt
-    assert type(model.model.layers[0].mlp.up_proj) is kind
+    assert type(model.model.layers[0].mlp.up_proj) is kind and is_quantized(model)
     with warnings.catch_warnings(), TIDE.TIDE(model, Everyone(2)) as engine:
         warnings.simplefilter("ignore")  # it says on every call that it casts
         assert engine.window.fused is None
@@ -183,9 +221,29 @@ def test_offloaded_models_run_as_they_are(place, llama, prompts, tmp_path):
     with TIDE.TIDE(llama, Everyone(2)) as engine:
         assert engine.window.fused is None
         assert_writes_what_the_model_writes(engine, prompts)
+    made("memory").save(tmp_path / "own.safetensors")
+    with TIDE.TIDE(llama, tmp_path / "own.safetensors") as engine:  # its weights cannot be compared, its sizes fit
+        assert_writes_what_the_model_writes(engine, prompts)
 
 
 # ---- exchanged --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["layer", "embedding", "norm"])
+def test_whatever_is_exchanged_is_noticed(which, llama, prompts):
+    other = build("llama")
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1 + torch.rand(weight.shape, generator=torch.Generator().manual_seed(3)))
+    with TIDE.TIDE(llama, Everyone(0, 2)) as engine:
+        before = assert_writes_what_the_model_writes(engine, prompts)
+        if which == "layer":
+            llama.model.layers[1] = other.model.layers[1]
+        elif which == "embedding":
+            llama.model.embed_tokens = other.model.embed_tokens
+        else:
+            llama.model.norm = other.model.norm
+        assert assert_writes_what_the_model_writes(engine, prompts) != before
 
 
 @pytest.mark.parametrize("how", ["exchanged", "changed in place"])

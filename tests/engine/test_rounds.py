@@ -22,6 +22,7 @@ from TIDE.engine.draft_length import FIRST_REST, LONGEST_REST, DraftLength
 from TIDE.engine.gpu_layers import GPULayers
 from TIDE.engine.opening import FEWEST, LONGEST, padded
 from TIDE.engine.own_layers import OwnLayers
+from TIDE.engine.parts import Parts
 from TIDE.engine.rounds import Rounds
 from TIDE.kernels import reference
 
@@ -45,13 +46,11 @@ def on_references(engine):
     """The engine with rounds, as on a GPU."""
     layers = fused._features(engine.window)
     engine.window.fused = GPULayers(engine.window, layers, reference, reference, reference.propagate)
-    engine.window.fused.parts = fused.Parts(fused._fused_modules(engine.window))
     return engine
 
 
 def on_own_layers(engine):
     engine.window.fused = OwnLayers(engine.window, reference, reference)
-    engine.window.fused.parts = fused.Parts(engine.model.modules())
     return engine
 
 
@@ -269,13 +268,12 @@ def test_a_text_ends_where_the_models_does(ids, rounds):
 def test_weights_that_are_exchanged_are_noticed(ids):
     """A graph would go on reading where the old ones were."""
     model = build("llama")
-    with an_engine(model) as engine:
-        assert fused.still_fused(engine.window)
-        for weight in (model.model.layers[1].mlp.up_proj.weight, model.lm_head.weight):
-            held, weight.data = weight.data, weight.data.clone()
-            assert not fused.still_fused(engine.window)
-            weight.data = held
-        assert fused.still_fused(engine.window)
+    parts = Parts(model)
+    for weight in (model.model.layers[1].mlp.up_proj.weight, model.lm_head.weight):
+        held, weight.data = weight.data, weight.data.clone()
+        assert not parts.are_those_of(model)
+        weight.data = held
+        assert parts.are_those_of(model)
 
 
 def test_logits_that_are_nan_are_an_error_and_the_engine_stays_usable(ids, monkeypatch):

@@ -78,14 +78,22 @@ def test_few_values_are_read_and_they_lie_all_over(llama, monkeypatch):
     assert len(columns.unique()) > 0.7 * embedding.shape[1]
 
 
-def test_weights_that_are_not_there_or_quantized_are_left_out(llama):
+def test_of_weights_that_are_not_there_nothing_is_said(llama):
     expected = fingerprint(llama)
     llama.model.norm.weight = torch.nn.Parameter(torch.empty(64, device="meta"))
+    found = fingerprint(llama)
+    assert found.weights is None and "weights not known" in found.describe()
+    assert found.mismatch(expected) == expected.mismatch(found) == []
+    assert found.mismatch(fingerprint(build("llama", hidden_size=32))) == ["hidden_dim"]
+
+
+def test_quantized_weights_are_left_out(llama):
+    expected = fingerprint(llama)
     quantized = torch.zeros(128, 64, dtype=torch.int8)
     llama.lm_head.weight = torch.nn.Parameter(quantized, requires_grad=False)
     assert fingerprint(llama).mismatch(expected) == ["weights"]
     for name, parameter in llama.named_parameters():
-        if name not in ("model.norm.weight", "lm_head.weight"):
+        if name != "lm_head.weight":
             parameter.data = parameter.data.to(torch.float8_e4m3fn)
     assert len(fingerprint(llama).weights) == 16
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from TIDE.adapters.weights import is_stock
 from TIDE.kernels.layer import GELU, GELU_TANH, SILU, Layer, Norm
 
 LLAMA_LIKE = {
@@ -47,6 +48,9 @@ def layer_features(layer: Any, config: Any) -> Layer | None:
         return None
     attention: Any = layer.self_attn
     mlp: Any = layer.mlp
+    norms = [own for own in (layer.input_layernorm, layer.post_attention_layernorm) if own is not None]
+    if not is_stock(attention, mlp, *norms):
+        return None
     activation = ACTIVATIONS.get(type(getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)).__name__)
     projections = [part for own in (attention, mlp) for name, part in own.named_children() if name.endswith("_proj")]
     if activation is None or any(type(part) is not nn.Linear for part in projections):

@@ -75,14 +75,13 @@ class _Rows(NamedTuple):
 
     vocabulary: torch.Tensor
     weight: torch.Tensor
+    place: int
     version: int | None
     rows: tuple[torch.Tensor, torch.Tensor | None]
 
     def are_of(self, weight: torch.Tensor) -> bool:
         """Whether it is the same weight, unchanged: models are moved, trained and given other heads."""
-        own = self.rows[0]
-        same = self.weight is weight and self.version == version(weight)
-        return same and own.dtype == weight.dtype and own.device == weight.device
+        return self.weight is weight and (self.place, self.version) == (weight.data_ptr(), version(weight))
 
 
 class Window:
@@ -106,6 +105,7 @@ class Window:
         self._kept_rows: _Rows | None = None
         self._forward_takes = set(inspect.signature(model.forward).parameters)
         self.fused: Any = None  # runs spans in compiled code: see engine/fused.py
+        self.parts: Any = None  # of the model when that was decided; None: there is no compiled code
         self.why_plain: str | None = None  # what came out when that was checked, where it is not used
         self._tasks = threading.local()  # another thread may use the model as ever while we run
         self._fit_doors()
@@ -344,7 +344,7 @@ class Window:
             with torch.inference_mode(False), torch.no_grad():
                 bias = None if head.bias is None else head.bias[vocabulary].clone()
                 rows = head.weight[vocabulary].clone(), bias
-            self._kept_rows = kept = _Rows(vocabulary, head.weight, version(head.weight), rows)
+            self._kept_rows = kept = _Rows(vocabulary, head.weight, head.weight.data_ptr(), version(head.weight), rows)
         return kept.rows
 
 

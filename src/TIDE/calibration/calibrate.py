@@ -132,7 +132,7 @@ class _Job:
             collect(self.window, [t for t in texts if not t.is_held_out], depths, self.budget, "states to learn from"),
             collect(self.window, _some([t for t in texts if t.is_held_out]), depths, self.budget, "states to measure on"),
         )
-        self.key = f"{self.made_for.weights}|{machine(self.window)}"
+        self.key = f"{self.made_for.weights or self.made_for.describe()}|{machine(self.window)}"
         self.costs = measure_costs(self.window, self.key)
         self.vocabulary = draft_vocabulary(self.window, self.split.train)
         exits, candidates, tried = self._try_all(strategy)

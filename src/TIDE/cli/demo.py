@@ -64,7 +64,7 @@ def demo(
         coloured = _painted(loaded.tokenizer, answers[shown], run)
         _side_by_side({_title("generate", speeds): plain, _title(shown, speeds): coloured})
         show(f"\n{legend([token.depth for token in run.tokens], run.num_layers)}\n\n{_table(speeds, same)}\n\n{run.summary}\n")
-        typer.echo("docs/benchmarks.md says what TIDE brings on other prompts and machines.")
+        typer.echo("tide bench measures your own prompts and models.")
         typer.echo(f"report: {output} (open it in a browser: scores and the full model's word for every token)")
     raise typer.Exit(0 if all(same.values()) else 1)
 

@@ -4,7 +4,8 @@
     for token in conversation.stream(ids, max_new_tokens=64): ...
     for token in conversation.stream(longer_ids, max_new_tokens=64): ...     runs what is new in them
 
-Texts may part anywhere: K/V are kept up to there. On a GPU in rounds every prompt is run as a whole, by one graph.
+Texts may part anywhere: K/V are kept up to there. If the model was changed in between (weights, adapters), nothing is kept.
+On a GPU in rounds every prompt is run as a whole, by one graph.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from TIDE.engine.decoder import Decoder
 from TIDE.engine.engine import TIDE
+from TIDE.engine.parts import Parts
 
 
 class Conversation:
@@ -23,13 +25,14 @@ class Conversation:
 
     def __init__(self, engine: TIDE) -> None:
         self.engine = engine
-        self._last: Decoder | None = None
+        self._last: tuple[Decoder, Parts] | None = None
 
     def stream(self, input_ids: torch.Tensor, **options: Any) -> Iterator[int]:
         """Yield the new tokens of the next text. Takes what `TIDE.stream` takes."""
         return self.engine.stream(input_ids, after=self._follow, **options)
 
     def _follow(self, decoder: Decoder) -> None:
-        last, self._last = self._last, decoder
-        if last is not None:
-            decoder.go_on_from(last)
+        last, model = self._last, self.engine.model
+        if last is not None and last[1].are_those_of(model):
+            decoder.go_on_from(last[0])
+        self._last = decoder, Parts(model, values=True)

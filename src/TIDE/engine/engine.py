@@ -28,7 +28,7 @@ from TIDE.engine.check import check_unknown, warn_where_tokens_are_not_alone
 from TIDE.engine.decoder import Decoder
 from TIDE.engine.drafting import Pace
 from TIDE.engine.forward import forward
-from TIDE.engine.fused import fuse, still_fused
+from TIDE.engine.fused import fuse
 from TIDE.engine.own_layers import OwnLayers
 from TIDE.engine.plan import make_plan
 from TIDE.engine.request import (
@@ -241,8 +241,7 @@ class TIDE:
         if self.model.training:
             raise ValueError("the model is in train mode, where dropout makes every run different. Call model.eval() first.")
         self.window.follow()
-        if self.window.fused is not None and not still_fused(self.window):
-            self.window.fused = None
+        if self.window.parts is not None and not self.window.parts.are_those_of(self.model):
             fuse(self.window)  # weights may have been exchanged; hooks keep a model as it is
 
     def _decoder(self, request: Request, began: float) -> Decoder:

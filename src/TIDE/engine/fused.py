@@ -8,7 +8,10 @@ them, and a check on a few tokens gives the states its own layers give. Everythi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,17 +19,19 @@ import torch
 from torch import nn
 
 from TIDE.adapters.features import layer_features, norm_features
-from TIDE.adapters.weights import adapter_state, version
+from TIDE.adapters.weights import is_stock, version
 from TIDE.adapters.window import Feed, Window
 from TIDE.engine.check import TOLERANCE, TOLERANCE_HALF, first_difference
 from TIDE.engine.gpu_layers import GPULayers
 from TIDE.engine.own_layers import OwnLayers
+from TIDE.engine.parts import Parts, has_hooks
 from TIDE.engine.rough_head import RoughHead
 from TIDE.kernels.dispatch import arrays, compiled_exits, compiled_ops, compiled_rounds
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
+PATIENCE = 5.0  # seconds without a word
 
 
 class FusedLayers:
@@ -46,7 +51,7 @@ class FusedLayers:
         self.layers = [arrays(layer) for layer in layers]
         self.embedding: nn.Module | None = None
         self.norm: nn.Module | None = None
-        self._rough: tuple[torch.Tensor, torch.Tensor | None, int | None, RoughHead] | None = None
+        self._rough: tuple[tuple[Any, ...], RoughHead, Any] | None = None
 
     def takes(self, states: torch.Tensor, cache: Any) -> bool:
         """Whether a pass is small enough, and has a cache to work on."""
@@ -85,11 +90,11 @@ class FusedLayers:
         exits = compiled_exits(weight.device, weight.dtype)
         if exits is None or self.norm is None:
             return None
-        kept = self._rough
-        if kept is None or kept[0] is not weight or kept[1] is not vocabulary or kept[2] != version(weight):
+        kept, now = self._rough, (id(weight), weight.data_ptr(), version(weight), id(vocabulary))
+        if kept is None or kept[0] != now:
             head = RoughHead(norm_features(self.norm, weight), weight, vocabulary, exits)
-            self._rough = kept = weight, vocabulary, version(weight), head
-        return kept[3]
+            self._rough = kept = now, head, (weight, vocabulary)  # held, so that nothing else is put where they are
+        return kept[1]
 
 
 def fuse(window: Window) -> None:
@@ -97,16 +102,28 @@ def fuse(window: Window) -> None:
 
     On a CPU they are checked at once. On a GPU compiling takes seconds, so they are checked after the first prompt.
     """
+    window.fused = window.why_plain = None
     ops, on_gpu = compiled_ops(window.device, window.model.dtype), window.device.type == "cuda"
     layers = None if ops is None else _features(window)
+    window.parts = None if ops is None else Parts(window.model)
     if layers is not None:
         window.fused = GPULayers(window, layers, ops, *compiled_rounds()) if on_gpu else FusedLayers(layers, ops)
-        window.fused.parts = Parts(_fused_modules(window))
-    elif ops is not None and on_gpu and OwnLayers.suit(window) and not any(map(_has_hooks, window.model.modules())):
+    elif ops is not None and on_gpu and OwnLayers.suit(window) and not any(map(has_hooks, window.model.modules())):
         window.fused = OwnLayers(window, ops, compiled_rounds()[0])
-        window.fused.parts = Parts(window.model.modules())
     if window.fused is not None and not on_gpu:
-        check_fused(window)
+        with _saying_what_takes_so_long():
+            check_fused(window)
+
+
+@contextmanager
+def _saying_what_takes_so_long() -> Iterator[None]:
+    said = "preparing compiled layers (may take a minute the first time on a machine)"
+    note = threading.Timer(PATIENCE, print, [said], {"file": sys.stderr})
+    note.start()
+    try:
+        yield
+    finally:
+        note.cancel()
 
 
 def check_fused(window: Window) -> None:
@@ -143,36 +160,11 @@ def _take_short_cuts(window: Window) -> None:
     embedding, norm = window.model.get_input_embeddings(), getattr(window.model.get_decoder(), "norm", None)
     if torch.equal(embedding(ids), states):
         window.fused.embedding = embedding
-    if norm is not None and window.plain_head is not None:
+    if norm is not None and is_stock(norm) and window.plain_head is not None:
         found = window.fused.linear(norm(states), window.plain_head)
         close = 1e-4 if logits.dtype == torch.float32 else 3e-2
         if torch.allclose(found[:, 0], logits, rtol=close, atol=close * float(logits.abs().max())):
             window.fused.norm, window.fused.head = norm, window.plain_head
-
-
-class Parts:
-    """Modules as they were: their children, weights and adapters, without hooks. Graphs know of weights only where they are,
-    and of adapters what was done when they were captured."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._seen = []
-        for module in modules:
-            weights = [(name, x, x.data_ptr()) for name, x in module._parameters.items() if x is not None]
-            self._seen.append((module, dict(module._modules), weights, adapter_state(module)))
-
-    def are_unchanged(self) -> bool:
-        return all(
-            module._modules == children
-            and not _has_hooks(module)
-            and all(module._parameters.get(name) is x and x.data_ptr() == at for name, x, at in weights)
-            and adapter_state(module) == adapters
-            for module, children, weights, adapters in self._seen
-        )
-
-
-def still_fused(window: Window) -> bool:
-    """Whether the modules a fused window stands for are as they were: same weights, no hooks."""
-    return bool(window.fused.parts.are_unchanged())
 
 
 def _fused_modules(window: Window) -> list[nn.Module]:
@@ -187,16 +179,11 @@ def _around(window: Window) -> list[nn.Module | None]:
 
 def _features(window: Window) -> list[Layer] | None:
     config, model = window.model.config.get_text_config(decoder=True), window.model
-    if any(_has_hooks(module) for module in _fused_modules(window)):
+    if any(has_hooks(module) for module in _fused_modules(window)):
         return None
     found = [layer_features(layer, config) for layer in window.layers]
     whole = [layer for layer in found if layer is not None]
     return whole if len(whole) == len(found) and all(_plain(layer, model.dtype, window.device) for layer in whole) else None
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Those of torch, or of accelerate, which moves states and weights between devices."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or hasattr(module, "_hf_hook")
 
 
 def _plain(values: Iterable[Any], dtype: torch.dtype, device: torch.device) -> bool:

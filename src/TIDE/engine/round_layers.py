@@ -27,7 +27,6 @@ class RoundLayers:
     """
 
     fills_in = False
-    parts: Any  # of the model, as they were
 
     def __init__(self, window: Window, ops: Any, exits: Any) -> None:
         self.window: Window = weakref.proxy(window)

@@ -42,17 +42,16 @@ class CalibratedPolicy(ExitPolicy):
         self.vocabulary = None if file.vocabulary is None else file.vocabulary.to(device)
         self.vocab_size = window.vocab_size
         self.watches = tuple(sorted({depth for own in map(self._watched, self.exits.items()) for depth in own}))
-        self.window = window
         takes_signals = device.type == "cpu" and all(at.router.signals for at in self.exits.values())
         self.routers = {depth: at.router.arrays() for depth, at in self.exits.items()} if takes_signals else {}
-        self.rough_head = self._rough_head()
+        self.rough_head = self._rough_head(window)
         nothing = torch.zeros(1, window.hidden_dim, device=device, dtype=dtype)
         for depth in self.exits:  # what is made at first use should not keep a text waiting
             self.judge(depth, nothing, window.head)
 
-    def _rough_head(self) -> Any:
+    def _rough_head(self, window: Window) -> Any:
         """The LM head in compiled code, of the weights as they are now; None where there is none."""
-        return self.window.rough_head(self.vocabulary) if self.routers else None
+        return window.rough_head(self.vocabulary) if self.routers else None
 
     def _watched(self, place: tuple[int, Exit]) -> list[int]:
         depth, at = place
@@ -68,7 +67,9 @@ class CalibratedPolicy(ExitPolicy):
         return logits, self.exits[depth].router(guess, logits)
 
     def start(self, rows: int, head: Head) -> ExitPolicy:
-        self.rough_head = self._rough_head()
+        window = getattr(head, "__self__", None)  # whose head it is; policies may serve several engines
+        if window is not None:
+            self.rough_head = self._rough_head(window)
         return _Request(self, rows, head)
 
     def score(self, candidates: Candidates) -> torch.Tensor:

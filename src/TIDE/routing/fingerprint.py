@@ -6,8 +6,8 @@ thousand weights are hashed, taken from every parameter at fixed places:
     weights  -0.02  0.31 -0.00  ...   ->   1 0 1 ...   ->   sha256, shortened
 
 A sign is the same in fp32, bf16 and fp16, also for a value that became zero on the way, so a model has one
-fingerprint however it was loaded. Parameters that hold no plain numbers (quantized, or not loaded yet) are left
-out: a quantized copy is another model.
+fingerprint however it was loaded. Parameters that hold no plain numbers (quantized) are left out: a quantized copy
+is another model. Of a model that is partly on a disk the weights are not known, and sizes have to do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Fingerprint:
 
     Attributes:
         name: the last part of where it came from, for people only.
-        weights: hash over signs of sampled weights.
+        weights: hash over signs of sampled weights; None: not known.
         tokenizer: hash over vocabulary and chat template; None: not known.
     """
 
@@ -41,21 +41,20 @@ class Fingerprint:
     hidden_dim: int
     num_layers: int
     vocab_size: int
-    weights: str
+    weights: str | None
     tokenizer: str | None
 
     def describe(self) -> str:
         """One line for people."""
         sizes = f"{self.num_layers} layers of {self.hidden_dim}, vocabulary {self.vocab_size}"
         tokenizer = f", tokenizer {self.tokenizer}" if self.tokenizer else ""
-        return f"{self.name or 'a model without a name'} ({self.architecture}, {sizes}, weights {self.weights}{tokenizer})"
+        weights = self.weights or "not known"
+        return f"{self.name or 'a model without a name'} ({self.architecture}, {sizes}, weights {weights}{tokenizer})"
 
     def mismatch(self, other: Fingerprint) -> list[str]:
-        """The fields in which two models differ. Names do not count, nor a tokenizer that one side does not know."""
-        unknown = self.tokenizer is None or other.tokenizer is None
-        ignored = {"name", "tokenizer"} if unknown else {"name"}
-        names = [field.name for field in fields(self) if field.name not in ignored]
-        return [name for name in names if getattr(self, name) != getattr(other, name)]
+        """The fields in which two models differ. Names do not count, nor what one side does not know."""
+        pairs = {field.name: (getattr(self, field.name), getattr(other, field.name)) for field in fields(self)}
+        return [name for name, (own, found) in pairs.items() if name != "name" and None not in (own, found) and own != found]
 
 
 def fingerprint(model: nn.Module, tokenizer: Any = None) -> Fingerprint:
@@ -74,7 +73,9 @@ def fingerprint(model: nn.Module, tokenizer: Any = None) -> Fingerprint:
 
 
 @torch.no_grad()
-def _hash_of_weights(model: nn.Module) -> str:
+def _hash_of_weights(model: nn.Module) -> str | None:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return None
     parameters = [parameter for _, parameter in sorted(model.named_parameters()) if _holds_numbers(parameter)]
     if not parameters:
         return _short(b"")
