@@ -12,6 +12,7 @@ import TIDE
 from families import build
 from layers import COLUMNS, DIM, FEATURES, KV_HEADS, ROWS, a_layer, a_pass, in_dtype
 from TIDE.config import TIDEConfig
+from TIDE.engine.gpu_layers import GPULayers
 from TIDE.kernels import reference
 from TIDE.routing.heads import IdentityHead, MemoryHead, build_head, head_sizes
 from TIDE.routing.router import SIGNALS, Router
@@ -213,6 +214,37 @@ def test_models_spread_over_devices_run_as_they_are(depth, ids):
     with TIDE.TIDE(spread, policy) as engine:
         assert torch.equal(engine.generate(ids, **OPTIONS).cpu(), expected)
         assert engine.window.fused is None
+
+
+@pytest.mark.parametrize("depth", [None, 0])
+def test_what_graphs_were_captured_with_may_change(depth, ids):
+    """Adapters are switched, merged and unloaded, the LM head is exchanged; a graph would go on as before."""
+    peft = pytest.importorskip("peft")
+    model, texts = build("llama").cuda(), []
+    policy = None if depth is None else with_exit(model, depth)
+    torch.manual_seed(2)
+    asked = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, asked).eval()
+    with TIDE.TIDE(adapted, policy) as engine:
+
+        def written():
+            expected = model.generate(ids, **OPTIONS)
+            assert all(torch.equal(engine.generate(ids, **OPTIONS), expected) for _ in range(3))
+            assert engine.capture_seconds > 0
+            texts.append(expected.tolist())
+
+        written()
+        for switch in (adapted.base_model.disable_adapter_layers, adapted.base_model.enable_adapter_layers):
+            switch()
+            written()
+        adapted.merge_and_unload()
+        written()
+        assert isinstance(engine.window.fused, GPULayers)
+        model.lm_head = build("llama", vocab_size=model.config.vocab_size, hidden_size=64).cuda().lm_head
+        with torch.no_grad():
+            model.lm_head.weight.neg_()
+        written()
+    assert texts[0] == texts[2] == texts[3] and len({str(text) for text in texts}) == 3
 
 
 def test_rows_side_by_side_and_sampling_go_through_fused_layers(ids):
