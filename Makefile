@@ -12,11 +12,11 @@ demo: $(VENV)/warm
 test: test-newest test-oldest
 
 test-newest: $(VENV)/dev $(VENV)/warm
-	$(VENV)/bin/python -m pytest -n 2
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 # the families and exactness again, on the oldest transformers we support
 test-oldest: $(OLDEST)/ready
-	$(OLDEST)/bin/python -m pytest -n 2 -m "not real" -k "not any_policy and not random_drafts and not row_in_a_batch" tests/engine/test_exactness.py tests/adapters
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not real" -k "not any_policy and not random_drafts and not row_in_a_batch" tests/engine/test_exactness.py tests/adapters
 
 check: $(VENV)/dev
 	$(VENV)/bin/ruff check .
