@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
 import pytest
+import torch
+
+import TIDE
+from characters import TEMPLATE, characters
+from families import build
+from TIDE.calibration.calibrate import QUICK
+from TIDE.models.load import Loaded
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(import .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)  # the rest: test_docs.py
@@ -16,6 +24,24 @@ BLOCKS = re.findall(r"```python\n(import .*?)```", (ROOT / "README.md").read_tex
 def test_code_blocks_run(block, embedded, capsys):
     exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
     assert "Total tokens: 32" in capsys.readouterr().out
+
+
+def test_another_model_is_calibrated_and_used_in_three_lines(monkeypatch, tmp_path):
+    """They run as they stand, on a tiny random model and with few texts."""
+    (block,) = re.findall(r"```python\n(model, tokenizer = [^`]*TIDE\.calibrate\([^`]*)```", (ROOT / "README.md").read_text())
+    assert len(block.splitlines()) == 3
+    few = functools.partial(TIDE.TIDEConfig, calibration_samples=20, checkpoint_interval=2)
+    monkeypatch.setattr(TIDE, "load_model", lambda name: Loaded(build("llama"), characters(TEMPLATE)))
+    monkeypatch.setattr("TIDE.calibration.calibrate.TIDEConfig", few)
+    monkeypatch.setattr("TIDE.calibration.calibrate.FULL", QUICK)
+    monkeypatch.setenv("TIDE_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    names = {"TIDE": TIDE}
+    exec(compile(block, "README.md", "exec"), names)
+    ids, options = torch.tensor([[1, 20, 30, 40]]), dict(max_new_tokens=16, do_sample=False)
+    with names["engine"] as engine:
+        assert engine.policy.exits and (tmp_path / "router.safetensors").exists()
+        assert torch.equal(engine.generate(ids, **options), names["model"].generate(ids, **options))
 
 
 def test_every_file_of_the_package_is_in_the_tree():
