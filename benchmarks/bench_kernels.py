@@ -20,7 +20,7 @@ from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_llama, timed
 from TIDE.adapters.features import layer_features
 from TIDE.kernels import reference
 from TIDE.kernels.dispatch import compiled_ops
-from TIDE.kernels.layer import Layer, Pass
+from TIDE.kernels.layer import Layer, Pass, input_norm
 
 LONGEST = 512
 WEIGHTS = {
@@ -63,7 +63,7 @@ def measure(ops, layers: list[Layer], tokens: int, context: int, bandwidth: floa
     place = torch.zeros(1, dtype=torch.int32, device=device)
     going = Pass(h.clone(), some(tokens, first.head_dim), some(tokens, first.head_dim), place, place, place + context, tokens)
     each: dict[str, Callable[[Layer, torch.Tensor, torch.Tensor], object]] = {
-        "norm": lambda layer, keys, values: ops.norm(h, layer.input_norm, layer.eps),
+        "norm": lambda layer, keys, values: ops.norm(h, input_norm(layer)),
         "project": lambda layer, keys, values: ops.project(layer, going, h, keys, values),
         "attend": lambda layer, keys, values: ops.attend(layer, going, q, keys, values, LONGEST),
         "o": lambda layer, keys, values: ops.linear(q, layer.o, base=going.x),

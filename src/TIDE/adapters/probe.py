@@ -42,8 +42,9 @@ def probe_family(model: PreTrainedModel) -> Family:
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where a model takes its tokens. Weights that accelerate keeps on a disk are on no device until they are used."""
-    if model.device.type != "meta":
-        return model.device
+    own = model.device
+    if own.type != "meta":
+        return own
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     places = (getattr(hook, "execution_device", None) for hook in hooks)
     return torch.device(next((place for place in places if place is not None), "cpu"))

@@ -56,7 +56,7 @@ class GPULayers(RoundLayers):
         if self.norm is None:
             super().choose(states, token, best, signals, vocabulary)
         else:
-            normed = self.ops.norm(states, *norm_features(self.norm, states))
+            normed = self.ops.norm(states, norm_features(self.norm, states))
             self.exits.best_tokens(normed, self.head, best, token, signals, vocabulary)
 
     def _circuit(self, columns: int, exit_: Exit | None) -> Circuit:

@@ -29,7 +29,7 @@ from TIDE.engine.opening import Opening, padded
 from TIDE.engine.plan import Plan
 from TIDE.engine.request import Request
 from TIDE.engine.sampling import NAN
-from TIDE.kernels.layer import MOST_TOKENS, Pass
+from TIDE.kernels.layer import MOST_TOKENS, Pass, input_norm
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import EPS, IdentityHead, MemoryHead, input_depths, memory_depths
 from TIDE.stats import ExitStats
@@ -317,6 +317,6 @@ class Rounds:
 
     def _keep(self, memory: Memory, x: torch.Tensor, start: torch.Tensor) -> None:
         """K/V of tokens from a position on."""
-        h = self.fused.ops.norm(x, memory.layer.input_norm, memory.layer.eps)
+        h = self.fused.ops.norm(x, input_norm(memory.layer))
         going = Pass(x, *memory.turns, self.circuit.row, self.circuit.row, start[:1], len(x))
         self.fused.ops.project(memory.only_kv, going, h, memory.keys, memory.values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from TIDE.kernels.layer import GELU, GELU_TANH, SILU, Layer, Pass, input_norm, mlp_norm
+from TIDE.kernels.layer import GELU, GELU_TANH, SILU, Layer, Norm, Pass, input_norm, mlp_norm
 
 EMPTY = torch.zeros(0)
 ACTIVATIONS = {SILU: F.silu, GELU_TANH: lambda x: F.gelu(x, approximate="tanh"), GELU: F.gelu}
@@ -17,26 +17,19 @@ def decoder_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.
     `most` is for backends that have to plan: no row has more tokens.
     """
     x = tokens.x
-    h = norm(x, *input_norm(layer))
+    h = norm(x, input_norm(layer))
     queries = project(layer, tokens, h, keys, values)
     seen = attend(layer, tokens, queries, keys, values, most or keys.shape[2])
     linear(seen, layer.o, layer.o_bias, x, layer.residual)
-    h = norm(x, *mlp_norm(layer))
+    h = norm(x, mlp_norm(layer))
     linear(gated(h, layer.gate, layer.up, layer.activation), layer.down, EMPTY, x, layer.residual)
 
 
-def norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    offset: float = 0.0,
-    centred: bool = False,
-    bias: torch.Tensor = EMPTY,
-) -> torch.Tensor:
+def norm(x: torch.Tensor, own: Norm) -> torch.Tensor:
     """RMS norm over the last dimension; layer norm where it is centred."""
-    if centred:
-        return F.layer_norm(x, x.shape[-1:], weight, bias if len(bias) else None, eps)
-    return F.rms_norm(x, x.shape[-1:], eps=eps) * (weight + offset)
+    if own.centred:
+        return F.layer_norm(x, x.shape[-1:], own.weight, own.bias if len(own.bias) else None, own.eps)
+    return F.rms_norm(x, x.shape[-1:], eps=own.eps) * (own.weight + own.offset)
 
 
 def linear(
@@ -64,8 +57,10 @@ def project(layer: Layer, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, val
         for weight, bias in ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
     )
     if len(layer.k_norm):
-        q = norm(q, layer.q_norm, layer.eps, layer.norm_offset)
-        k = norm(k, layer.k_norm, layer.eps, layer.norm_offset)
+        q, k = (
+            norm(states, Norm(weight, layer.eps, layer.norm_offset, False, EMPTY))
+            for states, weight in ((q, layer.q_norm), (k, layer.k_norm))
+        )
     start = int(tokens.start)
     if layer.rotary:
         first = start if len(tokens.cos) > len(h) else 0
@@ -81,7 +76,7 @@ def project(layer: Layer, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, val
 def propagate(layers: list[Layer], tokens: Pass, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Keys and values of tokens in layers that they skip, made of the states they left with."""
     for layer, (keys, values) in zip(layers, caches, strict=True):
-        h = norm(tokens.x, *input_norm(layer))
+        h = norm(tokens.x, input_norm(layer))
         project(layer._replace(q=layer.q[:0], q_bias=layer.q_bias[:0]), tokens, h, keys, values)
 
 

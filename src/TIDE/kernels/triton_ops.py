@@ -235,9 +235,9 @@ def attend(
 def decoder_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor, most: int | None = None) -> None:
     """As in `reference.py`, with `rows`, `origins` and `start` on the device; no row has more than `most` tokens."""
     x = tokens.x
-    h = norm(x, *input_norm(layer))
+    h = norm(x, input_norm(layer))
     queries = project(layer, tokens, h, keys, values)
     seen = attend(layer, tokens, queries, keys, values, most or keys.shape[2])
     linear(seen, layer.o, layer.o_bias, x, layer.residual)
-    h = norm(x, *mlp_norm(layer))
+    h = norm(x, mlp_norm(layer))
     linear(gated(h, layer.gate, layer.up, layer.activation), layer.down, EMPTY, x, layer.residual)

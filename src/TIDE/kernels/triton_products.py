@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from TIDE.kernels.layer import MOST_TOKENS
+from TIDE.kernels.layer import MOST_TOKENS, Norm
 
 EMPTY = torch.zeros(0)
 # One binary for any number of tokens, and for any place of a round's small buffers.
@@ -122,17 +122,10 @@ def _norm(
     tl.store(out + at, _gained(states, factor, shift, OFFSET, CENTRED, out.dtype.element_ty), mask=known)
 
 
-def norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    offset: float = 0.0,
-    centred: bool = False,
-    bias: torch.Tensor = EMPTY,
-) -> torch.Tensor:
-    out, width = torch.empty_like(x), x.shape[1]
+def norm(x: torch.Tensor, own: Norm) -> torch.Tensor:
+    out, width, has_bias = torch.empty_like(x), x.shape[1], len(own.bias) > 0
     _norm[(len(x),)](
-        x, weight, bias if len(bias) else weight, out, width, eps, offset, centred, len(bias) > 0,
+        x, own.weight, own.bias if has_bias else own.weight, out, width, own.eps, own.offset, own.centred, has_bias,
         triton.next_power_of_2(width), num_warps=8,
     )  # fmt: skip
     return out
