@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 import functools
 
 import torch
@@ -52,3 +53,12 @@ def tensors_of(file: RouterFile) -> dict[str, torch.Tensor]:
     for depth, at in file.exits.items():
         found |= at.head_tensors(depth) | at.router_tensors(depth)
     return found
+
+
+def original_file(path, layers=(0, 2), hidden: int = 64, bottleneck: int = 8):
+    """A file as tide-inference 0.2.1 saves it, with routers that say yes to about every second state."""
+    torch.manual_seed(0)
+    shapes = {"down.weight": (bottleneck, hidden), "up.weight": (1, bottleneck)}
+    weights = {layer: OrderedDict((name, torch.randn(shape)) for name, shape in shapes.items()) for layer in layers}
+    torch.save({"hidden_dim": hidden, "bottleneck_dim": bottleneck, "router_layers": weights}, path)
+    return path

@@ -11,7 +11,8 @@ from TIDE import TIDEConfig
 
 def test_defaults_are_exact_and_leave_the_rest_to_calibration():
     config = TIDEConfig()
-    assert (config.mode, config.kv_cache_strategy, config.compaction_threshold) == ("exact", "exact", 0.25)
+    assert (config.mode, config.effective_mode, config.kv_cache_strategy) == (None, "exact", "exact")
+    assert config.compaction_threshold == 0.25
     assert config.max_exit_share == 0.9
     assert config.exit_threshold is config.min_layers is config.max_pending is None
     assert (config.checkpoint_interval, config.calibration_samples, config.calibration_dataset) == (4, 2000, "self")
@@ -70,7 +71,16 @@ def test_values_out_of_range_are_refused(field, value, message):
 @pytest.mark.parametrize("strategy", ["propagate", "zero_pad"])
 def test_a_lossy_strategy_does_not_go_with_exact(strategy):
     with pytest.raises(ValueError, match=r"cannot go with mode='exact'\. Use kv_cache_strategy='exact', or mode='fast'"):
-        TIDEConfig(kv_cache_strategy=strategy)
+        TIDEConfig(mode="exact", kv_cache_strategy=strategy)
+
+
+def test_without_a_mode_the_kv_strategy_chooses_it():
+    assert TIDEConfig().effective_mode == "exact"
+    assert TIDEConfig(kv_cache_strategy="exact", exit_threshold=0.5).effective_mode == "exact"
+    assert TIDEConfig(kv_cache_strategy="propagate").effective_mode == "fast"
+    assert TIDEConfig(kv_cache_strategy="zero_pad").effective_mode == "fast"
+    assert TIDEConfig(mode="fast").effective_mode == "fast"
+    assert TIDEConfig(mode="exact").effective_mode == "exact"
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "config.yml", "config.json"])

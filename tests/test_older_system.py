@@ -57,13 +57,13 @@ def test_the_full_depth_is_no_checkpoint(llama):
 def test_exits_off_is_the_model_and_not_a_second_norm(llama, ids):
     """It applied the final norm twice: another top-1 on every second token."""
     with TIDE.TIDE(llama) as engine:
-        logits = engine(ids)
+        logits = engine(ids).logits
     torch.testing.assert_close(logits, llama(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_an_exit_applies_the_final_norm_once(llama, ids):
     with TIDE.TIDE(llama, Everyone(3), TIDE.TIDEConfig(mode="fast", max_pending=100)) as engine:
-        logits = engine(ids)
+        logits = engine(ids).logits
     state = llama(ids, output_hidden_states=True).hidden_states[3]
     expected = llama.lm_head(llama.model.norm(state))
     torch.testing.assert_close(logits[:, 1:], expected[:, 1:], atol=1e-4, rtol=1e-4)

@@ -22,7 +22,8 @@ class TIDEConfig:
     """How the engine decides and what it promises.
 
     Attributes:
-        mode: "exact" writes the text of the full model; "fast" emits at the exit without looking back.
+        mode: "exact" writes the text of the full model; "fast" emits at the exit without looking back. None: exact, unless
+            `kv_cache_strategy` is one that only fast knows ("propagate", "zero_pad"). `effective_mode` has what it comes to.
         exit_threshold: router score, in [0, 1], needed to exit; a text that loses time by its drafts goes on without for a
             while even so. None: as the exit policy says; with a router file, mode
             "exact" then drafts where scores and the time it takes make it worthwhile, and mode "fast" goes by the file's
@@ -49,7 +50,7 @@ class TIDEConfig:
             the text; a token that would be too many goes through all layers. 1.0: no bound.
     """
 
-    mode: str = "exact"
+    mode: str | None = None
     exit_threshold: float | None = None
     min_layers: int | None = None
     checkpoint_interval: int = 4
@@ -65,7 +66,8 @@ class TIDEConfig:
     max_exit_share: float = 0.9
 
     def __post_init__(self) -> None:
-        _one_of("mode", self.mode, MODES)
+        if self.mode is not None:
+            _one_of("mode", self.mode, MODES)
         _one_of("label", self.label, LABELS)
         _one_of("exit_strategy", self.exit_strategy, EXIT_STRATEGIES)
         _one_of("kv_cache_strategy", self.kv_cache_strategy, KV_CACHE_STRATEGIES)
@@ -88,6 +90,13 @@ class TIDEConfig:
                 f"kv_cache_strategy={self.kv_cache_strategy!r} loses what skipped layers would have stored, so it cannot "
                 f"go with mode='exact'. Use kv_cache_strategy='exact', or mode='fast'."
             )
+
+    @property
+    def effective_mode(self) -> str:
+        """`mode`, or what None comes to: fast with a K/V strategy that only fast knows, else exact."""
+        if self.mode is not None:
+            return self.mode
+        return "exact" if self.kv_cache_strategy == "exact" else "fast"
 
     @classmethod
     def reference(cls) -> TIDEConfig:

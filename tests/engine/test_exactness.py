@@ -52,7 +52,7 @@ def test_logits_are_the_models(any_model, prompts):
     ids, mask = prompts
     alone = [any_model(input_ids=row[keep.bool()][None]).logits[0] for row, keep in zip(ids, mask, strict=True)]
     with TIDE(any_model, Everyone(0, 2)) as engine:
-        found = engine(ids, attention_mask=mask)
+        found = engine(ids, attention_mask=mask).logits
     for row, expected in enumerate(alone):
         torch.testing.assert_close(found[row, -len(expected) :], expected, atol=2e-4, rtol=1e-4)
         assert not found[row, : -len(expected)].any()

@@ -104,22 +104,22 @@ def test_calling_the_engine_gives_the_logits_the_decoder_chooses_from(llama, pro
     with TIDE(llama, policy, TIDEConfig(mode="fast", kv_cache_strategy=strategy, max_pending=2)) as engine:
         text = engine.generate(ids[2:], max_new_tokens=10, **OPTIONS)
         exits = engine.last_stats.exits_per_layer
-        logits = engine(text)
+        logits = engine(text).logits
         assert logits.shape == (1, 22, 128)
         assert sum(exits.values()) > 0
         # the prompt ran all layers in generate; here only its first token does, so compare from a prompt of one
         text = engine.generate(ids[2:, :1], max_new_tokens=20, **OPTIONS)
-        logits = engine(text[:, :-1])
+        logits = engine(text[:, :-1]).logits
         assert logits[0].argmax(-1).tolist() == text[0, 1:].tolist()
-        batch = engine(ids, attention_mask=mask)
+        batch = engine(ids, attention_mask=mask).logits
         for row in range(3):
             own = ids[row][mask[row].bool()]
-            torch.testing.assert_close(batch[row, -len(own) :], engine(own[None])[0], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(batch[row, -len(own) :], engine(own[None]).logits[0], atol=1e-4, rtol=1e-4)
 
 
 def test_logits_of_a_call_can_be_used_in_training(llama, ids):
     with TIDE(llama) as engine:
-        logits = engine(ids)
+        logits = engine(ids).logits
     weight = torch.ones(128, requires_grad=True)
     (logits * weight).sum().backward()
     assert weight.grad is not None

@@ -164,8 +164,6 @@ def test_two_streams_may_take_turns(llama, prompts):
 REFUSED = {
     "beam search": dict(num_beams=2),
     "prompt-lookup decoding": dict(prompt_lookup_num_tokens=2),
-    "returning a dict": dict(return_dict_in_generate=True, output_scores=True),
-    "inputs_embeds": dict(inputs_embeds=torch.zeros(1, 2, 64)),
     "position_ids": dict(position_ids=torch.zeros(1, 2, dtype=torch.long)),
     "past_key_values": dict(past_key_values=object()),
     "assistant_model": dict(assistant_model=object()),

@@ -5,26 +5,17 @@ from __future__ import annotations
 import logging
 import pickle
 import random
-from collections import OrderedDict
 
 import pytest
 import torch
 
 from families import build
+from router_files import original_file
 from TIDE import TIDE, TIDEConfig
 from TIDE.routing.router import Router
 from TIDE.routing.router_file import RouterFile
 
 GREEDY = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=0)
-
-
-def original_file(path, layers=(0, 2), hidden: int = 64, bottleneck: int = 8):
-    """A file as tide-inference 0.2.1 saves it, with routers that say yes to about every second state."""
-    torch.manual_seed(0)
-    shapes = {"down.weight": (bottleneck, hidden), "up.weight": (1, bottleneck)}
-    weights = {layer: OrderedDict((name, torch.randn(shape)) for name, shape in shapes.items()) for layer in layers}
-    torch.save({"hidden_dim": hidden, "bottleneck_dim": bottleneck, "router_layers": weights}, path)
-    return path
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ class Feed(NamedTuple):
     positions: torch.Tensor  # (n, q), position of each token in its row
     mask: torch.Tensor | None  # (n, columns) 1 where the cache holds a token of the row; None: everywhere
     cache: Any  # a transformers Cache with `leave_after_write` and `shared_view`: see engine/cache.py; None: keep nothing
+    embeds: torch.Tensor | None = None  # (n, q, hidden) instead of `ids`
 
 
 class Passed(NamedTuple):
@@ -196,11 +197,12 @@ class Window:
         """
         assert 0 <= start <= stop <= self.num_layers, (start, stop)
         assert hidden is not None or start == 0, "states are needed to start above the embedding"
-        if start == stop == 0 and keep is None and (states := self.embed(feed.ids)) is not None:
+        from_ids = feed.embeds is None
+        if from_ids and start == stop == 0 and keep is None and (states := self.embed(feed.ids)) is not None:
             return Passed(states, None, {})
         task = _Task(start, stop, hidden, keep, kv_only, feed.cache, taps)
-        inputs: dict[str, Any] = dict(input_ids=feed.ids, attention_mask=feed.mask, past_key_values=feed.cache)
-        inputs["use_cache"] = feed.cache is not None
+        inputs: dict[str, Any] = dict(attention_mask=feed.mask, past_key_values=feed.cache, use_cache=feed.cache is not None)
+        inputs |= dict(input_ids=feed.ids) if from_ids else dict(inputs_embeds=feed.embeds)
         if "position_ids" in self._forward_takes:
             inputs["position_ids"] = feed.positions
         output = self._forward(task, inputs)

@@ -8,6 +8,7 @@ their own pace; criteria are asked once for every token that is appended.
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections import defaultdict
 from typing import NamedTuple
@@ -16,6 +17,9 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+from TIDE.engine.inputs import Context
+
+logger = logging.getLogger(__name__)
 QUICK = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)  # criteria that need no tensors
 GROW = 256  # columns added at a time
 
@@ -34,12 +38,24 @@ class Batch:
         ids: (rows, columns) the prompts, left-padded.
         padding: columns of padding before each row.
         criteria: when a row is finished.
-        limit: tokens the model can take; a row stops there.
+        context: a row stops at its limit.
+        embeds: (rows, columns, hidden) the prompts as embeddings; then `ids` may be without columns, and processors, criteria and
+            the output do not see the prompts.
     """
 
-    def __init__(self, ids: torch.Tensor, padding: list[int], criteria: StoppingCriteriaList, limit: int | None) -> None:
-        rows, self.width = ids.shape
-        self.ids = ids.clone()
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        padding: list[int],
+        criteria: StoppingCriteriaList,
+        context: Context | None = None,
+        embeds: torch.Tensor | None = None,
+    ) -> None:
+        rows = len(ids)
+        self.unseen = 0 if embeds is None else embeds.shape[1] - ids.shape[1]  # columns without ids
+        self.ids = torch.nn.functional.pad(ids, (self.unseen, 0)) if self.unseen else ids.clone()
+        self.width = self.ids.shape[1]
+        self.embeds = embeds
         self.padding = padding
         self.size = [self.width - pad for pad in padding]  # tokens of each row, drafts included
         self.prompt = list(self.size)
@@ -48,7 +64,9 @@ class Batch:
         self.cut_short = [False] * rows  # stopped by the model's context, not by the request
         self.decided: list[list[Decided]] = [[] for _ in range(rows)]  # final new tokens of each row, in order
         self._criteria = criteria
-        self._limit = limit
+        self._context = context or Context()
+        self._has_warned = False
+        self._warn_past_context(max(self.size))
 
     def __len__(self) -> int:
         return len(self.size)
@@ -70,6 +88,10 @@ class Batch:
         self.ids[row, column] = token
         self.size[row] += 1
 
+    def shown(self, rows: list[int], columns: int) -> torch.Tensor:
+        """(n, columns) the first columns of rows, as processors and criteria see them."""
+        return self.ids[rows, self.unseen : columns]
+
     def finish(self, row: int, depth: int, score: float | None = None) -> None:
         """The next token of a row will not change any more."""
         self.final[row] += 1
@@ -84,16 +106,27 @@ class Batch:
         is_quick = all(type(one) in QUICK for one in self._criteria)
         stopped = {row for row in rows if self._stops(row)} if is_quick else self._asked(rows)
         for row in rows:
-            if self._limit is not None and self.size[row] >= self._limit and row not in stopped:
+            if self._context.limit is not None and self.size[row] >= self._context.limit and row not in stopped:
                 self.cut_short[row] = True
                 stopped.add(row)
+        self._warn_past_context(max((self.size[row] for row in rows), default=0))
         return stopped
+
+    def _warn_past_context(self, longest: int) -> None:
+        """Warn, once, where a text is longer than the model was made for and the model takes it all the same."""
+        if self._context.limit is None and self._context.is_left(longest) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the text is longer than the %d tokens this model was made for. It goes on, as with model.generate; what is "
+                "written there may be worse.",
+                self._context.made_for,
+            )
 
     def _asked(self, rows: list[int]) -> set[int]:
         """What the criteria say."""
         stopped: set[int] = set()
         for columns, group in by_value(rows, [self.columns(row) for row in rows]).items():
-            flags = self._criteria(self.ids[group, :columns], None)
+            flags = self._criteria(self.shown(group, columns), None)
             stopped.update(row for row, flag in zip(group, flags.tolist(), strict=True) if flag)
         return stopped
 
@@ -101,7 +134,7 @@ class Batch:
         """What they would say where all are `QUICK`: asking them takes as long as a small kernel."""
         for one in self._criteria:
             if isinstance(one, MaxLengthCriteria):
-                done = self.columns(row) >= one.max_length
+                done = self.columns(row) - self.unseen >= one.max_length
             elif isinstance(one, MaxTimeCriteria):
                 done = time.time() - one.initial_timestamp > one.max_time
             else:
@@ -135,7 +168,7 @@ class Batch:
         for row in range(len(self)):
             if self.columns(row) < width:
                 ids[row, self.columns(row) :] = pad_token_id
-        return ids
+        return ids[:, self.unseen :]
 
 
 def by_value(rows: list[int], values: list[int]) -> dict[int, list[int]]:

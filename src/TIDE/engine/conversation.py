@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from TIDE.engine.decoder import Decoder
 from TIDE.engine.engine import TIDE
 from TIDE.engine.parts import Parts
@@ -27,9 +25,9 @@ class Conversation:
         self.engine = engine
         self._last: tuple[Decoder, Parts] | None = None
 
-    def stream(self, input_ids: torch.Tensor, **options: Any) -> Iterator[int]:
+    def stream(self, *inputs: Any, **options: Any) -> Iterator[int]:
         """Yield the new tokens of the next text. Takes what `TIDE.stream` takes."""
-        return self.engine.stream(input_ids, after=self._follow, **options)
+        return self.engine.stream(*inputs, after=self._follow, **options)
 
     def _follow(self, decoder: Decoder) -> None:
         last, model = self._last, self.engine.model

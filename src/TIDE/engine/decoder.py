@@ -72,6 +72,8 @@ class Decoder:
         """Take over what another decoder has run of a text that begins alike; it cannot go on itself then."""
         if other.plan != self.plan or other._policy is not self._policy or len(self.batch) + len(other.batch) > 2:
             return
+        if self.batch.embeds is not None or other.batch.embeds is not None:
+            return
         ours, theirs = (own.tokens(0, 0, own.size[0]).tolist() for own in (self.batch, other.batch))
         alike = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
         other.segments.go_on(self.batch, self.stats, min(alike, len(ours) - 1))
@@ -93,7 +95,7 @@ class Decoder:
     def _rounds(self) -> Iterator[None]:
         """As far as they get."""
         if self._request is not None and suits(self.window, self.plan, self._policy, self._request):
-            columns = self._request.config.max_length or self._capacity
+            columns = self._request.columns
             yield from Rounds(self.window, self.plan, self._policy, self.batch, columns, self.pace.length, self.stats).run()
 
     def step(self) -> None:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from TIDE.adapters.weights import is_quantized, unwrapped
 from TIDE.adapters.window import Window
@@ -30,16 +32,9 @@ from TIDE.engine.drafting import Pace
 from TIDE.engine.forward import forward
 from TIDE.engine.fused import fuse
 from TIDE.engine.own_layers import OwnLayers
+from TIDE.engine.inputs import as_keywords, check_embeds, check_ids, context_of, left_padding
 from TIDE.engine.plan import make_plan
-from TIDE.engine.request import (
-    Request,
-    check_context,
-    check_ids,
-    context_limit,
-    left_padding,
-    prepare,
-    refuse_ropes_that_change,
-)
+from TIDE.engine.request import Request, prepare, refuse_ropes_that_change
 from TIDE.engine.round_layers import RoundLayers
 from TIDE.engine.rounds import suits
 from TIDE.engine.sampling import Chooser
@@ -58,11 +53,20 @@ class TIDE:
         model: a Hugging Face causal LM in eval mode, or PEFT's around one. It is not changed beyond `close`.
         router: the path of a router file, an `ExitPolicy`, or None for no exits.
         config: see `TIDEConfig`.
+        router_path: another name for `router`, that of the original system.
     """
 
     def __init__(
-        self, model: PreTrainedModel, router: str | Path | ExitPolicy | None = None, config: TIDEConfig | None = None
+        self,
+        model: PreTrainedModel,
+        router: str | Path | ExitPolicy | None = None,
+        config: TIDEConfig | None = None,
+        *,
+        router_path: str | Path | None = None,
     ) -> None:
+        if router is not None and router_path is not None:
+            raise TypeError("expected router or router_path, which mean the same, found both. Leave one out.")
+        router = router_path if router is None else router
         if router is not None and not isinstance(router, str | Path | ExitPolicy):
             raise TypeError(f"router must be a path, an ExitPolicy, or None (no exits), found {type(router).__name__}.")
         if config is not None and not isinstance(config, TIDEConfig):
@@ -71,6 +75,7 @@ class TIDE:
         self.config = config or TIDEConfig()
         file, policy = (RouterFile.load(router), None) if isinstance(router, str | Path) else (None, router)
         self.window = Window(model)
+        self._context = context_of(model)
         try:
             if not self.window.is_known:
                 check_unknown(self.window)
@@ -111,7 +116,7 @@ class TIDE:
         """What runs the model's layers, in words. On a GPU the first request tells."""
         fused, plain = self.window.fused, self.window.why_plain
         if fused is None:
-            return "the model's own layers" + (f": {plain}" if plain else "")
+            return "the model's own layers" + (f" ({plain})" if plain else "")
         layers = "the model's own layers" if isinstance(fused, OwnLayers) else f"fused layers on {self.window.device.type}"
         if not isinstance(fused, RoundLayers):
             return layers
@@ -119,39 +124,43 @@ class TIDE:
 
     def generate(
         self,
-        input_ids: torch.Tensor,
-        *,
+        inputs: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
         generation_config: GenerationConfig | None = None,
+        *,
         streamer: BaseStreamer | None = None,
         **options: Any,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Continue prompts, as `model.generate` does.
 
         Args:
-            input_ids: (rows, tokens), left-padded, with `attention_mask` among the options where there is padding.
+            inputs: (rows, tokens) left-padded ids, or what a tokenizer gives. Also by name: input_ids, attention_mask, or
+                inputs_embeds (rows, tokens, hidden).
             streamer: gets the prompts, then every token once it is final.
-            options: `GenerationConfig` fields, attention_mask, logits_processor, stopping_criteria, stop_strings and tokenizer.
+            options: `GenerationConfig` fields, logits_processor, stopping_criteria, stop_strings and tokenizer.
 
         Returns:
-            (rows, tokens) prompts and continuations.
+            (rows, tokens) prompts and continuations (after inputs_embeds alone, continuations only); with
+            `return_dict_in_generate`, what `model.generate` returns then, without its cache.
         """
         began = time.perf_counter()
-        request = self._prepare(input_ids, generation_config, options)
+        request = self._prepare(inputs, generation_config, options)
         if streamer is not None:
             streamer.put(request.ids.cpu())
         return self._answer(request, streamer, began)
 
-    def answer(self, request: Request, streamer: BaseStreamer | None = None) -> torch.Tensor:
+    def answer(self, request: Request, streamer: BaseStreamer | None = None) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode what transformers has prepared: see `TIDE.custom_generate`. A streamer gets new tokens only."""
         began = time.perf_counter()
         self._check_usable()
-        check_ids(self.model, request.ids)
-        lengths = [request.ids.shape[1] - pad for pad in request.padding]
-        check_context(self.model, lengths, room_for=1)
-        refuse_ropes_that_change(request, self.window.rope.switches_at, context_limit(self.model))
+        if request.embeds is None:
+            check_ids(self.model, request.ids)
+        self._context.check(request.longest, room_for=1)
+        refuse_ropes_that_change(request, self.window.rope.switches_at)
         return self._answer(request, streamer, began)
 
-    def _answer(self, request: Request, streamer: BaseStreamer | None, began: float) -> torch.Tensor:
+    def _answer(
+        self, request: Request, streamer: BaseStreamer | None, began: float
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         decoder = self._decoder(request, began)
         if streamer is None:
             self._finish(decoder)
@@ -159,13 +168,19 @@ class TIDE:
             for column in self._columns(decoder, request):
                 streamer.put(column.cpu())
             streamer.end()
-        return decoder.batch.output(request.pad_token_id).to(request.ids.device)
+        ids, config = decoder.batch.output(request.pad_token_id).to(request.ids.device), request.config
+        if not config.return_dict_in_generate:
+            return ids
+        asked = dict(scores=config.output_scores, logits=config.output_logits)
+        return GenerateDecoderOnlyOutput(
+            sequences=ids, **{name: decoder.chooser.columns_of(name) for name, wanted in asked.items() if wanted}
+        )
 
     def stream(
         self,
-        input_ids: torch.Tensor,
-        *,
+        inputs: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
         generation_config: GenerationConfig | None = None,
+        *,
         after: Callable[[Decoder], None] | None = None,
         **options: Any,
     ) -> Iterator[int]:
@@ -175,7 +190,7 @@ class TIDE:
             after: is shown what will decode, before it does: see `TIDE.Conversation`.
         """
         began = time.perf_counter()
-        request = self._prepare(input_ids, generation_config, options)
+        request = self._prepare(inputs, generation_config, options)
         if len(request.ids) != 1:
             raise ValueError(
                 f"stream takes one prompt, found {len(request.ids)}. Use generate(..., streamer=...) or one stream per prompt."
@@ -185,18 +200,43 @@ class TIDE:
             after(decoder)
         return (int(column) for column in self._columns(decoder, request))
 
-    def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """(rows, tokens, vocabulary) logits of every position; in mode "fast", the exit's where a token exits.
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        labels: torch.Tensor | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple[torch.Tensor, ...]:
+        """Run given tokens, as `model(input_ids)` does: in mode "fast" with the exit's logits where a token exits.
 
-        Positions of padding hold zeros.
+        Args:
+            input_ids: (rows, tokens), left-padded.
+            labels: (rows, tokens) as the model takes them; the loss is the model's own.
+            return_dict: False: a tuple.
+
+        Returns:
+            `.logits` (rows, tokens, vocabulary), zeros where there is padding; `.loss` where there are labels. No cache, no
+            gradients.
         """
         self._check_usable()
         ids = check_ids(self.model, input_ids)
-        padding = left_padding(attention_mask, ids)
-        check_context(self.model, [ids.shape[1] - pad for pad in padding], room_for=0)
+        padding = left_padding(attention_mask, ids.shape)
+        self._context.check(ids.shape[1] - min(padding), room_for=0)
         stats = self.last_stats = ExitStats(self.window.num_layers)
         with self._counted(stats), stats.seconds.measured():
-            return forward(self.window, self.plan, self.policy, ids, padding, stats)
+            logits = forward(self.window, self.plan, self.policy, ids, padding, stats)
+        loss = None if labels is None else self._loss(logits, labels, padding)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits)
+        return output.to_tuple() if return_dict is False else output
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, padding: list[int]) -> torch.Tensor:
+        """Return the model's own loss. Padding predicts nothing, so neither it nor the token after it counts."""
+        labels = labels.clone()
+        for row, pad in enumerate(padding):
+            labels[row, : pad + 1 if pad else 0] = -100
+        loss: torch.Tensor = self.model.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
+        return loss
 
     @contextmanager
     def using(self, config: TIDEConfig, exits: bool = True) -> Iterator[None]:
@@ -220,19 +260,45 @@ class TIDE:
         """Leave the model as it was handed in. The engine cannot be used afterwards."""
         self.window.close()
 
+    def __repr__(self) -> str:
+        model, depths = self.model, [span.start for span in self.plan.spans[1:]]
+        name = Path(str(getattr(model.config, "name_or_path", "") or "")).name
+        exits = f"exits at depth {', '.join(map(str, depths))}" if depths else "exits off"
+        facts = [
+            f"{type(model).__name__}{f' {name}' if name else ''}, {self.window.num_layers} layers",
+            exits,
+            f"mode {self.config.effective_mode}",
+            self.backend if self.window.is_open else "closed",
+        ]
+        return f"TIDE({'; '.join(facts)})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies and pickles: a model has one engine at a time."""
+        raise TypeError(
+            "an engine cannot be copied or pickled: it belongs to its model. Make another one for a copy of the model."
+        )
+
     def __enter__(self) -> TIDE:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _prepare(self, input_ids: torch.Tensor, generation_config: GenerationConfig | None, options: dict[str, Any]) -> Request:
+    def _prepare(self, inputs: Any, generation_config: GenerationConfig | None, options: dict[str, Any]) -> Request:
+        """Check a prompt and let transformers make sense of the options; without a prompt the model's first token is one."""
         self._check_usable()
-        ids = check_ids(self.model, input_ids)
-        padding = left_padding(options.get("attention_mask"), ids)
-        check_context(self.model, [ids.shape[1] - pad for pad in padding], room_for=1)
+        options = as_keywords(inputs, options)
+        ids, embeds = options.pop("input_ids", None), options.get("inputs_embeds")
+        if ids is not None:
+            ids = check_ids(self.model, ids)
+        if embeds is not None:
+            check_embeds(self.model, embeds, ids)
+        prompt = ids if embeds is None else embeds
+        if prompt is not None:
+            padding = left_padding(options.get("attention_mask"), prompt.shape[:2])
+            self._context.check(prompt.shape[1] - min(padding), room_for=1)
         request = prepare(self.model, ids, generation_config, options)
-        refuse_ropes_that_change(request, self.window.rope.switches_at, context_limit(self.model))
+        refuse_ropes_that_change(request, self.window.rope.switches_at)
         return request
 
     def _check_usable(self) -> None:
@@ -246,11 +312,10 @@ class TIDE:
 
     def _decoder(self, request: Request, began: float) -> Decoder:
         """What runs a request. In rounds the device has a text of its own, so the host keeps the other."""
-        wanted = request.config.max_length or request.ids.shape[1]
         ids = request.ids.cpu() if suits(self.window, self.plan, self.policy, request) else request.ids
-        batch = Batch(ids, request.padding, request.criteria, context_limit(self.model))
-        chooser = Chooser(request.processors, request.config.do_sample, batch)
-        capacity = min(wanted, request.ids.shape[1] + FIRST_ROOM) + self.plan.max_pending
+        batch = Batch(ids, request.padding, request.criteria, self._context, request.embeds)
+        chooser = Chooser(request.processors, request.config.do_sample, batch, request.keeps_scores)
+        capacity = min(request.columns, request.prompt_columns + FIRST_ROOM) + self.plan.max_pending
         decoder = Decoder(self.window, self.plan, self.policy, batch, chooser, capacity, self.pace, request=request)
         self.last_stats, self.last_decided = decoder.stats, batch.decided
         self.last_stats.seconds.whole = time.perf_counter() - began
@@ -285,7 +350,7 @@ class TIDE:
         self._warn_where_cut_short(decoder)
 
     def _final_columns(self, decoder: Decoder, request: Request) -> Iterator[torch.Tensor]:
-        batch, shown = decoder.batch, request.ids.shape[1]
+        batch, shown = decoder.batch, request.prompt_columns
         for _ in decoder.run():
             for column in range(shown, batch.final_columns()):
                 yield batch.column(column, request.pad_token_id)

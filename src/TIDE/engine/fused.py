@@ -2,11 +2,13 @@
 
 A model is fused where there is compiled code for its device and dtype, its layers have features, nobody hangs hooks on
 them, and a check on a few tokens gives the states its own layers give. Everything else, and passes of more than
-`MOST_TOKENS` tokens, run through the model's own layers. `TIDE_NO_KERNELS=1` leaves all models unfused.
+`MOST_TOKENS` tokens, run through the model's own layers. `TIDE_NO_KERNELS=1` leaves all models unfused, `TIDE_NO_CUDA=1` those
+on a GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -26,7 +28,7 @@ from TIDE.engine.gpu_layers import GPULayers
 from TIDE.engine.own_layers import OwnLayers
 from TIDE.engine.parts import Parts, has_hooks
 from TIDE.engine.rough_head import RoughHead
-from TIDE.kernels.dispatch import arrays, compiled_exits, compiled_ops, compiled_rounds
+from TIDE.kernels.dispatch import arrays, compiled_exits, compiled_ops, compiled_rounds, missing_compiler, why_no_kernels
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass
 
 logger = logging.getLogger(__name__)
@@ -102,7 +104,10 @@ def fuse(window: Window) -> None:
 
     On a CPU they are checked at once. On a GPU compiling takes seconds, so they are checked after the first prompt.
     """
-    window.fused = window.why_plain = None
+    window.fused = None
+    window.why_plain = why_no_kernels(window.device, window.model.dtype)
+    if window.why_plain is not None and window.why_plain == missing_compiler(window.device):
+        _say_once(window.why_plain)
     ops, on_gpu = compiled_ops(window.device, window.model.dtype), window.device.type == "cuda"
     layers = None if ops is None else _features(window)
     window.parts = None if ops is None else Parts(window.model)
@@ -110,9 +115,23 @@ def fuse(window: Window) -> None:
         window.fused = GPULayers(window, layers, ops, *compiled_rounds()) if on_gpu else FusedLayers(layers, ops)
     elif ops is not None and on_gpu and OwnLayers.suit(window) and not any(map(has_hooks, window.model.modules())):
         window.fused = OwnLayers(window, ops, compiled_rounds()[0])
+    elif ops is not None:
+        window.why_plain = _why_not_fused(window)
     if window.fused is not None and not on_gpu:
         with _saying_what_takes_so_long():
             check_fused(window)
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    logger.warning("no compiled layers: %s", reason)
+
+
+def _why_not_fused(window: Window) -> str:
+    if any(map(has_hooks, window.model.modules())):
+        return "there are hooks on its modules, which compiled layers would not call"
+    kinds = sorted({type(layer).__name__ for layer in window.layers})
+    return f"there is no compiled layer for {', '.join(kinds)} as it is here"
 
 
 @contextmanager

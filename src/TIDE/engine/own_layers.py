@@ -17,7 +17,7 @@ from TIDE.adapters.probe import Store
 from TIDE.adapters.window import Feed, Window
 from TIDE.engine.cache import SegmentCache
 from TIDE.engine.circuit import Circuit, Room
-from TIDE.engine.request import context_limit
+from TIDE.engine.inputs import context_of
 from TIDE.engine.round_layers import RoundLayers
 from TIDE.routing.exits import Exit
 
@@ -94,4 +94,4 @@ class OwnLayers(RoundLayers):
     def _circuit(self, columns: int, exit_: Exit | None) -> Circuit:
         model = self.window.model
         like = torch.zeros(self.window.hidden_dim, dtype=model.dtype, device=self.window.device)
-        return Circuit(like, self._rooms, None, columns, exit_, context_limit(model))
+        return Circuit(like, self._rooms, None, columns, exit_, context_of(model).limit)

@@ -57,16 +57,23 @@ class Plan:
 def make_plan(config: TIDEConfig, policy: ExitPolicy | None, window: Window) -> Plan:
     """Settle what the configuration leaves open."""
     _check_strategy(config, window)
+    mode = config.effective_mode
+    if policy is not None and config.mode is None and mode == "fast":
+        logger.warning(
+            "kv_cache_strategy=%r goes with mode 'fast' only, so mode 'fast' was chosen: exits are not verified and the text may "
+            "differ from the full model's. Say mode='fast' to choose it without this warning, or kv_cache_strategy='exact'.",
+            config.kv_cache_strategy,
+        )
     certificate = None if policy is None else _certificate(config, policy, window)
     never = certificate is not None and certificate.threshold is None
     checkpoints = [] if policy is None or never else _checkpoints(config, policy, window.num_layers)
     edges = [0, *checkpoints, window.num_layers]
     asked = config.exit_threshold if certificate is None else certificate.threshold
-    rests = config.mode == "exact" and policy is not None and policy.weighs
+    rests = mode == "exact" and policy is not None and policy.weighs
     return Plan(
-        exact=config.mode == "exact",
+        exact=mode == "exact",
         kv_cache_strategy=config.kv_cache_strategy,
-        exit_threshold=_first(asked, policy and _at_least(policy, config.mode, policy.exit_threshold), 1.0),
+        exit_threshold=_first(asked, policy and _at_least(policy, mode, policy.exit_threshold), 1.0),
         max_pending=_first(config.max_pending, policy and policy.max_pending, 1),
         compaction_threshold=config.compaction_threshold,
         exit_thresholds={} if policy is None or asked is not None else _exit_thresholds(config, policy),
@@ -84,7 +91,15 @@ def _checkpoints(config: TIDEConfig, policy: ExitPolicy, num_layers: int) -> lis
             f"checkpoints must be rising depths from 0 to {num_layers - 1} for a model of {num_layers} layers, found {asked}."
         )
     least = _first(config.min_layers, policy.min_layers)
-    return [depth for depth in asked if depth >= least]
+    allowed = [depth for depth in asked if depth >= least]
+    if asked and not allowed:
+        logger.warning(
+            "min_layers is %d and all exits are at smaller depths (%s), so no token will exit. Use min_layers=%d or less.",
+            least,
+            ", ".join(map(str, asked)),
+            asked[-1],
+        )
+    return allowed
 
 
 def settings(config: TIDEConfig, policy: ExitPolicy, window: Window) -> Settings:
@@ -101,7 +116,7 @@ def settings(config: TIDEConfig, policy: ExitPolicy, window: Window) -> Settings
 def _certificate(config: TIDEConfig, policy: ExitPolicy, window: Window) -> Certificate | None:
     """The policy's certificate, if mode "fast" is to go by it."""
     certificate = policy.certificate
-    if certificate is None or config.mode != "fast" or config.exit_threshold is not None:
+    if certificate is None or config.effective_mode != "fast" or config.exit_threshold is not None:
         return None
     if different := certificate.settings.differences(settings(config, policy, window)):
         logger.warning(
@@ -116,7 +131,7 @@ def _certificate(config: TIDEConfig, policy: ExitPolicy, window: Window) -> Cert
 
 
 def _exit_thresholds(config: TIDEConfig, policy: ExitPolicy) -> dict[int, float]:
-    return {depth: _at_least(policy, config.mode, threshold) for depth, threshold in policy.exit_thresholds.items()}
+    return {depth: _at_least(policy, config.effective_mode, threshold) for depth, threshold in policy.exit_thresholds.items()}
 
 
 def _at_least(policy: ExitPolicy, mode: str, threshold: float) -> float:

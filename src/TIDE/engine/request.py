@@ -7,6 +7,7 @@ does not do is refused here with the alternative named; nothing is ignored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,20 +22,43 @@ from transformers import (
     StopStringCriteria,
     SynthIDTextWatermarkingConfig,
 )
-from transformers.generation import GenerationMode, PrefixConstrainedLogitsProcessor
+from transformers.generation import GenerationMode, MaxLengthCriteria, PrefixConstrainedLogitsProcessor
 
-USE_GENERATE = "use model.generate for it"
+from TIDE.engine.inputs import USE_GENERATE, left_padding
 
 
 @dataclass
 class Request:
     """Prompts and how to continue them."""
 
-    ids: torch.Tensor  # (rows, columns), left-padded
+    ids: torch.Tensor  # (rows, columns), left-padded; without columns where there are embeddings only
+    embeds: torch.Tensor | None  # (rows, columns, hidden)
     padding: list[int]
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
+
+    @property
+    def prompt_columns(self) -> int:
+        """Columns of the prompts, padding included."""
+        return self.ids.shape[1] if self.embeds is None else self.embeds.shape[1]
+
+    @property
+    def columns(self) -> int:
+        """Columns of the longest text that may come of it."""
+        if self.config.max_length is None:
+            return self.prompt_columns
+        return math.ceil(self.config.max_length) + self.prompt_columns - self.ids.shape[1]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.prompt_columns - min(self.padding)
+
+    @property
+    def keeps_scores(self) -> bool:
+        """True if the answer is to come with the logits or scores of its tokens."""
+        return bool(self.config.return_dict_in_generate and (self.config.output_scores or self.config.output_logits))
 
     @property
     def pad_token_id(self) -> int:
@@ -44,7 +68,7 @@ class Request:
 
 
 def prepare(
-    model: PreTrainedModel, ids: torch.Tensor, generation_config: GenerationConfig | None, options: dict[str, Any]
+    model: PreTrainedModel, ids: torch.Tensor | None, generation_config: GenerationConfig | None, options: dict[str, Any]
 ) -> Request:
     """Let transformers make sense of `options`, as `model.generate` would."""
     _refuse_keywords(options)
@@ -68,59 +92,6 @@ def _accepted(request: Request) -> Request:
     return request
 
 
-def check_ids(model: PreTrainedModel, input_ids: Any) -> torch.Tensor:
-    """(rows, columns) token ids, or an error that says what is wrong with them."""
-    if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.long, torch.int):
-        found = input_ids.dtype if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
-        raise TypeError(
-            f'expected input_ids as a tensor of token ids, found {found}. Use tokenizer(text, return_tensors="pt").'
-        )
-    if input_ids.ndim != 2:
-        raise ValueError(
-            f"expected input_ids of shape (rows, tokens), found {tuple(input_ids.shape)}. Use input_ids[None] for one prompt."
-        )
-    if input_ids.numel() == 0:
-        raise ValueError("the prompt is empty. Start from at least one token, such as tokenizer.bos_token_id.")
-    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", model.config.get_text_config(decoder=True).vocab_size)
-    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocabulary:
-        raise ValueError(
-            f"token ids must be from 0 to {vocabulary - 1} for this model, found {int(input_ids.min())} to "
-            f"{int(input_ids.max())}. Does the tokenizer belong to the model?"
-        )
-    return input_ids.long()
-
-
-def left_padding(mask: torch.Tensor | None, ids: torch.Tensor) -> list[int]:
-    """Columns of padding before each row; anything but left padding is refused."""
-    if mask is None:
-        return [0] * len(ids)
-    if mask.shape != ids.shape:
-        raise ValueError(f"attention_mask must have the shape of input_ids, {tuple(ids.shape)}, found {tuple(mask.shape)}.")
-    mask = mask.bool()
-    if not bool(mask.any(-1).all()):
-        raise ValueError("a prompt is empty: its attention_mask is all zeros. Give every row at least one token.")
-    if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
-        raise ValueError("prompts must be padded on the left. Set tokenizer.padding_side = 'left'.")
-    return (~mask).sum(-1).tolist()
-
-
-def context_limit(model: PreTrainedModel) -> int | None:
-    """Tokens the model was made for, where its config says so."""
-    config = model.config.get_text_config(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
-    return int(limit) if limit else None
-
-
-def check_context(model: PreTrainedModel, lengths: list[int], room_for: int) -> None:
-    """Make sure that prompts of these lengths and `room_for` more tokens fit."""
-    limit = context_limit(model)
-    if limit is not None and max(lengths) + room_for > limit:
-        raise ValueError(
-            f"the prompt has {max(lengths)} tokens and the model's context holds {limit}. Shorten the prompt or choose a "
-            f"model with a longer context."
-        )
-
-
 def _padding_token(config: GenerationConfig) -> int | None:
     """The padding token, or the first end token in its place, as in `model.generate`."""
     if config.pad_token_id is not None:
@@ -139,10 +110,13 @@ def _capture(
 ) -> Request:
     """Called by `model.generate` where it would start decoding."""
     attention_mask = rest.pop("attention_mask", None)
+    embeds = rest.pop("inputs_embeds", None)
     made_by_generate = {"position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "synced_gpus"}
     if extra := sorted(name for name, value in rest.items() if name not in made_by_generate and value not in (None, {})):
         raise ValueError(f"TIDE does not pass {extra} on to the model; {USE_GENERATE}.")
-    return Request(input_ids, left_padding(attention_mask, input_ids), logits_processor, stopping_criteria, generation_config)
+    shape = (input_ids if embeds is None else embeds).shape[:2]
+    padding = left_padding(attention_mask, shape)
+    return Request(input_ids, embeds, padding, logits_processor, stopping_criteria, generation_config)
 
 
 def _with_stop_strings(configs: list[GenerationConfig], options: dict[str, Any]) -> StoppingCriteriaList:
@@ -172,10 +146,10 @@ def _no_stop_strings(configs: list[GenerationConfig]) -> Iterator[None]:
 
 
 def _refuse_keywords(options: dict[str, Any]) -> None:
-    refused = ("inputs_embeds", "position_ids", "past_key_values", "assistant_model", "negative_prompt_ids", "custom_generate")
+    refused = ("position_ids", "past_key_values", "assistant_model", "negative_prompt_ids", "custom_generate")
     for name in (*refused, "token_healing"):
         if options.get(name) is not None:
-            raise ValueError(f"TIDE generates from input_ids as they are and does not take {name}; {USE_GENERATE}.")
+            raise ValueError(f"TIDE generates from the prompt as it is and does not take {name}; {USE_GENERATE}.")
 
 
 def _refuse_modes(config: GenerationConfig) -> None:
@@ -186,7 +160,6 @@ def _refuse_modes(config: GenerationConfig) -> None:
         )
     refused = {
         "classifier-free guidance": config.guidance_scale not in (None, 1),
-        "returning a dict of outputs": bool(config.return_dict_in_generate),
         "SynthID watermarks, which count the calls to them": isinstance(
             config.watermarking_config, SynthIDTextWatermarkingConfig
         ),
@@ -205,15 +178,15 @@ def _refuse_for_several_rows(request: Request) -> None:
     }
     if asked := [name for name, is_asked in by_row.items() if is_asked]:
         raise ValueError(f"{', '.join(asked)} look at the rows together, and TIDE's advance separately. Pass one row per call.")
-    if _padding_token(config) is None:
+    if _padding_token(config) is None and not all(type(one) is MaxLengthCriteria for one in request.criteria):
         raise ValueError(
             "rows may end at different lengths and there is no padding token. Pass pad_token_id=..., or one row per call."
         )
 
 
-def refuse_ropes_that_change(request: Request, switches_at: int | None, limit: int | None) -> None:
+def refuse_ropes_that_change(request: Request, switches_at: int | None) -> None:
     """Rotary frequencies chosen by the longest row of a pass cannot serve rows that advance separately."""
-    longest = min(request.config.max_length, limit or request.config.max_length)
+    longest = request.columns
     if switches_at is not None and longest > switches_at and (len(request.ids) > 1 or any(request.padding)):
         raise ValueError(
             f"this model's rotary embedding changes after {switches_at} tokens, for all rows of a batch at once, and up to "

@@ -53,6 +53,8 @@ def suits(window: Window, plan: Plan, policy: Any, request: Request) -> bool:
     fused = window.fused
     if fused is None or not fused.has_rounds or len(request.ids) > 1 or request.processors or request.config.do_sample:
         return False
+    if request.embeds is not None or request.keeps_scores:
+        return False
     exits = len(plan.spans) == 1 or (plan.catches_up and exit_of(plan, policy) is not None)
     short = plan.exact or plan.max_pending < MOST_TOKENS  # a round has no place for more
     return exits and short and all(type(one) in QUICK for one in request.criteria)

@@ -31,13 +31,36 @@ class Draft(NamedTuple):
     score: float | None = None  # of the router that let it out
 
 
-class Chooser:
-    """Turns logits into tokens as the request asks."""
+class Kept(NamedTuple):
+    """What a token was chosen from, (vocabulary,) in fp32."""
 
-    def __init__(self, processors: LogitsProcessorList, do_sample: bool, batch: Batch) -> None:
+    logits: torch.Tensor
+    scores: torch.Tensor  # after the processors
+
+
+class Chooser:
+    """Turns logits into tokens as the request asks.
+
+    Attributes:
+        kept: where the request wants logits or scores: by row and size of the text before a token, what it was chosen from. The
+            full model's word on a draft takes the place of the exit's.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, do_sample: bool, batch: Batch, keeps: bool = False) -> None:
         self.processors = processors
         self.do_sample = do_sample
         self.batch = batch
+        self.kept: list[dict[int, Kept]] | None = [{} for _ in range(len(batch))] if keeps else None
+
+    def columns_of(self, name: str) -> tuple[torch.Tensor, ...]:
+        """For each column of new tokens, (rows, vocabulary) "logits" or "scores"; zeros where a row had ended before."""
+        assert self.kept is not None
+        new = [[getattr(self.kept[row][size], name) for size in range(start, self.batch.final[row])]
+               for row, start in enumerate(self.batch.prompt)]  # fmt: skip
+        nothing = torch.zeros_like(new[0][0])
+        return tuple(
+            torch.stack([own[step] if step < len(own) else nothing for own in new]) for step in range(max(map(len, new)))
+        )
 
     def draft(self, rows: list[int], logits: torch.Tensor, depth: int) -> list[Draft]:
         """A token for the end of each row, with what it was drawn from."""
@@ -60,13 +83,18 @@ class Chooser:
 
     def _scores(self, rows: list[int], sizes: list[int], logits: torch.Tensor) -> torch.Tensor:
         """(n, vocabulary) in fp32 on the ids' device, after the processors."""
-        scores = logits.to(self.batch.ids.device, torch.float32)
-        if not self.processors:
-            return scores
+        raw = logits.to(self.batch.ids.device, torch.float32)
+        scores = self._processed(rows, sizes, raw) if self.processors else raw
+        if self.kept is not None:
+            for index, (row, size) in enumerate(zip(rows, sizes, strict=True)):
+                self.kept[row][size] = Kept(raw[index].clone(), scores[index].clone())
+        return scores
+
+    def _processed(self, rows: list[int], sizes: list[int], scores: torch.Tensor) -> torch.Tensor:
         columns = [self.batch.padding[row] + size for row, size in zip(rows, sizes, strict=True)]
         groups = by_value(list(range(len(rows))), columns)
         parts = [
-            self.processors(self.batch.ids[[rows[i] for i in group], :width], scores[group]) for width, group in groups.items()
+            self.processors(self.batch.shown([rows[i] for i in group], width), scores[group]) for width, group in groups.items()
         ]
         if len(groups) == 1:
             return parts[0]

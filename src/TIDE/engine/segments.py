@@ -44,7 +44,8 @@ class Segments:
         self.cache = SegmentCache(len(batch), plan.spans, window.stores, capacity)
         self.pending = Pending()
         self._embedded: dict[int, tuple[int, torch.Tensor]] = {}  # by row: a position, and states at depth 0 from there on
-        self.starts_from_ids = not len(plan.spans[0]) and window.embed(batch.ids[:1, :1]) is not None
+        has_ids = batch.embeds is None
+        self.starts_from_ids = has_ids and not len(plan.spans[0]) and window.embed(batch.ids[:1, :1]) is not None
 
     def length(self, segment: int, row: int) -> int:
         return self.cache.segments[segment].length[row]
@@ -135,6 +136,8 @@ class Segments:
         wanted = None if logits_from is None else [logits_from[row] - at for row, at in zip(rows, starts, strict=True)]
         with self.cache.open(segment, rows, counts):
             feed = self._feed(rows, starts, counts)
+            if from_ids:
+                feed = feed._replace(embeds=self._embeds(feed.ids, rows, starts))
             keep = None if wanted is None else _keep(wanted, counts)
             taps = tuple(depth for depth in self.watched if start < depth < stop or 0 == start == depth < stop)
             passed = self.window.run(start, stop, feed, hidden=hidden, keep=keep, taps=taps)
@@ -175,6 +178,17 @@ class Segments:
             positions[index] = torch.arange(start, start + width).clamp(max=start + count - 1)
         device, mask = self.window.device, self.cache.mask()
         return Feed(ids.to(device), positions.to(device), None if mask is None else mask.to(device), self.cache)
+
+    def _embeds(self, ids: torch.Tensor, rows: list[int], starts: list[int]) -> torch.Tensor | None:
+        """(n, q, hidden) what the tokens of a pass are embedded as, where prompts came as embeddings and are part of it."""
+        batch = self.batch
+        if batch.embeds is None or all(start >= batch.prompt[row] for row, start in zip(rows, starts, strict=True)):
+            return None
+        embeds = self.window.model.get_input_embeddings()(ids).clone()
+        for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            own = batch.embeds[row, batch.padding[row] + start :]
+            embeds[index, : len(own)] = own.to(embeds)
+        return embeds
 
     def _hidden(self, segment: int, rows: list[int], starts: list[int], counts: list[int]) -> torch.Tensor:
         parts = [

@@ -6,12 +6,16 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 import torch
 
-HALVES = torch.float16, torch.bfloat16
+NEEDS = {  # by kind of device: the compiler, and the dtypes there is code for
+    "cpu": ("numba", (torch.float32,)),
+    "cuda": ("triton", (torch.float32, torch.float16, torch.bfloat16)),
+}
 
 
 def compiled_ops(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
@@ -30,20 +34,50 @@ def compiled_rounds() -> tuple[ModuleType, Any]:
     return exits, propagation.propagate
 
 
-def _module(device: torch.device, dtype: torch.dtype, cpu: str, gpu: str | None) -> ModuleType | None:
-    """Compilers take a second to import, so they are imported where they are used."""
+def why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why no compiled code serves a device and dtype, and what would change that; None: some does."""
     if os.environ.get("TIDE_NO_KERNELS") == "1":
+        return "TIDE_NO_KERNELS=1 is set"
+    if device.type == "cuda" and os.environ.get("TIDE_NO_CUDA") == "1":
+        return "TIDE_NO_CUDA=1 is set"
+    if device.type not in NEEDS:
+        return f"there are no compiled layers for {device.type}"
+    _, dtypes = NEEDS[device.type]
+    if dtype not in dtypes:
+        return f"compiled layers on {device.type} are for {_names(dtypes)}, and the model is {_names([dtype])}"
+    return missing_compiler(device)
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """Say which package the compiled layers of a device need and lack; None: nothing is missing."""
+    package, _ = NEEDS.get(device.type, (None, ()))
+    trouble = None if package is None else _trouble(package)
+    if trouble is None:
         return None
-    if device.type == "cpu" and dtype == torch.float32 and _has("numba"):
-        return importlib.import_module(f"TIDE.kernels.{cpu}")
-    if gpu and device.type == "cuda" and dtype in (torch.float32, *HALVES) and _has("triton"):
-        return importlib.import_module(f"TIDE.kernels.{gpu}")
-    return None
+    return f"{package} {trouble}, without which TIDE is about as fast as model.generate. Install it: pip install -U {package}"
+
+
+def _module(device: torch.device, dtype: torch.dtype, cpu: str, gpu: str | None) -> ModuleType | None:
+    """Import what serves a device: compilers take a second, so only where they are used."""
+    name = cpu if device.type == "cpu" else gpu
+    if name is None or why_no_kernels(device, dtype) is not None:
+        return None
+    return importlib.import_module(f"TIDE.kernels.{name}")
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 @functools.cache
-def _has(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
+def _trouble(package: str) -> str | None:
+    if importlib.util.find_spec(package) is None:
+        return "is not installed"
+    try:
+        importlib.import_module(package)
+    except ImportError as problem:  # numba refuses a numpy that is newer than itself
+        return f"cannot be imported ({problem})"
+    return None
 
 
 def arrays(values: Any) -> Any:

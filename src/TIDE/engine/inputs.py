@@ -1,0 +1,122 @@
+"""Prompts as they come in: token ids or embeddings, their mask, and the context they have to fit into.
+
+    engine.generate(ids)    engine.generate(inputs=ids)    engine.generate(**encoding)    engine.generate(encoding)
+    engine.generate(inputs_embeds=states, attention_mask=mask)
+
+Everything here is looked at before transformers or the model see it, so that errors can say what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+USE_GENERATE = "use model.generate for it"
+
+
+def as_keywords(inputs: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what was passed to `generate` as keywords, the prompt among them as `input_ids` where there are ids."""
+    given = dict(inputs) if isinstance(inputs, Mapping) else {} if inputs is None else {"input_ids": inputs}
+    if twice := sorted(name for name in given if options.get(name) is not None):
+        raise TypeError(f"expected a prompt once, found {twice} twice. Pass it as the first argument or by name.")
+    return {**options, **given}
+
+
+def check_ids(model: PreTrainedModel, input_ids: Any) -> torch.Tensor:
+    """Return (rows, columns) token ids, or raise an error that says what is wrong with them."""
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dtype not in (torch.long, torch.int):
+        found = input_ids.dtype if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+        raise TypeError(
+            f'expected input_ids as a tensor of token ids, found {found}. Use tokenizer(text, return_tensors="pt").'
+        )
+    if input_ids.ndim != 2:
+        raise ValueError(
+            f"expected input_ids of shape (rows, tokens), found {tuple(input_ids.shape)}. Use input_ids[None] for one prompt."
+        )
+    if input_ids.numel() == 0:
+        raise ValueError("the prompt is empty. Start from at least one token, such as tokenizer.bos_token_id.")
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", model.config.get_text_config(decoder=True).vocab_size)
+    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocabulary:
+        raise ValueError(
+            f"token ids must be from 0 to {vocabulary - 1} for this model, found {int(input_ids.min())} to "
+            f"{int(input_ids.max())}. Does the tokenizer belong to the model?"
+        )
+    return input_ids.long()
+
+
+def check_embeds(model: PreTrainedModel, embeds: Any, ids: torch.Tensor | None) -> None:
+    """Raise an error that says what is wrong with (rows, columns, hidden) embeddings of prompts, if anything is."""
+    width = model.get_input_embeddings().weight.shape[-1]
+    if not isinstance(embeds, torch.Tensor) or embeds.ndim != 3 or embeds.shape[-1] != width or not embeds.numel():
+        found = tuple(embeds.shape) if isinstance(embeds, torch.Tensor) else type(embeds).__name__
+        raise ValueError(f"expected inputs_embeds of shape (rows, tokens, {width}), found {found}.")
+    if getattr(model.config.get_text_config(decoder=True), "hidden_size_per_layer_input", None):
+        raise ValueError(
+            f"{type(model).__name__} looks up token ids in every layer, so it cannot start from inputs_embeds. Pass input_ids."
+        )
+    if ids is not None and ids.shape[1] and ids.shape != embeds.shape[:2]:
+        raise ValueError(
+            f"input_ids beside inputs_embeds must be of the same prompts, {tuple(embeds.shape[:2])}, found {tuple(ids.shape)}. "
+            f"Pass both for the same tokens, or inputs_embeds alone."
+        )
+
+
+def left_padding(mask: torch.Tensor | None, shape: Sequence[int]) -> list[int]:
+    """Return the columns of padding before each of (rows, columns) prompts; anything but left padding is refused."""
+    rows, columns = shape
+    if mask is None:
+        return [0] * rows
+    if tuple(mask.shape) != (rows, columns):
+        raise ValueError(f"attention_mask must have the shape of input_ids, {(rows, columns)}, found {tuple(mask.shape)}.")
+    mask = mask.bool()
+    if not bool(mask.any(-1).all()):
+        raise ValueError("a prompt is empty: its attention_mask is all zeros. Give every row at least one token.")
+    if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+        _refuse_mask(mask)
+    return (~mask).sum(-1).tolist()
+
+
+def _refuse_mask(mask: torch.Tensor) -> None:
+    """Say what is wrong with a mask that is not left padding: a hole in a prompt, or padding behind it."""
+    for row, own in enumerate(mask):
+        kept = own.nonzero()[:, 0]
+        holes = [column for column in range(int(kept[0]), int(kept[-1])) if not own[column]]
+        if holes:
+            raise ValueError(
+                f"attention_mask has a hole: row {row} is masked at column {holes[0]}, between tokens that are not. TIDE takes "
+                f"prompts without gaps: leave those tokens out of input_ids, or {USE_GENERATE}. (Without an attention_mask, "
+                f"transformers masks padding tokens wherever they stand: pass torch.ones_like(input_ids) if they are text.)"
+            )
+    raise ValueError("prompts must be padded on the left. Set tokenizer.padding_side = 'left'.")
+
+
+class Context(NamedTuple):
+    """How many tokens a text may have."""
+
+    made_for: int | None = None  # by the model's config, where it says so
+    limit: int | None = None  # where the model would fail; None: nowhere
+
+    def check(self, longest: int, room_for: int) -> None:
+        """Make sure that a prompt of this length and `room_for` more tokens fit."""
+        if self.limit is not None and longest + room_for > self.limit:
+            raise ValueError(
+                f"the prompt has {longest} tokens and the model's context holds {self.limit}. Shorten the prompt or choose a "
+                f"model with a longer context."
+            )
+
+    def is_left(self, tokens: int) -> bool:
+        return self.made_for is not None and tokens > self.made_for
+
+
+def context_of(model: PreTrainedModel) -> Context:
+    """Read a model's context off its config and modules.
+
+    Rotary angles are computed for any position. Tables of positions (learned, or made once) end with the context.
+    """
+    config = model.config.get_text_config(decoder=True)
+    made_for = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or None
+    is_rotary = any(name.endswith("inv_freq") for name, _ in model.named_buffers())
+    return Context(made_for, None if is_rotary else made_for)

@@ -1,0 +1,172 @@
+"""The engine as an object: how it is made, printed, copied and called."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from families import build
+from policies import Everyone
+from router_files import original_file
+from TIDE import TIDE, TIDEConfig
+from TIDE.kernels import dispatch
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 128, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+# ---- making one ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_router_file_may_be_called_router_or_router_path(llama, tmp_path):
+    file = original_file(tmp_path / "router.pt")
+    config = TIDEConfig(min_layers=0)
+    for given in (dict(router_path=str(file)), dict(router_path=file), dict(router=file)):
+        with TIDE(llama, **given, config=config) as engine:
+            assert engine.policy.checkpoints == (1, 3)
+    with TIDE(llama, file, config) as engine:
+        assert engine.policy.checkpoints == (1, 3)
+
+
+def test_two_router_files_are_refused(llama):
+    with pytest.raises(TypeError, match="found both. Leave one out"):
+        TIDE(llama, "a.pt", router_path="b.pt")
+
+
+@pytest.mark.parametrize("strategy", ["zero_pad", "propagate"])
+def test_a_strategy_that_only_fast_knows_chooses_fast_and_says_so_once(llama, ids, strategy, caplog):
+    with caplog.at_level(logging.WARNING), TIDE(llama, Everyone(2), TIDEConfig(kv_cache_strategy=strategy)) as engine:
+        engine.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert engine.last_stats.accepted == engine.last_stats.drafted > 0
+    assert [record.message for record in caplog.records if "mode 'fast' was chosen" in record.message] == [
+        record.message for record in caplog.records
+    ]
+    assert len(caplog.records) == 1
+
+
+def test_a_strategy_that_was_chosen_with_its_mode_needs_no_warning(llama, caplog):
+    with caplog.at_level(logging.WARNING):
+        TIDE(llama, Everyone(2), TIDEConfig(mode="fast", kv_cache_strategy="zero_pad")).close()
+        TIDE(llama, None, TIDEConfig(kv_cache_strategy="zero_pad")).close()
+    assert not caplog.records
+
+
+def test_min_layers_beyond_all_exits_says_which_there_are(llama, caplog):
+    with caplog.at_level(logging.WARNING), TIDE(llama, Everyone(1, 2), TIDEConfig(min_layers=3)) as engine:
+        assert len(engine.plan.spans) == 1
+    assert "min_layers is 3 and all exits are at smaller depths (1, 2), so no token will exit. Use min_layers=2" in caplog.text
+
+
+# ---- backends -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_compiler_is_named_once_and_in_the_backend(llama, monkeypatch, caplog):
+    from TIDE.engine import fused
+
+    fused._say_once.cache_clear()
+    monkeypatch.setattr(dispatch, "_trouble", lambda package: "is not installed")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            with TIDE(llama) as engine:
+                backend = engine.backend
+    assert backend.startswith("the model's own layers (numba is not installed")
+    assert "pip install -U numba" in backend
+    assert [record.message for record in caplog.records if "pip install -U numba" in record.message] == [
+        caplog.records[0].message
+    ]
+
+
+def test_a_compiler_that_cannot_be_imported_is_no_crash(tmp_path):
+    """numba refuses a numpy that is newer than itself with an ImportError."""
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 1.0 or less')")
+    script = (
+        "import sys; sys.path[:0] = [sys.argv[1], 'tests']\n"
+        "from families import build; import TIDE; print(TIDE.TIDE(build('llama')).backend)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert "numba cannot be imported (Numba needs NumPy 1.0 or less)" in done.stdout
+
+
+def test_other_reasons_for_the_models_own_layers_are_in_the_backend(llama, monkeypatch):
+    with TIDE(build("gemma2")) as engine:
+        assert engine.backend == "the model's own layers (there is no compiled layer for Gemma2DecoderLayer as it is here)"
+    with TIDE(llama.double()) as engine:
+        assert "compiled layers on cpu are for float32, and the model is float64" in engine.backend
+    monkeypatch.setenv("TIDE_NO_KERNELS", "1")
+    with TIDE(build("llama")) as engine:
+        assert engine.backend == "the model's own layers (TIDE_NO_KERNELS=1 is set)"
+
+
+def test_cuda_kernels_can_be_forbidden(monkeypatch):
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(dispatch, "_trouble", lambda package: None)
+    assert dispatch.why_no_kernels(cuda, torch.bfloat16) is None
+    monkeypatch.setenv("TIDE_NO_CUDA", "1")
+    assert dispatch.why_no_kernels(cuda, torch.bfloat16) == "TIDE_NO_CUDA=1 is set"
+    assert dispatch.compiled_ops(cuda, torch.bfloat16) is None
+    assert dispatch.why_no_kernels(cpu, torch.float32) is None
+
+
+# ---- looking at one -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_says_what_it_is(llama):
+    llama.config.name_or_path = "my-org/my-model"
+    with TIDE(llama, Everyone(1, 3)) as engine:
+        assert repr(engine) == "TIDE(LlamaForCausalLM my-model, 4 layers; exits at depth 1, 3; mode exact; fused layers on cpu)"
+    assert repr(engine).endswith("; closed)")
+    with TIDE(llama, None, TIDEConfig(mode="fast")) as engine:
+        assert "; exits off; mode fast; " in repr(engine)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused_in_a_line_and_leave_nothing_behind(llama, ids, copied, recwarn, capsys):
+    with TIDE(llama, Everyone(2)) as engine:
+        expected = engine.generate(ids, max_new_tokens=5, do_sample=False)
+        with pytest.raises(TypeError, match="an engine cannot be copied or pickled"):
+            copied(engine)
+        gc.collect()
+        assert torch.equal(engine.generate(ids, max_new_tokens=5, do_sample=False), expected)
+    assert not capsys.readouterr().err
+    assert not [warning for warning in recwarn if "Exception ignored" in str(warning.message)]
+
+
+# ---- calling one --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])
+def test_a_call_answers_as_the_model_does(family, ids):
+    model = build(family)
+    labels = ids.clone()
+    labels[0, :3] = -100
+    expected = model(ids, labels=labels)
+    with TIDE(model, Everyone(2)) as engine:
+        found = engine(ids, labels=labels)
+        loss, logits = engine(ids, torch.ones_like(ids), labels=labels, return_dict=False)
+        (alone,) = engine(input_ids=ids, return_dict=False)
+    torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.loss, expected.loss, atol=1e-4, rtol=1e-4)
+    assert torch.equal(logits, found.logits)
+    assert torch.equal(alone, found.logits)
+    assert torch.equal(loss, found.loss)
+    assert engine.last_stats.total_tokens == ids.numel()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_padding_does_not_count_in_a_loss(family, prompts):
+    model = build(family)
+    ids, mask = prompts
+    rows = [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
+    losses = [model(row[None], labels=row[None]).loss * (len(row) - 1) for row in rows]
+    with TIDE(model) as engine:
+        found = engine(ids, mask, labels=ids).loss
+    torch.testing.assert_close(found, sum(losses) / sum(len(row) - 1 for row in rows), atol=1e-4, rtol=1e-4)
