@@ -92,8 +92,8 @@ def terminal(text: str, path: Path) -> None:
 def report(page: Path) -> None:
     browser = Browser(1.5)
     for name, dark in (("light", False), ("dark", True)):
-        browser.open(page, 800, 760, dark=dark)
-        browser.hover('.token:nth-child(n + 18):not([data-tip*="no exit"])')  # in the middle, and it left early
+        browser.open(page, 900, 760, dark=dark)  # wide enough for the panel to stand beside the answer
+        browser.hover('.token:nth-child(n + 18):not([data-tip*="none ("])')  # in the middle, and it exited early
         browser.picture(PICTURES / f"report-{name}.png")
     browser.close()
 

@@ -1,7 +1,8 @@
-"""The `tide` command, run in three ways:
+"""The `tide` command, run in four ways:
 
 tide       inside the test's own process
 script     the console script, started afresh: for what needs no model
+Terminal   the console script, started afresh in a terminal of its own: for keys
 Warm       the console script in a process that has torch and transformers already: importing them takes longer than
            a tiny model to answer
 """
@@ -10,9 +11,14 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
+import select
 import subprocess
 import sys
 import tempfile
+import termios
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +31,44 @@ COMMANDS = ("demo", "calibrate", "generate", "chat", "tune", "certify", "analyze
 Done = subprocess.CompletedProcess[str]
 
 
-def tide(*arguments: object, stdin: str | None = None) -> Result:
+def tide(*arguments: object, stdin: str | bytes | None = None) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
 
 
 def script(*arguments: object, stdin: str = "", **environment: str) -> Done:
     command = [str(SCRIPT), *map(str, arguments)]
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+
+
+class Terminal:
+    """The console script in a terminal, and what it shows there."""
+
+    def __init__(self, *arguments: object) -> None:
+        command = [str(SCRIPT), *map(str, arguments)]
+        self.process, self.keys = pty.fork()
+        if not self.process:
+            settings = termios.tcgetattr(0)
+            settings[3] |= termios.NOFLSH  # or Ctrl-C throws away what is not read yet, even what is said to it
+            termios.tcsetattr(0, termios.TCSANOW, settings)
+            os.execve(command[0], command, {**os.environ, "TERM": "dumb"})
+        self.seen = ""
+
+    def wait_for(self, pattern: str, again: str = "", seconds: float = 120) -> None:
+        """Read on until a pattern is shown; where nothing happens for a second, press keys again."""
+        until = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.seen, re.DOTALL)):
+            assert time.monotonic() < until, f"expected {pattern!r}, found {self.seen!r}"
+            if select.select([self.keys], [], [], 1)[0]:
+                self.seen += os.read(self.keys, 4096).decode("utf-8", "replace")
+            else:
+                self.press(again)
+        self.seen = self.seen[found.end() :]
+
+    def press(self, keys: str) -> None:
+        os.write(self.keys, keys.encode())
+
+    def exit_code(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
 
 
 class Warm:

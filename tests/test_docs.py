@@ -124,7 +124,7 @@ def stand_ins(shelf, monkeypatch, tmp_path) -> None:
     def certified(*args, **kwargs):
         given = takes["certify"].bind(*args, **kwargs).arguments
         few = given["prompts"][:4]
-        return certify(given["engine"], few, 0.5, 0.8, tokenizer=given.get("tokenizer"), new_tokens=4)
+        return certify(given["engine"], few, 0.5, 0.8, tokenizer=given.get("tokenizer"), max_new_tokens=4)
 
     monkeypatch.setenv("TIDE_NO_KERNELS", "1")  # nothing to compile
     monkeypatch.setattr(TIDE, "load_model", lambda name="default", **options: Loaded(tiny(), characters(TEMPLATE)))

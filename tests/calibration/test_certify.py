@@ -18,7 +18,7 @@ from TIDE.routing.certificate import Certificate, Settings
 from TIDE.routing.router_file import RouterFile, add_certificate
 
 GRID = (0.99, 0.9, 0.5, 0.2)
-LENIENT = dict(risk=0.2, confidence=0.8, new_tokens=8)  # 11 prompts are enough
+LENIENT = dict(risk=0.2, confidence=0.8, max_new_tokens=8)  # 11 prompts are enough
 SETTINGS = Settings("exact", 0, 5, 0.9, "float32")
 HELD = Certificate(0.65, 0.05, 0.95, "rouge_l", 100, 64, SETTINGS)
 
@@ -122,7 +122,7 @@ def test_strings_go_into_the_chat_template(llama, chatty, plain):
         ({"thresholds": (0.5, 0.9)}, "thresholds must fall"),
         ({"thresholds": ()}, "thresholds must fall"),
         ({"loss": "bleu"}, "loss must be one of"),
-        ({"new_tokens": 0}, "new_tokens must be a whole number"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number"),
         ({"prompts": ["Hello"] * 12}, "there is no tokenizer"),
         ({"prompts": "Hello"}, "a list of prompts"),
         ({"prompts": [[]] * 12}, "the prompt is empty"),

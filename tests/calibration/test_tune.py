@@ -40,7 +40,7 @@ def written(model, prompt, policy=None, **config) -> tuple[list[int], int]:
 def test_every_setting_is_there_once_with_the_figures_of_what_it_writes(llama, asked):
     with TIDE.TIDE(llama, Graded(1)) as engine:
         before = engine.config, engine.policy, engine.plan
-        found = TIDE.tune(engine, asked, new_tokens=10, thresholds=(0.8, 0.3))
+        found = TIDE.tune(engine, asked, max_new_tokens=10, thresholds=(0.8, 0.3))
         assert (engine.config, engine.policy, engine.plan) == before
     assert [(row.mode, row.kv_cache_strategy, row.exit_threshold) for row in found.rows] == [
         ("off", "-", None),
@@ -77,7 +77,7 @@ def test_settings_take_turns_and_seconds_are_those_of_the_clock(llama, asked, mo
     monkeypatch.setattr(module, "_written", noted)
     monkeypatch.setattr(module, "time", Clock)
     with TIDE.TIDE(llama, Graded(1)) as engine:
-        found = TIDE.tune(engine, asked, new_tokens=10, thresholds=(0.3,), strategies=("exact",))
+        found = TIDE.tune(engine, asked, max_new_tokens=10, thresholds=(0.3,), strategies=("exact",))
     off, exact, fast = (False, "exact"), (True, "exact"), (True, "fast")
     turns = [(exits, mode) for _, exits, mode in order[3:]]
     assert turns == [off, exact, fast, exact, fast, off, fast, off, exact]
@@ -88,7 +88,7 @@ def test_settings_take_turns_and_seconds_are_those_of_the_clock(llama, asked, mo
 
 def test_the_table_has_a_line_for_each(llama, asked):
     with TIDE.TIDE(llama, Graded(1)) as engine:
-        found = TIDE.tune(engine, asked[:1], new_tokens=4, thresholds=(0.8,), strategies=("propagate",))
+        found = TIDE.tune(engine, asked[:1], max_new_tokens=4, thresholds=(0.8,), strategies=("propagate",))
     head, _, columns, off, exact, fast = found.table().splitlines()
     assert "1 prompts, up to 4 new tokens" in head
     assert columns.split()[0] == "mode"
@@ -99,10 +99,10 @@ def test_the_table_has_a_line_for_each(llama, asked):
 
 def test_a_model_with_running_states_is_tuned_with_what_it_can_do(asked):
     with TIDE.TIDE(build("lfm2"), Graded(1)) as engine:
-        found = TIDE.tune(engine, asked[:1], new_tokens=4, thresholds=(0.8,))
+        found = TIDE.tune(engine, asked[:1], max_new_tokens=4, thresholds=(0.8,))
         assert [row.kv_cache_strategy for row in found.rows] == ["-", "exact", "exact"]
         with pytest.raises(ValueError, match="keep a running state"):
-            TIDE.tune(engine, asked[:1], new_tokens=4, strategies=("zero_pad",))
+            TIDE.tune(engine, asked[:1], max_new_tokens=4, strategies=("zero_pad",))
 
 
 def test_what_cannot_be_tuned_is_said(llama, asked):
@@ -111,7 +111,7 @@ def test_what_cannot_be_tuned_is_said(llama, asked):
     with TIDE.TIDE(llama, Graded(1)) as engine:
         for changes, said in (
             ({"prompts": []}, "no prompts"),
-            ({"new_tokens": 0}, "new_tokens must be"),
+            ({"max_new_tokens": 0}, "max_new_tokens must be"),
             ({"thresholds": (1.5,)}, "exit_threshold must be a number from 0 to 1, found 1.5"),
             ({"strategies": ("magic",)}, "kv_cache_strategy must be one of"),
         ):

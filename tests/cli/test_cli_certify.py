@@ -12,7 +12,7 @@ from TIDE.routing.router_file import RouterFile
 
 
 def options(folder, router) -> list[object]:
-    return [folder, "--router", router, "--prompts", folder / "prompts.jsonl", "--new-tokens", 6]
+    return [folder, "--router", router, "--prompts", folder / "prompts.jsonl", "--max-new-tokens", 6]
 
 
 LENIENT = ["--risk", 0.2, "--confidence", 0.8]
@@ -39,8 +39,8 @@ def test_the_shipped_file_is_not_written_over(folder, router, monkeypatch):
 
 def test_tune_prints_a_table_and_draws(folder, router, tmp_path):
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
-    plot = ["--plot", tmp_path / "out.png"] if has_matplotlib else []
-    done = tide("tune", *options(folder, router), "--limit", 2, "--threshold", 0.9, "--threshold", 0.3, *plot)
+    figure = ["--figure", tmp_path / "out.png"] if has_matplotlib else []
+    done = tide("tune", *options(folder, router), "--limit", 2, "--threshold", 0.9, "--threshold", 0.3, *figure)
     assert done.exit_code == 0, done.output
     lines = [line.split()[:3] for line in done.stdout.splitlines()[3:]]
     fast = [["fast", strategy, t] for strategy in ("exact", "propagate", "zero_pad") for t in ("0.9", "0.3")]
@@ -60,11 +60,11 @@ def test_tune_prints_a_table_and_draws(folder, router, tmp_path):
         ("certify", ["--kv-cache-strategy", "magic"], "'magic' is not one of"),
         ("tune", ["--prompts", "missing.jsonl"], "missing.jsonl"),
         ("tune", ["--strategy", "magic"], "expected exact, propagate, zero_pad, found magic."),
-        ("tune", ["--plot", "out.xyz"], "out.xyz"),
+        ("tune", ["--figure", "out.xyz"], "out.xyz"),
     ],
 )
 def test_wrong_usage_is_a_line_on_stderr(folder, router, command, changes, said, monkeypatch, tmp_path):
-    if "--plot" in changes:
+    if "--figure" in changes:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.chdir(tmp_path)
     done = tide(command, *options(folder, router), *changes)

@@ -110,7 +110,7 @@ def test_what_is_no_run_is_said(tmp_path):
 
 def test_a_chat_answers_each_turn_in_view_of_those_before(folder, router):
     asked = ("chat", folder, "--router", router, "--max-new-tokens", 8, "--json")
-    done = tide(*asked, stdin="hello\nand then\n/new\nhello\n/quit\nnever\n")
+    done = tide(*asked, stdin="hello\nand then\n/reset\nhello\n/quit\nnever\n")
     assert done.exit_code == 0, done.output
     turns = [json.loads(line) for line in done.stdout.splitlines()]
     assert [turn["prompt"] for turn in turns] == ["hello", "and then", "hello"]

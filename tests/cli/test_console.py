@@ -52,7 +52,10 @@ ROUTER_FILE = dict(
 WRONG = {
     "demo": (["--rounds", "0"], "'--rounds'"),
     "calibrate": (["x", "--strategy", "guess"], "'guess' is not one of 'identity', 'lens', 'memory'"),
-    "generate": (["hi", "--kv-cache-strategy", "zero_pad"], "Use kv_cache_strategy='exact', or mode='fast'."),
+    "generate": (
+        ["hi", "--mode", "exact", "--kv-cache-strategy", "zero_pad"],
+        "Use kv_cache_strategy='exact', or mode='fast'.",
+    ),
     "chat": (["nowhere/model/here"], "there is no nowhere/model/here. Give a folder with a model"),
     "tune": (["default", "--prompts", "nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
     "certify": (["x", "--prompts", sys.executable], "expected a .jsonl file with a prompt a line"),
@@ -149,7 +152,7 @@ def test_generate_prints_an_object_per_prompt(warm, folder, shared_router):
 
 def test_chat_prints_an_object_per_turn(warm, folder, shared_router):
     asked = (folder, "--router", shared_router, "--max-new-tokens", 6, "--json")
-    done = warm.tide("chat", *asked, stdin="one\n/new\ntwo\n/quit\n")
+    done = warm.tide("chat", *asked, stdin="one\n/reset\ntwo\n/quit\n")
     assert done.returncode == 0, done.stderr
     assert fits([json.loads(line) for line in done.stdout.splitlines()], [ANSWER])
 
@@ -174,7 +177,7 @@ def test_analyze_prints_a_row_per_depth(warm, folder):
 
 
 def test_tune_prints_a_row_per_setting(warm, folder, shared_router):
-    asked = ("--router", shared_router, "--prompts", folder / "prompts.jsonl", "--limit", 1, "--new-tokens", 6)
+    asked = ("--router", shared_router, "--prompts", folder / "prompts.jsonl", "--limit", 1, "--max-new-tokens", 6)
     done = warm.tide("tune", folder, *asked, "--threshold", 0.5, "--strategy", "zero_pad", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
@@ -183,7 +186,18 @@ def test_tune_prints_a_row_per_setting(warm, folder, shared_router):
 
 
 def test_certify_keeps_its_certificate_where_inspect_finds_it(warm, folder, router):
-    asked = ("--router", router, "--prompts", folder / "prompts.jsonl", "--new-tokens", 4, "--risk", 0.2, "--confidence", 0.8)
+    asked = (
+        "--router",
+        router,
+        "--prompts",
+        folder / "prompts.jsonl",
+        "--max-new-tokens",
+        4,
+        "--risk",
+        0.2,
+        "--confidence",
+        0.8,
+    )
     done = warm.tide("certify", folder, *asked, "--loss", "mismatch", "--json")
     assert done.returncode == 0, done.stderr
     certificate = json.loads(done.stdout)

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from TIDE.calibration.bounds import p_values, prompts_needed
 from TIDE.calibration.losses import Loss, named_loss
-from TIDE.calibration.prompts import Prompts, check_new_tokens, continued, prompt_ids
+from TIDE.calibration.prompts import Prompts, check_max_new_tokens, continued, prompt_ids
 from TIDE.engine.engine import TIDE
 from TIDE.engine.plan import settings
 from TIDE.routing.certificate import Certificate, Tested
@@ -38,7 +38,7 @@ def certify(
     confidence: float = 0.95,
     *,
     loss: str | Loss = "rouge_l",
-    new_tokens: int = 64,
+    max_new_tokens: int = 64,
     tokenizer: PreTrainedTokenizerBase | None = None,
     thresholds: Sequence[float] = THRESHOLDS,
 ) -> Certificate:
@@ -52,11 +52,11 @@ def certify(
         risk: mean loss that is acceptable.
         loss: "rouge_l" (1 - ROUGE-L of the token ids), "mismatch" (share of positions that differ), or a function of
             (ids found, ids of the full model) that gives a number from 0 to 1.
-        new_tokens: how far each prompt is continued at most.
+        max_new_tokens: how far each prompt is continued at most.
         thresholds: in the order of the test, falling. They must not be chosen by looking at these prompts.
     """
     name, measure = named_loss(loss)
-    check_new_tokens(new_tokens)
+    check_max_new_tokens(max_new_tokens)
     _check_thresholds(thresholds)
     if engine.policy is None:
         raise ValueError(
@@ -70,12 +70,12 @@ def certify(
         )
     fast = replace(engine.config, mode="fast")
     with engine.using(fast, exits=False):
-        full = [continued(engine, prompt, new_tokens) for prompt in tqdm(asked, desc="full model", unit="prompt")]
+        full = [continued(engine, prompt, max_new_tokens) for prompt in tqdm(asked, desc="full model", unit="prompt")]
     tested: list[Tested] = []
     for threshold in thresholds:
         with engine.using(replace(fast, exit_threshold=threshold)):
             bar = tqdm(zip(asked, full, strict=True), desc=f"threshold {threshold:g}", total=len(asked), unit="prompt")
-            losses = [measure(continued(engine, prompt, new_tokens), own) for prompt, own in bar]
+            losses = [measure(continued(engine, prompt, max_new_tokens), own) for prompt, own in bar]
         found = p_values(losses, risk, confidence)
         tested.append(Tested(threshold, fmean(losses), *found, passed=found.both <= 1 - confidence))
         if not tested[-1].passed:
@@ -86,7 +86,7 @@ def certify(
         confidence=confidence,
         loss=name,
         prompts=len(asked),
-        new_tokens=new_tokens,
+        new_tokens=max_new_tokens,
         settings=settings(engine.config, engine.policy, engine.window),
         tested=tuple(tested),
     )

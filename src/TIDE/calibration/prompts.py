@@ -64,18 +64,18 @@ def load_prompts(
     return found if limit is None or limit >= len(found) else random.Random(seed).sample(found, limit)
 
 
-def continued(engine: TIDE, prompt: Sequence[int], new_tokens: int) -> list[int]:
+def continued(engine: TIDE, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     """What the engine writes after a prompt, greedily."""
     ids = torch.tensor([list(prompt)], dtype=torch.long, device=engine.window.device)
     # one row is never padded; where the model names no padding token, transformers would warn at every prompt
     options = dict(attention_mask=torch.ones_like(ids), pad_token_id=0, do_sample=False)
-    text = engine.generate(ids, max_new_tokens=new_tokens, **options)
+    text = engine.generate(ids, max_new_tokens=max_new_tokens, **options)
     return text[0, len(prompt) :].tolist()
 
 
-def check_new_tokens(new_tokens: int) -> None:
-    if isinstance(new_tokens, bool) or not isinstance(new_tokens, int) or new_tokens < 1:
-        raise ValueError(f"new_tokens must be a whole number of at least 1, found {new_tokens!r}.")
+def check_max_new_tokens(max_new_tokens: int) -> None:
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be a whole number of at least 1, found {max_new_tokens!r}.")
 
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase, templated: bool) -> list[int]:

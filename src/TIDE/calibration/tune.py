@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from TIDE.adapters.probe import Store
 from TIDE.calibration.losses import mismatch, rouge_l
-from TIDE.calibration.prompts import Prompts, check_new_tokens, continued, prompt_ids
+from TIDE.calibration.prompts import Prompts, check_max_new_tokens, continued, prompt_ids
 from TIDE.config import KV_CACHE_STRATEGIES, TIDEConfig
 from TIDE.engine.engine import TIDE
 from TIDE.routing.fingerprint import fingerprint
@@ -82,7 +82,7 @@ def tune(
     engine: TIDE,
     prompts: Prompts,
     *,
-    new_tokens: int = 64,
+    max_new_tokens: int = 64,
     tokenizer: PreTrainedTokenizerBase | None = None,
     thresholds: Sequence[float] = THRESHOLDS,
     strategies: Sequence[str] | None = None,
@@ -91,11 +91,11 @@ def tune(
 
     Args:
         prompts: token ids, or strings with `tokenizer`, which go into its chat template if it has one.
-        new_tokens: how far each prompt is continued at most.
+        max_new_tokens: how far each prompt is continued at most.
         thresholds: exit thresholds of mode "fast".
         strategies: values of kv_cache_strategy in mode "fast"; None: all the model can do.
     """
-    check_new_tokens(new_tokens)
+    check_max_new_tokens(max_new_tokens)
     if engine.policy is None:
         raise ValueError(
             "this engine has no exits to tune. Make it with a router file: TIDE.TIDE(model, 'router.safetensors')."
@@ -105,16 +105,16 @@ def tune(
         raise ValueError("there are no prompts to measure on. Give at least one.")
     settings = _settings(engine, thresholds, _possible(engine) if strategies is None else strategies)
     for setting in settings:
-        _written(engine, setting, asked[0], min(WARM_UP, new_tokens))
+        _written(engine, setting, asked[0], min(WARM_UP, max_new_tokens))
     sums = [_Sum() for _ in settings]
     for turn, prompt in enumerate(tqdm(asked, desc=f"{len(settings)} settings", unit="prompt")):
         order = [(turn + place) % len(settings) for place in range(len(settings))]
-        written = {place: _written(engine, settings[place], prompt, new_tokens) for place in order}
+        written = {place: _written(engine, settings[place], prompt, max_new_tokens) for place in order}
         for place, own in enumerate(sums):
             own.add(written[place], written[0].ids)
     baseline = sums[0].speed
     rows = [own.row(setting, baseline) for own, setting in zip(sums, settings, strict=True)]
-    return Tuning(fingerprint(engine.model).name or type(engine.model).__name__, len(asked), new_tokens, rows)
+    return Tuning(fingerprint(engine.model).name or type(engine.model).__name__, len(asked), max_new_tokens, rows)
 
 
 class _Setting(NamedTuple):
@@ -150,7 +150,7 @@ class _Sum:
     def row(self, setting: _Setting, baseline: float) -> Tried:
         config, exits = setting
         return Tried(
-            mode=config.mode if exits else "off",
+            mode=config.effective_mode if exits else "off",
             kv_cache_strategy=config.kv_cache_strategy if exits else "-",
             exit_threshold=config.exit_threshold,
             tokens_per_second=self.speed,
@@ -176,8 +176,8 @@ def _possible(engine: TIDE) -> Sequence[str]:
     return ("exact",) if Store.STATE in engine.window.stores else KV_CACHE_STRATEGIES
 
 
-def _written(engine: TIDE, setting: _Setting, prompt: list[int], new_tokens: int) -> _Written:
+def _written(engine: TIDE, setting: _Setting, prompt: list[int], max_new_tokens: int) -> _Written:
     with engine.using(*setting):
         began = time.perf_counter()
-        ids = continued(engine, prompt, new_tokens)
+        ids = continued(engine, prompt, max_new_tokens)
         return _Written(ids, time.perf_counter() - began, engine.last_stats.exited_tokens)

@@ -9,36 +9,40 @@ from typing import Annotated
 import typer
 
 from TIDE.cli.errors import checked
-from TIDE.cli.model import Model, load
+from TIDE.cli.model import load, with_model
 from TIDE.cli.settings import with_settings
 from TIDE.config import TIDEConfig
 from TIDE.plots.analysis import check_figure, plot_analysis
 
 
 @with_settings(dataset="calibration_dataset")
+@with_model
 def analyze(
-    model: Model,
+    model: str,
     *,
-    samples: Annotated[int, typer.Option(min=1, help="How many texts.")] = 200,
-    heads: Annotated[bool, typer.Option("--heads/--no-heads", help="Train lens and memory heads; takes longest.")] = True,
+    samples: Annotated[int, typer.Option(metavar="N", min=1, help="How many texts.")] = 200,
+    no_heads: Annotated[
+        bool, typer.Option("--no-heads", help="Leave out lens and memory heads; training takes longest.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     figure: Annotated[
-        Path | None, typer.Option(callback=checked(check_figure), help="Draw it too: a .png, .svg or .pdf file.")
+        Path | None,
+        typer.Option(metavar="FILE", callback=checked(check_figure), help="Draw it too: a .png, .svg or .pdf file."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few texts and little training, for a first look.")] = False,
     config: TIDEConfig,
 ) -> None:
-    """Print, per depth, the share of tokens that are decided there, and the mean depth an oracle would need.
+    """Print, per depth, the share of tokens decided there. Also the mean depth an oracle would need.
 
-    tide analyze default --quick --no-heads
-
-    tide analyze my-org/my-model --dataset wikitext --figure depth.png
-
-    tide analyze my-org/my-model --dataset texts.txt --json
+    \b
+    Examples:
+      tide analyze default --quick --no-heads
+      tide analyze my-org/my-model --dataset wikitext --figure depth.png
+      tide analyze my-org/my-model --dataset texts.txt --json
     """
     import TIDE
 
-    found = TIDE.analyze(*load(model), config, samples=samples, heads=heads, quick=quick)
+    found = TIDE.analyze(*load(model), config, samples=samples, heads=not no_heads, quick=quick)
     if figure is not None:
         plot_analysis(found, figure)
     typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else found.table())

@@ -14,10 +14,11 @@ from TIDE.cli.demo import demo
 from TIDE.cli.errors import Commands
 from TIDE.cli.generate import generate
 from TIDE.cli.inspect import inspect
+from TIDE.cli.quiet import quiet
 from TIDE.cli.report import report
 from TIDE.cli.tune import tune
 
-app = typer.Typer(cls=Commands, pretty_exceptions_enable=False)
+app = typer.Typer(cls=Commands, pretty_exceptions_enable=False, rich_markup_mode=None)
 for command in (demo, calibrate, generate, chat, tune, certify, analyze, bench, inspect, report):
     app.command()(command)
 
@@ -36,17 +37,17 @@ def _main(
 ) -> None:
     """TIDE: a frozen causal LM that does not run every layer for every token.
 
-    tide demo
-
-    tide generate "Why is the sky blue?" --depth
-
-    tide calibrate my-org/my-model -o my.safetensors
-
-    tide chat my-org/my-model --router my.safetensors
+    \b
+    Examples:
+      tide demo
+      tide generate "Why is the sky blue?" --depth
+      tide calibrate my-org/my-model -o my.safetensors
+      tide chat my-org/my-model --router my.safetensors
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(2)
+    quiet()
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from TIDE.cli.errors import checked
-from TIDE.cli.model import Model, load
+from TIDE.cli.model import load, with_model
 from TIDE.cli.router import check_new_router
 from TIDE.cli.settings import with_settings
 from TIDE.config import TIDEConfig
@@ -25,34 +25,36 @@ from TIDE.config import TIDEConfig
     strategy="exit_strategy",
     bottleneck="router_bottleneck_dim",
 )
+@with_model
 def calibrate(
-    model: Model,
+    model: str,
     *,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", callback=checked(check_new_router), help="Router file: .safetensors or .pt."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", callback=checked(check_new_router), help="Router file: .safetensors or .pt."
+        ),
     ] = Path("router.safetensors"),
-    epochs: Annotated[float | None, typer.Option(min=0.1, help="How often heads see every text.")] = None,
+    epochs: Annotated[float | None, typer.Option(metavar="NUMBER", min=0.1, help="How often heads see every text.")] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="To run in; the model's own unless given.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same file.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same file.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A CPU-sized run: few, short texts.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on after an interruption.")] = False,
     compress: Annotated[bool, typer.Option("--compress", help="Store heads in 8 bits.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what the file holds as JSON.")] = False,
     config: TIDEConfig,
 ) -> None:
-    """Train exit heads and routers for a model; a few minutes on a GPU.
+    """Train exit heads and routers for a model. A few minutes on a GPU.
 
-    tide calibrate my-org/my-model -o my.safetensors
-
-    tide calibrate my-org/my-model --quick --json
-
-    tide calibrate default --dataset texts.jsonl --compress -o own.safetensors
+    \b
+    Examples:
+      tide calibrate my-org/my-model -o my.safetensors
+      tide calibrate my-org/my-model --quick --json
+      tide calibrate default --dataset texts.jsonl --compress -o own.safetensors
     """
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("TIDE").setLevel(logging.INFO)
 
     import TIDE
 

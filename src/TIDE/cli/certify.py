@@ -11,40 +11,44 @@ import typer
 from TIDE.calibration.losses import LOSSES
 from TIDE.cli.errors import checked
 from TIDE.cli.files import Prompts
-from TIDE.cli.model import Model, load
+from TIDE.cli.model import MaxNewTokens, load, with_model
 from TIDE.cli.router import Router, check_new_router, router_path
+from TIDE.cli.settings import HELP
 from TIDE.config import KV_CACHE_STRATEGIES, TIDEConfig
 
 
+@with_model
 def certify(
-    model: Model,
+    model: str,
     prompts: Prompts,
     router: Router = None,
-    risk: Annotated[float, typer.Option(min=0, max=1, help="Mean loss that is acceptable.")] = 0.05,
-    confidence: Annotated[float, typer.Option(min=0, max=1, help="How surely it is not exceeded.")] = 0.95,
+    risk: Annotated[float, typer.Option(metavar="SHARE", min=0, max=1, help="Mean loss that is acceptable.")] = 0.05,
+    confidence: Annotated[float, typer.Option(metavar="SHARE", min=0, max=1, help="How surely it is not exceeded.")] = 0.95,
     loss: Annotated[Literal[*LOSSES], typer.Option(help="What is counted.")] = "rouge_l",  # type: ignore[valid-type]
-    new_tokens: Annotated[int, typer.Option(min=1, help="How far each prompt is continued at most.")] = 64,
-    limit: Annotated[int | None, typer.Option(min=1, help="So many of the prompts, drawn at random.")] = None,
+    max_new_tokens: MaxNewTokens = 64,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Take N of the prompts, drawn at random.")] = None,
     kv_cache_strategy: Annotated[
         Literal[KV_CACHE_STRATEGIES],  # type: ignore[valid-type]
-        typer.Option(help="What happens to the layers a token skipped."),
+        typer.Option(help=HELP["kv_cache_strategy"]),
     ] = "exact",
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
+            metavar="FILE",
             callback=checked(check_new_router),
             help="Where the certified file goes; over the router file unless it is shipped.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
-    """Test exit thresholds of mode fast on held-out prompts, from the safest on, and keep the last that passes.
+    """Find how low the exit threshold of mode fast may go. Held-out prompts test it, from the safest threshold on.
 
-    tide certify my-org/my-model --router my.safetensors --prompts prompts.jsonl
-
-    tide certify default --prompts prompts.jsonl --risk 0.1 -o mine.safetensors
+    \b
+    Examples:
+      tide certify my-org/my-model --router my.safetensors --prompts prompts.jsonl
+      tide certify default --prompts prompts.jsonl --risk 0.1 -o mine.safetensors
     """
     source = router_path(model, router)
 
@@ -59,7 +63,7 @@ def certify(
     loaded = load(model)
     asked = load_prompts(prompts, loaded.tokenizer, limit)
     with TIDE.TIDE(loaded.model, source, config) as engine:
-        found = TIDE.certify(engine, asked, risk, confidence, loss=loss, new_tokens=new_tokens)
+        found = TIDE.certify(engine, asked, risk, confidence, loss=loss, max_new_tokens=max_new_tokens)
     if target is not None:
         add_certificate(source, found, target)
     typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else found.summary())

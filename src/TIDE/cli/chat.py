@@ -2,96 +2,117 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from TIDE.cli.generate import record, write
-from TIDE.cli.model import Model, load
-from TIDE.cli.router import Router, router_path
+from TIDE.cli.colours import Pieces
+from TIDE.cli.errors import EXPECTED, told
+from TIDE.cli.files import decoded
+from TIDE.cli.generate import Temperature, record, write
+from TIDE.cli.model import MaxNewTokens, load, with_model
+from TIDE.cli.router import NoExits, Router, exits_path
 from TIDE.cli.settings import RUNNING, with_settings
+from TIDE.cli.talk import Talk
 from TIDE.config import TIDEConfig
 
-HELP = "/stats: where the last answer's tokens were decided; /new: forget all; /quit, or end of input: leave"
+COMMANDS = {
+    "/help": "show these commands",
+    "/reset": "forget what was said",
+    "/save [FILE]": "write the conversation to a JSON file",
+    "/stats": "show where the tokens of the last answer were decided",
+    "/quit": "leave, as /exit and the end of input do",
+}
+HELP = "\n".join(f"{name:14}{said}" for name, said in COMMANDS.items()) + "\nCtrl-C ends an answer that is being written."
 
 
 @with_settings(*RUNNING)
+@with_model
 def chat(
-    model: Model = "default",
+    model: str = "default",
     *,
     router: Router = None,
-    exits: Annotated[bool, typer.Option("--exits/--no-exits", help="Without, every token runs all layers.")] = True,
-    system: Annotated[str | None, typer.Option(help="What the model is told before everything else.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the most likely token each time.")] = 0.0,
+    no_exits: NoExits = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told before everything else.")] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
     depth: Annotated[bool, typer.Option("--depth", help="Colour each token by the depth at which it was decided.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per turn.")] = False,
     config: TIDEConfig,
 ) -> None:
-    """Talk with a model. What was said is not run again at each turn.
+    """Talk with a model. What was said is not run again at each turn; /help lists the commands of a chat.
 
-    tide chat --depth --system "Answer in one sentence."
-
-    printf 'Hello!\\nAnd who are you?\\n' | tide chat --json
-
-    tide chat my-org/my-model --router my.safetensors
+    \b
+    Examples:
+      tide chat --depth --system "Answer in one sentence."
+      tide chat my-org/my-model --router my.safetensors
+      printf 'Hello!\\nAnd who are you?\\n' | tide chat --json
     """
     import TIDE
 
-    source = router_path(model, router) if exits else None
+    source = exits_path(model, router, no_exits)
     loaded = load(model)
     if loaded.tokenizer.chat_template is None:
         raise ValueError(f"{model} has no chat template. Use tide generate --raw, or a model made for chat.")
     options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, do_sample=temperature > 0)
     if temperature > 0:
         options["temperature"] = temperature
-    asks = sys.stdin.isatty() and not as_json
+    asks, failed = sys.stdin.isatty() and not as_json, False
     if asks:
-        typer.echo(HELP)
+        typer.echo(f"{HELP}\n")
     with TIDE.TIDE(loaded.model, source, config) as engine:
-        talk = Talk(TIDE.Conversation(engine), loaded.tokenizer, system)
-        while (said := _read(asks)) is not None:
-            if said in ("/quit", "/exit"):
-                return
-            if said == "/new":
-                talk.forget()
-            elif said == "/stats":
-                typer.echo(engine.last_stats.summary())
-            elif said:
-                tokens = talk.ask(said, options)
-                answer = write(engine, loaded.tokenizer, tokens, depth and not as_json, quiet=as_json).shown
-                talk.heard(answer)
-                if as_json:
-                    typer.echo(json.dumps(record(engine, said, answer)))
+        talk = Talk(engine, loaded.tokenizer, system)
+        while (line := _read(asks)) is not None:
+            if line.strip() in ("/quit", "/exit"):
+                break
+            try:
+                if line.startswith("/"):
+                    typer.echo(_obeyed(line, talk), err=as_json)
+                elif said := line.strip():
+                    pieces = Pieces(loaded.tokenizer)
+                    write(engine, talk.ask(said, pieces, options), pieces, depth and not as_json, quiet=as_json)
+                    if as_json:
+                        typer.echo(json.dumps(record(engine, said, pieces.shown)))
+            except BrokenPipeError:
+                raise
+            except EXPECTED as problem:
+                failed = True
+                typer.echo(told(problem), err=True)
+    if failed and not asks:
+        raise typer.Exit(1)
 
 
-class Talk:
-    """What was said, in the model's chat template."""
-
-    def __init__(self, conversation: Any, tokenizer: Any, system: str | None) -> None:
-        self.conversation, self.tokenizer, self.system = conversation, tokenizer, system
-        self.forget()
-
-    def forget(self) -> None:
-        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-
-    def ask(self, said: str, options: dict[str, Any]) -> Any:
-        """The tokens of the answer."""
-        self.messages.append({"role": "user", "content": said})
-        inputs = self.tokenizer.apply_chat_template(
-            self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        ).to(self.conversation.engine.model.device)
-        return self.conversation.stream(**inputs, **options)
-
-    def heard(self, answer: str) -> None:
-        self.messages.append({"role": "assistant", "content": answer})
+def _obeyed(line: str, talk: Talk) -> str:
+    """Do what a line with a slash says, and return what to say about it."""
+    name, _, rest = line.strip().partition(" ")
+    if name == "/save":
+        return f"written: {talk.save(rest.strip())}"
+    if name == "/help" and not rest:
+        return HELP
+    if name == "/stats" and not rest:
+        if not talk.engine.last_stats.total_tokens:
+            raise ValueError("there is no answer yet. Say something first.")
+        return str(talk.engine.last_stats.summary())
+    if name == "/reset" and not rest:
+        talk.reset()
+        return "all forgotten."
+    raise ValueError(
+        f"there is no command {line.strip()}. There are {', '.join(COMMANDS)}. Put a space before it to say it to the model."
+    )
 
 
 def _read(asks: bool) -> str | None:
     """The next line; None at the end of input."""
-    if asks:
-        typer.echo("> ", nl=False)
-    line = sys.stdin.readline()
-    return line.strip() if line else None
+    if not asks:
+        line = sys.stdin.buffer.readline()
+        return decoded(line, "standard input").rstrip("\r\n") if line else None
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  input() edits lines and knows those before
+    try:
+        return input("> ")
+    except EOFError:
+        typer.echo()
+        return None

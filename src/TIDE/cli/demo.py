@@ -12,7 +12,8 @@ import typer
 
 from TIDE.cli.colours import Pieces, has_colours, legend, painted, show
 from TIDE.cli.errors import checked
-from TIDE.cli.model import ModelOption, load
+from TIDE.cli.model import MaxNewTokens, ModelOption, load
+from TIDE.cli.router import Router, router_path
 from TIDE.cli.turns import Timed, by_turns, ways
 from TIDE.plots.report import check_report, write_report
 from TIDE.run import Run, prepared
@@ -25,29 +26,35 @@ NAMES = {"generate": "model.generate", "exits_off": "TIDE, exits off", "exits": 
 
 
 def demo(
-    prompt: Annotated[str, typer.Option(help="What to ask the model.")] = PROMPT,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to ask the model.")] = PROMPT,
     model: ModelOption = "default",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each way is timed.")] = 3,
+    router: Router = None,
+    max_new_tokens: MaxNewTokens = 64,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="How often each way is timed.")] = 3,
     output: Annotated[
-        Path, typer.Option("--output", "-o", callback=checked(check_report), help="The report: a page with every token.")
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE", callback=checked(check_report), help="The report: a page with every token."
+        ),
     ] = Path("tide-demo.html"),
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Show TIDE at work on the embedded default model: the same text, faster.
+    """Show TIDE at work on the embedded model: the same text, faster.
 
-    tide demo
-
-    tide demo --prompt "Add two numbers in Python." -o sums.html
+    \b
+    Examples:
+      tide demo
+      tide demo --prompt "Add two numbers in Python." -o sums.html
     """
     import TIDE
     from TIDE.engine.record import last_run
 
+    source = router_path(model, router) if router is not None or model == "default" else None
     loaded = load(model)
     inputs = prepared(loaded.tokenizer, prompt).to(loaded.model.device)
     options = dict(inputs, max_new_tokens=max_new_tokens, do_sample=False)
     prompt_tokens = inputs["input_ids"].shape[1]
-    with TIDE.TIDE(loaded.model, TIDE.default_router() if model == "default" else None) as engine:
+    with TIDE.TIDE(loaded.model, source) as engine:
         timed = _compare(engine, options, prompt_tokens, rounds)
         answers = {name: own.ids[0, prompt_tokens:].tolist() for name, own in timed.items()}
         shown = list(answers)[-1]
@@ -72,8 +79,6 @@ def demo(
 def _compare(engine: Any, options: dict[str, Any], prompt_tokens: int, rounds: int) -> dict[str, Timed]:
     """Each way, timed; afterwards the engine knows the middle round of the last of them as its latest."""
     runs = ways(engine, options)
-    if engine.policy is None:
-        del runs["exits"]
     last, notes = list(runs)[-1], list[Any]()
     runs[last] = _noting(engine, runs[last], notes)
     timed = by_turns(runs, prompt_tokens, rounds)

@@ -38,7 +38,7 @@ class Commands(TyperGroup):
             wrong_usage = isinstance(problem, UsageError)
             if debug and not wrong_usage:
                 raise
-            typer.echo(f"error: {' '.join(described(problem).split())}", err=True)
+            typer.echo(told(problem), err=True)
             code = 2 if wrong_usage else 1
         sys.exit(code)
 
@@ -48,6 +48,11 @@ class Commands(TyperGroup):
         except KeyboardInterrupt as stopped:
             typer.echo(f"\ninterrupted. {stopped}".rstrip(), err=True)
             raise typer.Exit(130) from None
+
+
+def told(problem: Exception) -> str:
+    """A problem in a line."""
+    return f"error: {' '.join(described(problem).split())}"
 
 
 def described(problem: Exception) -> str:

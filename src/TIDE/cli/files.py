@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from TIDE.cli.errors import checked
+from TIDE.cli.errors import WrongUsage, checked
 
 
 def check_target(path: Path, suffixes: tuple[str, ...]) -> None:
@@ -21,6 +22,21 @@ def check_target(path: Path, suffixes: tuple[str, ...]) -> None:
 def check_prompts(path: Path) -> None:
     if path.suffix != ".jsonl":
         raise ValueError(f"expected a .jsonl file with a prompt a line, found {path.name!r}.")
+    decoded(path.read_bytes(), str(path))
+
+
+def decoded(data: bytes, name: str) -> str:
+    """UTF-8 text without its byte order mark; text in any other encoding is wrong usage."""
+    try:
+        text = data.decode("utf-8-sig")
+        found = "zero bytes" if "\0" in text else None
+    except UnicodeDecodeError as problem:
+        found = f"byte 0x{data[problem.start]:02x} at {problem.start}"
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        found = "UTF-16"
+    if found is not None:
+        raise WrongUsage(f"expected UTF-8 text in {name}, found {found}. Save it as UTF-8, or convert it with iconv.")
+    return text
 
 
 def check_dataset(source: str) -> None:
@@ -32,9 +48,14 @@ def check_dataset(source: str) -> None:
 Prompts = Annotated[
     Path,
     typer.Option(
-        exists=True, dir_okay=False, callback=checked(check_prompts), help="A .jsonl file: an object with 'prompt' a line."
+        exists=True,
+        dir_okay=False,
+        metavar="FILE",
+        callback=checked(check_prompts),
+        help="A .jsonl file: an object with 'prompt' a line.",
     ),
 ]
 PromptFile = Annotated[
-    Path | None, typer.Option(exists=True, dir_okay=False, help="A prompt per line, or .jsonl with 'prompt' or 'turns'.")
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, metavar="FILE", help="A prompt per line, or .jsonl with 'prompt' or 'turns'."),
 ]

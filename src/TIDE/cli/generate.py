@@ -12,12 +12,20 @@ import typer
 
 from TIDE.cli.colours import Pieces, legend, painted, show
 from TIDE.cli.errors import WrongUsage, checked
-from TIDE.cli.files import PromptFile, check_target
-from TIDE.cli.model import ModelOption, load
-from TIDE.cli.router import Router, router_path
+from TIDE.cli.files import PromptFile, check_target, decoded
+from TIDE.cli.model import MaxNewTokens, ModelOption, load
+from TIDE.cli.router import NoExits, Router, exits_path
 from TIDE.cli.settings import RUNNING, with_settings
 from TIDE.config import TIDEConfig
 from TIDE.run import prepared
+
+SEED = (
+    "For drawing with a temperature. The same seed gives the same text with --no-exits; with exits it may give another, "
+    "because how much is drafted goes by the clock."
+)
+Temperature = Annotated[
+    float, typer.Option(metavar="NUMBER", min=0.0, help="How freely to draw; 0: the most likely token each time.")
+]
 
 
 def _check_run(path: Path) -> None:
@@ -26,37 +34,43 @@ def _check_run(path: Path) -> None:
 
 @with_settings(*RUNNING)
 def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(help="What to ask; '-' or nothing: standard input.")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="What to ask; '-' or nothing: standard input.")
+    ] = None,
     *,
     model: ModelOption = "default",
     file: PromptFile = None,
     router: Router = None,
-    exits: Annotated[bool, typer.Option("--exits/--no-exits", help="Without, every token runs all layers.")] = True,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the most likely token each time.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="For drawing.")] = 0,
+    no_exits: NoExits = False,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: Annotated[
+        float, typer.Option(metavar="SHARE", min=0.0, max=1.0, help="With a temperature: draw from the likeliest tokens only.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", help=SEED)] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
     depth: Annotated[bool, typer.Option("--depth", help="Colour each token by the depth at which it was decided.")] = False,
     save: Annotated[
         Path | None,
-        typer.Option(callback=checked(_check_run), help="Keep the run for tide report: a .json file; one prompt."),
+        typer.Option(
+            metavar="FILE", callback=checked(_check_run), help="Keep the run for tide report: a .json file; one prompt."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per prompt.")] = False,
     config: TIDEConfig,
 ) -> None:
     """Answer prompts from arguments, a file or standard input.
 
-    tide generate "Why is the sky blue?" --depth
-
-    tide generate "Why is the sky blue?" --save run.json
-
-    cat questions.txt | tide generate --max-new-tokens 64 --json
+    \b
+    Examples:
+      tide generate "Why is the sky blue?" --depth
+      tide generate "Why is the sky blue?" --save run.json
+      cat questions.txt | tide generate --max-new-tokens 64 --json
     """
     asked = read_prompts(prompts or [], file)
     if save is not None and len(asked) > 1:
         raise WrongUsage(f"--save keeps one run, found {len(asked)} prompts. Ask one at a time.")
-    source = router_path(model, router) if exits else None
+    source = exits_path(model, router, no_exits)
     loaded = load(model)
 
     import torch
@@ -71,8 +85,8 @@ def generate(
         for prompt in asked:
             torch.manual_seed(seed)
             inputs = prepared(loaded.tokenizer, prompt, raw).to(loaded.model.device)
-            tokens = engine.stream(**inputs, **options)
-            pieces = write(engine, loaded.tokenizer, tokens, depth and not as_json, quiet=as_json)
+            pieces = Pieces(loaded.tokenizer)
+            write(engine, engine.stream(**inputs, **options), pieces, depth and not as_json, quiet=as_json)
             if as_json:
                 typer.echo(json.dumps(record(engine, prompt, pieces.shown)))
             if save is not None:
@@ -85,16 +99,16 @@ def read_prompts(given: list[str], file: Path | None) -> list[str]:
     if file is not None and given:
         raise WrongUsage("expected prompts as arguments or --file, found both. Leave one out.")
     if file is not None:
-        return _from_lines(file.read_text("utf-8"), file.suffix == ".jsonl", str(file))
+        return _from_lines(decoded(file.read_bytes(), str(file)), file.suffix == ".jsonl", str(file))
     if given and given != ["-"]:
         return given
-    if sys.stdin.isatty():
+    if not given and sys.stdin.isatty():
         raise WrongUsage('expected a prompt. Give one, such as tide generate "Hello", or --file, or pipe one in.')
-    return _from_lines(sys.stdin.read(), False, "standard input")
+    return _from_lines(decoded(sys.stdin.buffer.read(), "standard input"), False, "standard input")
 
 
 def _from_lines(text: str, is_json: bool, name: str) -> list[str]:
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.replace("\r", "\n").split("\n") if line.strip()]  # JSON may hold other line ends
     if not lines:
         raise WrongUsage(f"expected a prompt per line in {name}, found none.")
     if not is_json:
@@ -116,19 +130,20 @@ def _asked(line: str) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
-def write(engine: Any, tokenizer: Any, tokens: Iterator[int], depth: bool, quiet: bool) -> Pieces:
-    """Print an answer as it comes, and return its pieces."""
-    pieces, layers = Pieces(tokenizer), engine.last_stats.num_layers
-    for number, token in enumerate(tokens):
-        piece = pieces.add(token)
-        if not quiet:
-            show(painted(piece, engine.last_decided[0][number].depth, layers) if depth else piece, nl=False)
-    if not quiet:
-        typer.echo("\n")
+def write(engine: Any, tokens: Iterator[int], pieces: Pieces, depth: bool, quiet: bool) -> None:
+    """Print an answer as it comes, and keep it in `pieces`."""
+    layers = engine.last_stats.num_layers
+    try:
+        for number, token in enumerate(tokens):
+            piece = pieces.add(token)
+            if not quiet:
+                show(painted(piece, engine.last_decided[0][number].depth, layers) if depth else piece, nl=False)
+    finally:
+        if pieces.ids and not quiet:
+            typer.echo("\n")
     if depth:
         depths = [decided.depth for decided in engine.last_decided[0]]
         show(f"{legend(depths, layers)}\n{engine.last_stats.summary()}\n")
-    return pieces
 
 
 def record(engine: Any, prompt: str, answer: str) -> dict[str, Any]:

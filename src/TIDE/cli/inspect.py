@@ -13,23 +13,26 @@ from TIDE.cli.model import check_model, load
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A router file, .safetensors or .pt.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A router file, .safetensors or .pt.")
+    ],
     model: Annotated[
         str | None,
         typer.Option(
+            metavar="MODEL",
             callback=checked(check_model),
             help="Load this model too, check that the file is for it, and say what runs its layers here.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Print what a router file holds: model, checkpoints, configuration, training facts and measured figures.
+    """Print what a router file holds. Model, checkpoints, configuration, training facts and measured figures.
 
-    tide inspect my.safetensors
-
-    tide inspect my.safetensors --model my-org/my-model
-
-    tide inspect my.safetensors --json
+    \b
+    Examples:
+      tide inspect my.safetensors
+      tide inspect my.safetensors --model my-org/my-model
+      tide inspect my.safetensors --json
     """
     from TIDE.routing.router_file import RouterFile
 

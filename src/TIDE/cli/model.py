@@ -1,40 +1,78 @@
-"""The model a command works with: the option, what can be said of it at once, and loading it."""
+"""The model a command works with: how it is named, what can be said of it at once, loading it, and how far it writes."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from TIDE.cli.errors import checked
+from TIDE.cli.errors import WrongUsage, checked
+from TIDE.cli.quiet import without_loading_bars
 
 if TYPE_CHECKING:
     from TIDE.models.load import Loaded
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-HELP = "'default', a hub id, or a local path."
+HELP = "A hub id, a local path, or 'default'."
+GIVE = "Give a folder with a model, a .gguf file, a hub id, or 'default'."
+UNLESS_GIVEN = "A hub id, a local path, or 'default', which is taken unless given."
 
 
 def check_model(name: str) -> None:
     """Raise where no model can be behind a name; a hub id is looked up when the model is loaded."""
-    if name == "default" or Path(name).exists():
+    if name == "default" or (name and Path(name).exists()):
         return
     if name.endswith(".gguf") or name.startswith(".") or not HUB_ID.fullmatch(name):
-        raise ValueError(f"there is no {name}. Give a folder with a model, a .gguf file, a hub id, or 'default'.")
+        raise ValueError(f"there is no {name or 'model without a name'}. {GIVE}")
 
 
-Model = Annotated[str, typer.Argument(callback=checked(check_model), help=HELP)]
-ModelOption = Annotated[str, typer.Option("--model", callback=checked(check_model), help=HELP)]
+ModelOption = Annotated[
+    str,
+    typer.Option("--model", metavar="MODEL", callback=checked(check_model), show_default=False, help=UNLESS_GIVEN),
+]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest answer, in tokens.")]
+
+
+def with_model(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take its `model` as the argument MODEL or as --model, as other commands do."""
+    signature = inspect.signature(command, eval_str=True)
+    default = signature.parameters["model"].default
+    said, check = HELP if default is inspect.Parameter.empty else UNLESS_GIVEN, checked(check_model)
+    argument = Annotated[str | None, typer.Argument(metavar="MODEL", callback=check, help=said)]
+    option = Annotated[str | None, typer.Option("--model", metavar="MODEL", callback=check, help="Another way to say MODEL.")]
+    own = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in signature.parameters.values()
+        if parameter.name != "model"
+    ]
+
+    @functools.wraps(command)
+    def run(*, model: str | None, model_option: str | None, **given: Any) -> None:
+        if model is not None and model_option is not None and model != model_option:
+            raise WrongUsage(f"expected one model, found {model} and --model {model_option}. Leave one out.")
+        chosen = next((name for name in (model, model_option, default) if name is not None), None)
+        if chosen is inspect.Parameter.empty:
+            raise WrongUsage(f"expected a model, found none. {GIVE}")
+        command(model=chosen, **given)
+
+    places = [
+        inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=argument),
+        inspect.Parameter("model_option", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option),
+    ]
+    run.__signature__ = signature.replace(parameters=[*places, *own])  # type: ignore[attr-defined]
+    return run
 
 
 def load(name: str, dtype: str | None = None) -> Loaded:
     """The model and its tokenizer, without a bar for its tensors."""
     import torch
-    from transformers.utils.logging import disable_progress_bar
 
     import TIDE
 
-    disable_progress_bar()
+    without_loading_bars()
     return TIDE.load_model(name, dtype=None if dtype is None else getattr(torch, dtype))

@@ -13,19 +13,22 @@ from TIDE.plots.report import check_report, write_report
 
 
 def report(
-    run: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What tide generate --save wrote.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", exists=True, dir_okay=False, help="What tide generate --save wrote.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", callback=checked(check_report), help="The page; RUN.html unless given."),
+        typer.Option("--output", "-o", metavar="FILE", callback=checked(check_report), help="The page; RUN.html unless given."),
     ] = None,
-    figures: Annotated[Path | None, typer.Option(file_okay=False, help="Draw figures into this folder too.")] = None,
+    figures: Annotated[
+        Path | None, typer.Option(file_okay=False, metavar="FOLDER", help="Draw figures into this folder too.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
-    """Make one HTML page of a run: every token with its depth, the router's score and the full model's word.
+    """Make one HTML page of a run. It has every token with its depth, the router's score and the full model's word.
 
-    tide generate "Why is the sky blue?" --save run.json
-
-    tide report run.json --figures figures
+    \b
+    Examples:
+      tide generate "Why is the sky blue?" --save run.json
+      tide report run.json --figures figures
     """
     from TIDE.plots.runs import plot_acceptance, plot_depths, plot_histogram
     from TIDE.run import Run

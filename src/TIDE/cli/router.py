@@ -27,18 +27,31 @@ def check_new_router(path: Path) -> None:
 Router = Annotated[
     str | None,
     typer.Option(
+        metavar="FILE",
         callback=checked(check_router),
         help="A router file, or 'default': the shipped one, taken for the default model unless given.",
     ),
 ]
+NoExits = Annotated[bool, typer.Option("--no-exits", help="Run all layers for every token; needs no router file.")]
 
 
-def router_path(model: str, router: str | None) -> Path:
-    """The file asked for; the shipped one for "default", and for the default model where none is given."""
+def router_path(model: str, router: str | None, otherwise: str = "") -> Path:
+    """The file asked for; the shipped one for "default", and for the default model where none is given.
+
+    Args:
+        otherwise: what else a user may do who has no file.
+    """
     import TIDE
 
     if router == "default" or (router is None and model == "default"):
         return Path(TIDE.default_router())
     if router is None:
-        raise WrongUsage(f"expected a router file for {model}: give --router FILE, or make one: tide calibrate {model}.")
+        raise WrongUsage(
+            f"expected a router file for {model}: give --router FILE, or make one: tide calibrate {model}.{otherwise}"
+        )
     return Path(router)
+
+
+def exits_path(model: str, router: str | None, no_exits: bool) -> Path | None:
+    """The router file of a command that has --no-exits."""
+    return None if no_exits else router_path(model, router, " Or go without: --no-exits.")

@@ -18,6 +18,12 @@ from TIDE.config import EXIT_STRATEGIES, KV_CACHE_STRATEGIES, LABELS, MODES, TID
 RUNNING = ("mode", "exit_threshold", "min_layers", "kv_cache_strategy", "max_pending", "max_exit_share")
 CHOICES = {"mode": MODES, "exit_strategy": EXIT_STRATEGIES, "label": LABELS, "kv_cache_strategy": KV_CACHE_STRATEGIES}
 CHECKS = {"calibration_dataset": checked(check_dataset)}
+METAVARS = {int: "N", float: "NUMBER", str: "NAME"}
+HELP = {  # where the first words of a field's description are not enough
+    "mode": "exact: the text of the full model; fast: what the exits say, unchecked. Unless given: exact, or fast with "
+    "--kv-cache-strategy propagate or zero_pad.",
+    "kv_cache_strategy": "What becomes of layers a token skipped: run later, written from the exit's state, or zeros.",
+}
 
 
 def descriptions() -> dict[str, str]:
@@ -57,6 +63,10 @@ def with_settings(*names: str, **renamed: str) -> Callable[[Callable[..., None]]
 def option(name: str, field: str) -> inspect.Parameter:
     """The option of a field."""
     said = re.split(r"[.;] ", descriptions()[field].removeprefix("calibration: "))[0].rstrip(".")
+    said = HELP.get(field, f"{said[0].upper()}{said[1:]}.")
+    default = getattr(TIDEConfig(), field)
     kind: Any = Literal[CHOICES[field]] if field in CHOICES else typing.get_type_hints(TIDEConfig)[field]
-    annotation = Annotated[kind, typer.Option(callback=CHECKS.get(field), help=f"{said[0].upper()}{said[1:]}.")]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(TIDEConfig(), field), annotation=annotation)
+    kind = kind | None if default is None else kind
+    metavar = None if field in CHOICES else next(METAVARS[own] for own in (kind, *typing.get_args(kind)) if own in METAVARS)
+    annotation = Annotated[kind, typer.Option(metavar=metavar, callback=CHECKS.get(field), help=said)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

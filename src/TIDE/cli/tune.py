@@ -10,7 +10,7 @@ import typer
 
 from TIDE.cli.errors import checked
 from TIDE.cli.files import Prompts
-from TIDE.cli.model import Model, load
+from TIDE.cli.model import MaxNewTokens, load, with_model
 from TIDE.cli.router import Router, router_path
 from TIDE.config import KV_CACHE_STRATEGIES
 from TIDE.plots.analysis import check_figure
@@ -24,35 +24,40 @@ def _check_strategies(names: list[str]) -> None:
         raise ValueError(f"expected {', '.join(KV_CACHE_STRATEGIES)}, found {', '.join(unknown)}.")
 
 
+@with_model
 def tune(
-    model: Model,
+    model: str,
     prompts: Prompts,
     router: Router = None,
     threshold: Annotated[
-        list[float] | None, typer.Option(min=0, max=1, help="An exit threshold to try; may be repeated.")
+        list[float] | None,
+        typer.Option(metavar="NUMBER", min=0, max=1, help="An exit threshold to try; may be repeated."),
     ] = None,
     strategy: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="STRATEGY",
             callback=checked(_check_strategies),
             help="A kv_cache_strategy to try: exact, propagate, zero_pad; may be repeated.",
         ),
     ] = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="How far each prompt is continued at most.")] = 64,
-    limit: Annotated[int, typer.Option(min=1, help="So many of the prompts, drawn at random.")] = PROMPTS,
-    plot: Annotated[
+    max_new_tokens: MaxNewTokens = 64,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Take N of the prompts, drawn at random.")] = PROMPTS,
+    figure: Annotated[
         Path | None,
-        typer.Option(callback=checked(check_figure), help="Draw speed over agreement: a .png, .svg or .pdf file."),
+        typer.Option(
+            metavar="FILE", callback=checked(check_figure), help="Draw speed over agreement: a .png, .svg or .pdf file."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Measure exits off, mode exact and mode fast at several thresholds, by turns: tokens per second and agreement.
+    """Measure speed and agreement of every setting on your prompts. Exits off, mode exact and mode fast take turns.
 
-    tide tune default --prompts prompts.jsonl --plot tune.png
-
-    tide tune my-org/my-model --router my.safetensors --prompts prompts.jsonl
-
-    tide tune default --prompts prompts.jsonl --threshold 0.9 --threshold 0.6 --json
+    \b
+    Examples:
+      tide tune default --prompts prompts.jsonl --figure tune.png
+      tide tune my-org/my-model --router my.safetensors --prompts prompts.jsonl
+      tide tune default --prompts prompts.jsonl --threshold 0.9 --threshold 0.6
     """
     source = router_path(model, router)
 
@@ -63,7 +68,13 @@ def tune(
     loaded = load(model)
     asked = load_prompts(prompts, loaded.tokenizer, limit)
     with TIDE.TIDE(loaded.model, source) as engine:
-        found = TIDE.tune(engine, asked, new_tokens=new_tokens, thresholds=threshold or THRESHOLDS, strategies=strategy or None)
-    if plot is not None:
-        plot_tuning(found, plot)
+        found = TIDE.tune(
+            engine,
+            asked,
+            max_new_tokens=max_new_tokens,
+            thresholds=threshold or THRESHOLDS,
+            strategies=strategy or None,
+        )
+    if figure is not None:
+        plot_tuning(found, figure)
     typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else found.table())

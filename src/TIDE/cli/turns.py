@@ -23,18 +23,15 @@ class Timed(NamedTuple):
 
 
 def ways(engine: Any, options: dict[str, Any]) -> dict[str, Callable[[], torch.Tensor]]:
-    """A request by `model.generate`, by an engine with exits off, and by the engine as it is."""
+    """A request by `model.generate`, by an engine with exits off, and by the engine as it is where it has exits."""
 
     def exits_off() -> torch.Tensor:
         with engine.using(engine.config, exits=False):
             found: torch.Tensor = engine.generate(**options)
             return found
 
-    return {
-        "generate": lambda: engine.model.generate(**options),
-        "exits_off": exits_off,
-        "exits": lambda: engine.generate(**options),
-    }
+    found = {"generate": lambda: engine.model.generate(**options), "exits_off": exits_off}
+    return found if engine.policy is None else {**found, "exits": lambda: engine.generate(**options)}
 
 
 def by_turns(runs: dict[str, Callable[[], torch.Tensor]], prompt_tokens: int, rounds: int) -> dict[str, Timed]:

@@ -1,0 +1,68 @@
+"""A talk: what was said so far, the answers to it as they are written, and the file it is kept in."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from TIDE.cli.colours import Pieces
+from TIDE.cli.files import check_target
+
+
+class Talk:
+    """What was said to an engine, in the model's chat template. A turn that brings no answer is as if it had not been said."""
+
+    def __init__(self, engine: Any, tokenizer: Any, system: str | None) -> None:
+        import TIDE
+
+        self.engine, self.tokenizer, self.system = engine, tokenizer, system
+        self.conversation = TIDE.Conversation(engine)
+        self.file: Path | None = None  # where this talk was saved
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was said, and the file it is kept in."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.file = None
+
+    def ask(self, said: str, pieces: Pieces, options: dict[str, Any]) -> Iterator[int]:
+        """Yield the tokens of the answer up to Ctrl-C, and keep it as `pieces` has it then."""
+        messages = [*self.messages, {"role": "user", "content": said}]
+        with interrupts() as were_noted:
+            inputs = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            ).to(self.engine.model.device)
+            for token in self.conversation.stream(**inputs, **options):
+                yield token
+                if were_noted():
+                    break
+        if pieces.shown:
+            self.messages = [*messages, {"role": "assistant", "content": pieces.shown}]
+
+    def save(self, name: str = "") -> Path:
+        """Write the messages as JSON: to a new file, or again to the one they were written to before."""
+        if all(message["role"] == "system" for message in self.messages):
+            raise ValueError("there is nothing to save yet. Say something first.")
+        path = Path(name).expanduser() if name else self.file or Path(time.strftime("tide-chat-%Y%m%d-%H%M%S.json"))
+        check_target(path, (".json",))
+        if path.exists() and path != self.file:
+            raise FileExistsError(f"there is a {path} already. Give another name.")
+        path.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        self.file = path
+        return path
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Note Ctrl-C instead of raising KeyboardInterrupt: a step of the engine is not broken off, and its K/V stay usable."""
+    noted: list[object] = []
+    before = signal.signal(signal.SIGINT, lambda *_: noted.append(True))
+    try:
+        yield lambda: bool(noted)
+    finally:
+        signal.signal(signal.SIGINT, before)

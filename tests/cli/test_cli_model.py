@@ -1,0 +1,84 @@
+"""The model of a command: MODEL or --model, and the router file that goes with it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from commands import tide
+
+BOTH_WAYS = ("calibrate", "analyze", "certify", "tune", "chat")
+
+
+def needed(command: str, folder) -> list[object]:
+    return ["--prompts", folder / "prompts.jsonl"] if command in ("certify", "tune") else []
+
+
+@pytest.mark.parametrize("command", BOTH_WAYS)
+def test_two_models_are_wrong_usage(command, folder):
+    done = tide(command, "one/model", "--model", "another/model", *needed(command, folder))
+    assert done.exit_code == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: expected one model, found one/model and --model another/model. Leave one out. See ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", [command for command in BOTH_WAYS if command != "chat"])
+def test_no_model_is_wrong_usage(command, folder):
+    done = tide(command, *needed(command, folder))
+    assert done.exit_code == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: expected a model, found none. Give a folder with a model, a .gguf file, a hub id")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", BOTH_WAYS)
+@pytest.mark.parametrize("name", ["", "nowhere/to/be/found"])
+def test_what_can_be_no_model_is_wrong_usage(command, name, folder):
+    done = tide(command, "--model", name, *needed(command, folder))
+    assert done.exit_code == 2 and done.stdout == ""
+    assert f"there is no {name or 'model without a name'}. Give a folder with a model" in done.stderr
+
+
+def test_the_model_may_be_an_argument_or_an_option_or_both(folder):
+    texts = ("--dataset", folder / "texts.txt", "--samples", 4, "--no-heads")
+    found = [tide("analyze", *model, *texts) for model in ([folder], ["--model", folder], [folder, "--model", folder])]
+    assert [done.exit_code for done in found] == [0, 0, 0], found[1].output
+    assert found[0].stdout == found[1].stdout == found[2].stdout
+
+
+@pytest.mark.parametrize("command", [["generate", "hi", "--model"], ["bench", "hi", "--model"], ["chat"], ["chat", "--model"]])
+def test_without_a_router_file_the_way_without_one_is_named(command, folder):
+    done = tide(*command, folder)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert f"or make one: tide calibrate {folder}. Or go without: --no-exits." in done.stderr
+
+
+@pytest.mark.parametrize("command", ["certify", "tune"])
+def test_commands_that_need_exits_do_not_name_a_way_without(command, folder):
+    done = tide(command, folder, *needed(command, folder))
+    assert done.exit_code == 2 and "give --router FILE" in done.stderr and "--no-exits" not in done.stderr
+
+
+def test_bench_without_exits_compares_two_ways(folder):
+    asked = ("bench", "hello", "--model", folder, "--no-exits", "--max-new-tokens", 6, "--rounds", 1)
+    done = tide(*asked)
+    assert done.exit_code == 0, done.output
+    head, row, _ = done.stdout.splitlines()
+    assert head.split() == ["tok/s,", "prompt", "included", "model.generate", "exits", "off", "same", "text"]
+    assert row.endswith(")   yes")
+    found = json.loads(tide(*asked, "--json").stdout)
+    assert found["mode"] == "off"
+    assert set(found["prompts"][0]) == {"prompt", "generate", "exits_off", "exits_off_same_text"}
+
+
+def test_demo_takes_a_router_file(folder, router, tmp_path):
+    asked = ("--model", folder, "--router", router, "--max-new-tokens", 6, "--rounds", 1, "-o", tmp_path / "page.html")
+    done = tide("demo", *asked, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["same_text"] == {"exits_off": True, "exits": True}
+
+
+def test_bench_names_the_mode_that_a_strategy_asks_for(folder, router):
+    asked = ("bench", "hello", "--model", folder, "--router", router, "--max-new-tokens", 6, "--rounds", 1, "--json")
+    assert json.loads(tide(*asked).stdout)["mode"] == "exact"
+    assert json.loads(tide(*asked, "--kv-cache-strategy", "zero_pad").stdout)["mode"] == "fast"
