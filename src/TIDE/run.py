@@ -19,15 +19,18 @@ class Token:
     """A token of the answer.
 
     Attributes:
+        text: its own part of the answer; empty if it only begins a character that a later token completes.
         depth: layers it was decided after.
-        score: of the router that let it out, where one was asked.
-        full: what the full model says in its place, given the same text before it.
+        score: of the router at the exit it took; None if it ran all layers.
+        full: the full model's most likely token in its place, given the same text before it.
+        special: whether it is a special token, such as the end of the answer, and not text the model wrote.
     """
 
     text: str
     depth: int
     score: float | None
     full: str
+    special: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Run:
 
     @property
     def agreement(self) -> float:
-        """Share of the tokens that are the full model's."""
+        """Share of the tokens that match the full model's most likely ones."""
         return sum(token.text == token.full for token in self.tokens) / max(1, len(self.tokens))
 
     def as_dict(self) -> dict[str, Any]:

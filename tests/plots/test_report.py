@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from commands import tide
 from families import build
 from TIDE.plots.ramp import RAMP, colour
 from TIDE.plots.report import report, write_report
+from TIDE.run import Token
 
 
 def test_a_page_needs_nothing_else_and_has_every_token(run):
@@ -24,14 +26,35 @@ def test_a_page_needs_nothing_else_and_has_every_token(run):
         assert said in page, said
 
 
+def test_the_words_of_a_page_are_those_of_the_field(run):
+    page = report(run)
+    headings = ("Prompt", "Answer, coloured by depth", "Tokens by depth", "Accepted drafts by position", "Summary")
+    assert re.findall("<h2>(.*?)</h2>", page) == list(headings)
+    for said in ("exited early", "mean depth, of 8 layers", "match the full model", "none (ran all layers)", "same token"):
+        assert said in page, said
+    for riddle in ("stood", "left early", "are the full model", "let it out", "in a row", "says"):
+        assert riddle not in page, riddle
+
+
+def test_a_page_of_no_tokens_claims_nothing_about_them(run):
+    page = report(dataclasses.replace(run, tokens=(), acceptance_by_step={}))
+    assert "(empty)" in page and "Tokens by depth" not in page
+    assert "%</b>" not in page and "is different" not in page
+
+
+def test_a_token_without_exits_has_no_score_and_the_page_says_why(run):
+    page = report(dataclasses.replace(run, mode="exits off", tokens=(Token("Yes", 8, None, "Yes"),)))
+    assert "router score\tnone (exits off)" in page and "none (ran all layers)" not in page
+
+
 def test_what_was_not_verified_is_not_called_accepted(run):
-    assert "Drafts that stood" in report(run)
-    assert "Drafts that stood" not in report(dataclasses.replace(run, mode="fast"))
+    assert "Accepted drafts" in report(run)
+    assert "Accepted drafts" not in report(dataclasses.replace(run, mode="fast"))
 
 
 def test_a_page_without_exits_says_so(run):
     page = report(dataclasses.replace(run, mode="exits off", acceptance_by_step={}))
-    assert "<title>Small-1B, exits off</title>" in page and "Drafts that stood" not in page
+    assert "<title>Small-1B, exits off</title>" in page and "Accepted drafts" not in page
 
 
 def test_what_cannot_be_written_is_said(run, tmp_path):

@@ -51,8 +51,13 @@ def test_lines_are_as_long_as_they_may_be(run):
 
 def test_acceptance_is_of_verified_drafts(words, run):
     text = words(plot_acceptance, run)
-    assert "draft, by its number in a row" in text and "share that stood" in text
+    assert "draft position" in text and "share accepted" in text
     assert "no drafts were verified" in words(plot_acceptance, dataclasses.replace(run, mode="fast"))
+
+
+@pytest.mark.parametrize("plot", [plot_histogram, plot_depths, plot_acceptance])
+def test_an_empty_answer_can_be_drawn(words, plot, run):
+    assert "mode exact: 0 tokens" in words(plot, dataclasses.replace(run, tokens=()))
 
 
 @pytest.mark.parametrize("plot", [plot_histogram, plot_depths, plot_acceptance])

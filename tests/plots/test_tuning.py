@@ -35,7 +35,15 @@ def test_every_setting_is_named_in_it_and_what_was_not_tried_is_not(tuning, tmp_
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # words as words
     plot_tuning(tuning, tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
-    for words in ("exits off", "fast, exact", "fast, propagate", "0.8125", "tokens per second", "Small-1B: 20 prompts"):
+    for words in (
+        "exits off",
+        "fast, exact",
+        "fast, propagate",
+        "0.8125",
+        "tokens per second",
+        "tokens that match the full model",
+        "Small-1B: 20 prompts",
+    ):
         assert words in text, words
     assert "zero_pad" not in text
     assert set(STYLE) == set(KV_CACHE_STRATEGIES)

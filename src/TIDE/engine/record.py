@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,13 +26,14 @@ def last_run(engine: TIDE, tokenizer: Any, prompt: str, ids: torch.Tensor, new: 
     """What an engine did last: it continued `ids` with `new`."""
     stats, decided = engine.last_stats, engine.last_decided[0]
     full = _full_models(engine, ids, new)
+    special = _special_ids(tokenizer)
     tokens = tuple(
-        Token(tokenizer.decode([token]), own.depth, own.score, tokenizer.decode([said]))
-        for token, own, said in zip(new, decided, full, strict=True)
+        Token(text, own.depth, own.score, other, token in special)
+        for token, own, (text, other) in zip(new, decided, _texts(tokenizer, new, full), strict=True)
     )
     return Run(
         model=str(getattr(engine.model.config, "name_or_path", "") or type(engine.model).__name__),
-        mode=engine.config.mode if engine.policy is not None else "exits off",
+        mode=engine.config.effective_mode if engine.policy is not None else "exits off",
         backend=engine.backend,
         num_layers=stats.num_layers,
         prompt=prompt,
@@ -48,3 +50,28 @@ def _full_models(engine: TIDE, prompt: torch.Tensor, new: list[int]) -> list[int
     ids = torch.cat([prompt, torch.tensor([new], dtype=prompt.dtype, device=prompt.device)], 1)
     logits = engine.model(ids, use_cache=False).logits[0, prompt.shape[1] - 1 : -1]
     return logits.argmax(-1).tolist()
+
+
+def _texts(tokenizer: Any, new: list[int], full: list[int]) -> Iterator[tuple[str, str]]:
+    """Each new token's text, and that of the full model's token in its place.
+
+    Both are decoded after the text before them: alone, a token can lose its leading space, or be part of a character. A
+    character of several tokens belongs to the last of them.
+    """
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+    before = ""
+    for place, (token, said) in enumerate(zip(new, full, strict=True)):
+        text = decode(new[: place + 1])
+        is_part = text.endswith("\ufffd") and place + 1 < len(new)
+        own = "" if is_part else text[len(before) :]
+        yield own, own if said == token else decode([*new[:place], said])[len(before) :]
+        before += own
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    """Ids of tokens that are no text. Some ends of turns are special only where they were added to the vocabulary."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(token for token, of in added if of.special)}

@@ -1,4 +1,4 @@
-"""Figures of a run: how many tokens were decided at which depth, each token's depth along the text, and drafts that stood."""
+"""Figures of a run: tokens by depth, each token's depth along the text, and accepted drafts by position."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ STUB = 0.12  # of all layers: what a token that ran none is drawn with
 
 
 def plot_histogram(run: Run, path: str | Path) -> None:
-    """Tokens by the depth at which they were decided."""
+    """Draw how many tokens were decided at each depth."""
 
     def draw(axes: Any) -> None:
-        counts = sorted(Counter(token.depth for token in run.tokens).items())
-        depths, heights = zip(*counts, strict=True)
-        axes.bar_label(axes.bar(depths, heights, color=[_paint(run, depth) for depth in depths]), padding=2)
+        counts = Counter(token.depth for token in run.tokens)
+        bars = axes.bar(list(counts), list(counts.values()), color=[_paint(run, depth) for depth in counts])
+        axes.bar_label(bars, padding=2)
         axes.margins(y=0.12)
         axes.set_xlim(-1, run.num_layers + 1)
         axes.set_xlabel(f"depth (layers run, of {run.num_layers})")
@@ -33,7 +33,7 @@ def plot_histogram(run: Run, path: str | Path) -> None:
 
 
 def plot_depths(run: Run, path: str | Path) -> None:
-    """The text in lines, over each token a bar for its depth; underlined what the full model does not say."""
+    """Draw the text with a bar for its depth over each token; tokens that differ from the full model's are underlined."""
     check_figure(path)
     from matplotlib.figure import Figure
 
@@ -44,12 +44,12 @@ def plot_depths(run: Run, path: str | Path) -> None:
         _draw_line(axes, run, line)
     figure.subplots_adjust(left=0.06, right=0.99, top=1 - TOP / height, bottom=0.5 * BAR / height, hspace=1.0)
     figure.suptitle(_title(run), fontsize=11, y=1 - 0.3 * TOP / height)
-    figure.supylabel("layers run when decided", fontsize=9, x=0.005)
+    figure.supylabel("depth (layers run)", fontsize=9, x=0.005)
     figure.savefig(path, dpi=150)
 
 
 def plot_acceptance(run: Run, path: str | Path) -> None:
-    """Share of drafts that stood, by their number in a row."""
+    """Draw the share of drafts accepted, by position."""
 
     def draw(axes: Any) -> None:
         from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -57,8 +57,8 @@ def plot_acceptance(run: Run, path: str | Path) -> None:
         steps = verified_steps(run)
         axes.bar(list(steps), list(steps.values()), color="#0072B2")
         axes.set_ylim(0, 1)
-        axes.set_xlabel("draft, by its number in a row" if steps else "no drafts were verified")
-        axes.set_ylabel("share that stood")
+        axes.set_xlabel("draft position" if steps else "no drafts were verified")
+        axes.set_ylabel("share accepted")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 

@@ -1,4 +1,4 @@
-"""The figure of a tuning: speed over nearness to the full model's text, a line per way to treat skipped layers.
+"""The figure of a tuning: speed over agreement with the full model's text, a line per way to treat skipped layers.
 
 Along a line the exit threshold falls. Exits off and mode exact are marks; both have the full model's text.
 """
@@ -22,7 +22,7 @@ MARKS: dict[str, dict[str, Any]] = {"off": dict(color="#000000", marker="x"), "e
 
 
 def plot_tuning(tuning: Tuning, path: str | Path) -> None:
-    """Draw what each setting gives and costs. The suffix of `path` says in which format."""
+    """Draw the speed and the agreement of each setting. The suffix of `path` says in which format."""
     check_figure(path)
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
@@ -46,7 +46,7 @@ def plot_tuning(tuning: Tuning, path: str | Path) -> None:
         if row.mode in MARKS:
             title = "exits off" if row.mode == "off" else "exact"
             axes.plot(row.agreement, row.tokens_per_second, linestyle="none", markersize=10, label=title, **MARKS[row.mode])
-    axes.set_xlabel("tokens that are the full model's")
+    axes.set_xlabel("tokens that match the full model")
     axes.set_ylabel("tokens per second")
     axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
