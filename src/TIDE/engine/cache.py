@@ -37,7 +37,7 @@ STEP = 256  # columns added at a time
 class View:
     """What the pass in progress sees."""
 
-    segment: int
+    segment: int  # the first one of the pass
     rows: list[int]
     start: int  # first new column
     width: int  # new columns, padding included
@@ -89,30 +89,52 @@ class SegmentCache(Cache):
     def lengths(self, row: int) -> list[int]:
         return [segment.length[row] for segment in self.segments]
 
-    def keeps_state(self, segment: int) -> bool:
-        """Whether a layer of the segment keeps a running state: its passes must not contain padding."""
-        return any(self._stores[index] is Store.STATE for index in self.segments[segment].layers)
+    def keeps_state(self, segment: int, last: int | None = None) -> bool:
+        """True if a layer from a segment to the last one keeps a running state: passes there must not contain padding."""
+        owns = self._from_to(segment, last)
+        return any(self._stores[index] is Store.STATE for own in owns for index in own.layers)
+
+    def _from_to(self, segment: int, last: int | None) -> list[SegmentLengths]:
+        return self.segments[segment : (segment if last is None else last) + 1]
 
     # ---- a pass -----------------------------------------------------------------------------------
 
+    def are_level(self, first: int, last: int, rows: list[int]) -> bool:
+        """True if rows stand alike in segments that follow each other, so that one pass may go through all of them.
+
+        Never with running states: rolling back to a saved one may need what stood between the segments.
+        """
+        owns = self._from_to(first, last)
+        if self.keeps_state(first, last):
+            return False
+        stands = [(own.capacity, *((own.length[row], own.origin[row]) for row in rows)) for own in owns]
+        return all(stand == stands[0] for stand in stands)
+
     @contextmanager
-    def open(self, segment: int, rows: list[int], counts: list[int]) -> Iterator[View]:
-        """Make room for `counts` new tokens of `rows` in a segment; lengths grow when the pass succeeds."""
+    def open(self, segment: int, rows: list[int], counts: list[int], last: int | None = None) -> Iterator[View]:
+        """Make room for `counts` new tokens of `rows` in a segment; lengths grow when the pass succeeds.
+
+        Args:
+            last: the pass goes through the level segments from `segment` to this one.
+        """
         assert len(rows) == len(counts) > 0 and min(counts) > 0
-        assert not self.keeps_state(segment) or len(set(counts)) == 1, "padding would enter a running state"
-        own = self.segments[segment]
+        assert not self.keeps_state(segment, last) or len(set(counts)) == 1, "padding would enter a running state"
+        owns = self._from_to(segment, last)
         width = max(counts)
-        start = self._align(own, rows, width)
+        start, *others = [self._align(own, rows, width) for own in owns]
+        assert all(other == start for other in others), "segments of one pass stand at different columns"
         self._view = View(segment, rows, start, width)
         self._offset.fill_(start)
-        for layer in self._state_layers(own):
-            layer.check_out(rows, own.length)
+        for own in owns:
+            for layer in self._state_layers(own):
+                layer.check_out(rows, own.length)
         try:
             yield self._view
-            for row, count in zip(rows, counts, strict=True):
-                own.length[row] += count
-            for layer in self._state_layers(own):
-                layer.check_in(rows, own.length)
+            for own in owns:
+                for row, count in zip(rows, counts, strict=True):
+                    own.length[row] += count
+                for layer in self._state_layers(own):
+                    layer.check_in(rows, own.length)
         finally:
             self._view = None
 

@@ -105,25 +105,32 @@ class Decoder:
 
     def _step(self, going: list[int]) -> None:
         self._start_over_where_rope_switches(going)
-        deciding, asked, seconds = list(going), False, 0.0
-        for segment in range(self.segments.last):
-            candidates = [row for row in deciding if self._may_leave(row)]
+        deciding, seconds, segment, last = list(going), 0.0, 0, self.segments.last
+        may_leave = {row for row in going if self._may_leave(row)} if last else set()
+        asked = bool(may_leave)
+        while going and segment < last:
+            candidates = [row for row in deciding if row in may_leave]
             counts = self._counts(segment, going)
-            if not candidates and self.segments.skip(segment, counts):
+            if not candidates:
+                reached = self.segments.reaches(segment, going)
+                if reached == last:
+                    break  # nobody is asked on the way: one pass to the end
+                if not self.segments.skip(segment, counts):
+                    self.segments.run(segment, counts, last=reached)
+                    self.clock.lap("shallow")
+                segment = reached + 1
                 continue
             self.segments.run(segment, counts)
             seconds += self.clock.lap("shallow")
-            asked |= bool(candidates)
-            leaving = self._ask(segment + 1, candidates)
-            going, deciding = self._leave(segment + 1, leaving, going, deciding)
+            segment += 1
+            leaving = self._ask(segment, candidates)
+            going, deciding = self._leave(segment, leaving, going, deciding)
             seconds += self.clock.lap("exits")
-            if not going:
-                break
         if asked and self.asked_before and self.drafting is not None:
             self.drafting.pace.exit.add(seconds)
         self.asked_before = asked
         if going:
-            self._finish(going, deciding)
+            self._finish(segment, going, deciding)
 
     def _counts(self, segment: int, rows: list[int]) -> dict[int, int]:
         """How many tokens each row takes through a segment: all that wait, but never a draft that ended the text."""
@@ -208,16 +215,16 @@ class Decoder:
             for row in leaving.rows:
                 self.segments.settle(row)
 
-    def _finish(self, going: list[int], deciding: list[int]) -> None:
-        """Run the last segment and take what the full model says."""
+    def _finish(self, segment: int, going: list[int], deciding: list[int]) -> None:
+        """Run the segments from this one on, which are level, in one pass, and take what the full model says."""
         last, final = self.segments.last, list(self.batch.final)
-        counts = self._counts(last, going)
+        counts = self._counts(segment, going)
         if self.plan.exact:
             wanted = {row: self.batch.final[row] - 1 for row in going}
         else:
             wanted = {row: self.segments.length(last, row) + counts[row] - 1 for row in going}
         self.stats.catch_ups += any(self._beyond_prompt(row, count) > 1 for row, count in counts.items())
-        logits = self.segments.run(last, counts, wanted)
+        logits = self.segments.run(segment, counts, wanted, last)
         seconds = self.clock.lap("deep")
         if self.plan.exact:
             self.verifier.verify(logits)

@@ -74,20 +74,29 @@ class Segments:
             return states
         return self.pending.states(segment, row, start, stop)
 
-    def run(self, segment: int, counts: dict[int, int], logits_from: dict[int, int] | None = None) -> dict[int, torch.Tensor]:
+    def run(
+        self, segment: int, counts: dict[int, int], logits_from: dict[int, int] | None = None, last: int | None = None
+    ) -> dict[int, torch.Tensor]:
         """Take the next `counts[row]` tokens of each row through a segment.
 
         Args:
             logits_from: row -> first position whose logits are wanted; None: no logits.
+            last: go on through level segments up to this one, in the same pass.
 
         Returns:
             (positions, vocabulary) logits of each row asked for.
         """
         counts = {row: count for row, count in counts.items() if count > 0}
         logits: dict[int, torch.Tensor] = {}
-        for rows in self._passes(segment, list(counts), list(counts.values())):
-            logits |= self._pass(segment, rows, [counts[row] for row in rows], logits_from)
+        last = segment if last is None else last
+        for rows in self._passes(segment, last, list(counts), list(counts.values())):
+            logits |= self._pass(segment, last, rows, [counts[row] for row in rows], logits_from)
         return logits
+
+    def reaches(self, segment: int, rows: list[int]) -> int:
+        """Return the last segment that one pass of these rows may go through from a segment on."""
+        level = (last for last in range(self.last, segment, -1) if self.cache.are_level(segment, last, rows))
+        return next(level, segment)
 
     def fill_in(self, segment: int, rows: list[int], states: torch.Tensor, strategy: str) -> None:
         """Give the next token of each row K/V in a segment it does not run: from its state, or zeros."""
@@ -96,9 +105,8 @@ class Segments:
             return
         starts = [self.length(segment, row) for row in rows]
         with self.cache.open(segment, rows, [1] * len(rows)):
-            self.window.run(
-                *self._edges(segment), self._feed(rows, starts, [1] * len(rows)), hidden=states[:, None], kv_only=True
-            )
+            span, feed = self.spans[segment], self._feed(rows, starts, [1] * len(rows))
+            self.window.run(span.start, span.stop, feed, hidden=states[:, None], kv_only=True)
 
     def go_on(self, batch: Batch, stats: ExitStats, length: int) -> None:
         """Serve another request of one row, whose text begins with so many tokens that may have run."""
@@ -118,23 +126,23 @@ class Segments:
         self.pending.drop_before(row, done)
         self.cache.settle(row, done)
 
-    def _passes(self, segment: int, rows: list[int], counts: list[int]) -> list[list[int]]:
-        if self.cache.keeps_state(segment):
+    def _passes(self, segment: int, last: int, rows: list[int], counts: list[int]) -> list[list[int]]:
+        if self.cache.keeps_state(segment, last):
             return list(by_value(rows, counts).values())
         return [rows] if rows else []
 
     def _pass(
-        self, segment: int, rows: list[int], counts: list[int], logits_from: dict[int, int] | None
+        self, segment: int, last: int, rows: list[int], counts: list[int], logits_from: dict[int, int] | None
     ) -> dict[int, torch.Tensor]:
-        start, stop = self._edges(segment)
+        start, stop = self.spans[segment].start, self.spans[last].stop
         starts = [self.length(segment, row) for row in rows]
-        if self.skip(segment, dict(zip(rows, counts, strict=True))):
+        if segment == last and self.skip(segment, dict(zip(rows, counts, strict=True))):
             self._show_first(rows, starts, counts)
             return {}
         from_ids = segment == 0 or (start == 0 and self.starts_from_ids)
         hidden = None if from_ids else self._hidden(segment, rows, starts, counts)
         wanted = None if logits_from is None else [logits_from[row] - at for row, at in zip(rows, starts, strict=True)]
-        with self.cache.open(segment, rows, counts):
+        with self.cache.open(segment, rows, counts, last):
             feed = self._feed(rows, starts, counts)
             if from_ids:
                 feed = feed._replace(embeds=self._embeds(feed.ids, rows, starts))
@@ -143,9 +151,9 @@ class Segments:
             passed = self.window.run(start, stop, feed, hidden=hidden, keep=keep, taps=taps)
         self.stats.layers_run += (stop - start) * feed.ids.numel()
         self._show(passed.taps | {stop: passed.states}, rows, starts, counts)
-        if segment != self.last:
+        if last != self.last:
             for index, row in enumerate(rows):
-                self.pending.add(segment + 1, row, starts[index], passed.states[index, : counts[index]])
+                self.pending.add(last + 1, row, starts[index], passed.states[index, : counts[index]])
         if wanted is None or passed.logits is None:
             return {}
         return {row: passed.logits[i, : counts[i] - wanted[i]] for i, row in enumerate(rows)}
@@ -163,10 +171,6 @@ class Segments:
             for index, row in enumerate(rows if depth in self.watched else ()):
                 own = found[index]
                 self.watcher.observe(depth, row, starts[index], own if counts[index] == len(own) else own[: counts[index]])
-
-    def _edges(self, segment: int) -> tuple[int, int]:
-        span = self.spans[segment]
-        return span.start, span.stop
 
     def _feed(self, rows: list[int], starts: list[int], counts: list[int]) -> Feed:
         """Ids, positions and mask of a pass, padded on the right with the row's last position."""
