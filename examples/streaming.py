@@ -1,9 +1,11 @@
 """Tokens as they become final, and what each was decided after.
 
-python examples/streaming.py
+python examples/streaming.py [--model MODEL --router FILE --prompt "Once upon a time"]
 """
 
 from __future__ import annotations
+
+from argparse import ArgumentParser
 
 from transformers import TextStreamer
 
@@ -11,13 +13,22 @@ import TIDE
 
 
 def main() -> None:
-    model, tokenizer = TIDE.load_model("default")
-    inputs = tokenizer("Once upon a time", return_tensors="pt").to(model.device)
-    with TIDE.TIDE(model, TIDE.default_router()) as engine:
-        for number, token in enumerate(engine.stream(**inputs, max_new_tokens=24, do_sample=False)):
+    parser = ArgumentParser(description="Print tokens as they become final, with the depth at which each was decided.")
+    parser.add_argument("--model", default="default", help="a hub id, a local path, or 'default'")
+    parser.add_argument("--router", help="its router file; the shipped one for the default model, exits off for others")
+    parser.add_argument("--prompt", default="Once upon a time")
+    parser.add_argument("--max-new-tokens", type=int, default=24)
+    asked = parser.parse_args()
+
+    model, tokenizer = TIDE.load_model(asked.model)
+    router = asked.router or (TIDE.default_router() if asked.model == "default" else None)
+    inputs = tokenizer(asked.prompt, return_tensors="pt").to(model.device)
+    options = dict(max_new_tokens=asked.max_new_tokens, do_sample=False)
+    with TIDE.TIDE(model, router) as engine:
+        for number, token in enumerate(engine.stream(inputs, **options)):
             depth = engine.last_decided[0][number].depth
             print(f"{depth:3} layers  {tokenizer.decode(token)!r}")
-        engine.generate(**inputs, max_new_tokens=24, do_sample=False, streamer=TextStreamer(tokenizer))
+        engine.generate(inputs, **options, streamer=TextStreamer(tokenizer))
         print(engine.last_stats.summary())
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 import functools
+from collections import OrderedDict
 
 import torch
 

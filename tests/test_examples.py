@@ -17,8 +17,8 @@ from router_files import made
 FOLDER = Path(__file__).parent.parent / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 NOTEBOOK = FOLDER / "tour.ipynb"
-ARGUMENTS = {"lossless_check": ["Write one sentence about rain."]}
-PRINTS = {"lossless_check": "drafts stood", "tune_threshold": "tok/s"}
+ARGUMENTS = {"lossless_check": ["Write one sentence about rain."], "tune_threshold": ["Name a metal.", "--threshold", "0.9"]}
+PRINTS = {"lossless_check": "drafts accepted", "tune_threshold": "tok/s"}
 
 
 @pytest.mark.real
@@ -40,11 +40,24 @@ def test_any_model_is_calibrated_and_used(tmp_path, capsys, monkeypatch):
         made("memory", model).save(save_path)
 
     monkeypatch.setattr(TIDE, "calibrate", calibrate)
-    monkeypatch.setattr(sys, "argv", ["any_model.py", str(tmp_path / "model"), str(router)])
+    monkeypatch.setattr(sys, "argv", ["any_model.py", "--model", str(tmp_path / "model"), "--router", str(router)])
     for _ in range(2):  # the second time the file is there
         runpy.run_path(str(EXAMPLES[0]), run_name="__main__")
         assert "Total tokens: 32" in capsys.readouterr().out
     assert asked == [True]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["chat", "plain"])
+def test_an_example_takes_a_model_and_its_router_file(example, template, tmp_path, capsys, monkeypatch):
+    model = build("llama", max_position_embeddings=1024)
+    model.save_pretrained(tmp_path / "model")
+    characters(template).save_pretrained(tmp_path / "model")
+    made("memory", model).save(tmp_path / "router.pt")
+    asked = ["--model", str(tmp_path / "model"), "--router", str(tmp_path / "router.pt"), "--max-new-tokens", "4"]
+    monkeypatch.setattr(sys, "argv", [str(example), *asked])
+    runpy.run_path(str(example), run_name="__main__")
+    assert PRINTS.get(example.stem, "Total tokens:") in capsys.readouterr().out
 
 
 @pytest.mark.real

@@ -6,9 +6,9 @@ from TIDE import ExitStats
 
 FIRST_LINES = (
     "Total tokens: 100, Exited: 72 (72.0%)\n"
-    "  Layer 7: 23 exits (23.0%)\n"
-    "  Layer 11: 31 exits (31.0%)\n"
-    "  Layer 15: 18 exits (18.0%)\n"
+    "  Depth 8: 23 exits (23.0%)\n"
+    "  Depth 12: 31 exits (31.0%)\n"
+    "  Depth 16: 18 exits (18.0%)\n"
     "  Ran all layers: 28\n"
 )
 
@@ -22,8 +22,8 @@ def stats() -> ExitStats:
     return stats
 
 
-def test_the_summary_has_a_line_for_every_layer_where_tokens_left(stats):
-    """The first lines are those of the original system."""
+def test_the_summary_has_a_line_for_every_depth_where_tokens_exited(stats):
+    """The first lines are those of the original system, with depths: its layer 7 is depth 8."""
     assert stats.summary() == FIRST_LINES + "  Mean depth: 17.4 of 32 layers"
     assert (stats.total_tokens, stats.remaining_tokens, stats.accepted) == (100, 28, 72)
     assert stats.exit_rate == pytest.approx(0.72)

@@ -17,6 +17,7 @@ LEVEL = {
     "config": 0,
     "stats": 0,
     "run": 0,
+    "hub": 0,
     "kernels": 0,
     "adapters": 1,
     "routing": 2,

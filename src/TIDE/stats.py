@@ -162,10 +162,11 @@ class ExitStats:
         return self.total_tokens / self.seconds.whole if self.seconds.whole else 0.0
 
     def summary(self) -> str:
-        """A line for the whole, one for each layer where tokens left, then drafts, rollbacks and time where there were any."""
+        """Return a line for the whole, one for each depth where tokens exited, then drafts, rollbacks and time."""
         lines = [f"Total tokens: {self.total_tokens}, Exited: {self.exited_tokens} ({self.exit_rate:.1%})"]
         for layer, count in sorted(self.exits_per_layer.items()):
-            where = f"Layer {layer}" if layer >= 0 else "Before layer 0"
+            depth = layer + 1
+            where = f"Depth {depth}" + ("" if depth else ", before the first layer")
             lines.append(f"  {where}: {count} exits ({count / self.total_tokens:.1%})")
         lines.append(f"  Ran all layers: {self.remaining_tokens}")
         if self.total_tokens:

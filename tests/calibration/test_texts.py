@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import sys
 import types
@@ -45,6 +46,8 @@ def hub(monkeypatch):
             yield record
 
     package.load_dataset = load_dataset
+    package.__spec__ = importlib.machinery.ModuleSpec("datasets", None)
+    monkeypatch.setattr(module, "hub_trouble", lambda: None)
     monkeypatch.setitem(sys.modules, "datasets", package)
     return package
 

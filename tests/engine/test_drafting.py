@@ -13,8 +13,9 @@ from TIDE.engine.running import Timed
 
 
 def a_pace(step=1.0, exit_=0.1, passes=(1.0, 1.1, 1.2, 1.3, 2.3)) -> Pace:
-    """Deep passes of 1 to 5 tokens; the fifth is dear."""
+    """Deep passes of 1 to 5 tokens; the fifth is dear. As many drafts were accepted before as anyone wants."""
     pace = Pace()
+    pace.proven = 8
     pace.step.add(step)
     pace.exit.add(exit_)
     for tokens, seconds in enumerate(passes, 1):
@@ -117,8 +118,36 @@ def test_exits_that_never_pay_are_asked_a_few_times_in_a_text_only():
                 assert not drafting.leaves(0, 0.0)
             drafting.verified(0, size + 1, 1)
     assert 0 < asked <= 40  # of 1280 tokens
-    assert drafting.leaves(0, 0.9)  # one draft, and the next text is a text like others
+    assert drafting.leaves(0, 0.9)
+    drafting.verified(0, 130, tokens=2)  # one accepted draft, and the next text is a text like others
     assert Drafting([0], pace).may_ask(0, 0)
+
+
+def test_no_more_drafts_are_made_than_were_ever_accepted_and_one():
+    drafting = Drafting([0], a_pace())
+    drafting.pace.proven = 0
+    for accepted in (0, 1, 2, 2):
+        made = 0
+        while drafting.leaves(0, 0.99) and made < 8:
+            made += 1
+        assert made == drafting.pace.proven + 1
+        drafting.verified(0, 10, tokens=accepted + 1)
+        assert drafting.pace.proven == accepted
+
+
+def test_sure_scores_that_are_always_wrong_cost_little():
+    """Routers that were trained on another question: every draft is made, none is ever accepted."""
+    pace, lost = a_pace(), 0.0
+    pace.proven = 0
+    for _ in range(4):
+        drafting = Drafting([0], pace)
+        for size in range(128):
+            drafts = 0
+            while drafting.may_ask(0, size) and drafts < 8 and drafting.leaves(0, 0.999):
+                drafts += 1
+            lost += 0.1 * (drafting.asked[0] + drafts)  # exits and places
+            drafting.verified(0, size + 1, 1)
+    assert 0 < lost / (4 * 128) < 0.02
 
 
 def test_with_a_threshold_scores_decide_and_rows_that_lose_still_rest():

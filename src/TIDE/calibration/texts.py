@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from TIDE.calibration.self_texts import ANSWER, answer_prompts, context_length, write_texts
 from TIDE.calibration.text import Text
+from TIDE.hub import check_datasets, hub_trouble
 
 logger = logging.getLogger(__name__)
 PIECE = 512  # longest text, in tokens
@@ -168,13 +169,14 @@ def _hub_records(source: str) -> Iterator[Any]:
     name, config, split = parts + [""] * (3 - len(parts))
     if name == "wikitext":
         name, config = WIKITEXT[0], config or WIKITEXT[1]
-    try:
-        from datasets import load_dataset
-    except ImportError as problem:
-        raise ImportError(
-            f'{source!r} is neither a file here nor "self", and reading a data set needs the package datasets ({problem}). '
-            f"Install with: pip install 'tide-inference[datasets]'"
-        ) from problem
+    check_datasets(source)
+    from datasets import load_dataset
+
+    if (trouble := hub_trouble()) is not None:
+        raise OSError(
+            f"the data set {name} cannot be loaded: the hub cannot be reached ({trouble}). Give the path of a .txt or .jsonl "
+            f'file, or "self".'
+        )
     try:
         yield from load_dataset(name, config or None, split=split or "train", streaming=True)
     except Exception as problem:  # anything may go wrong between here and the hub

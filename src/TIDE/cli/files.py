@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from TIDE.cli.errors import WrongUsage, checked
+from TIDE.hub import check_datasets
 
 
 def check_target(path: Path, suffixes: tuple[str, ...]) -> None:
@@ -40,8 +41,11 @@ def decoded(data: bytes, name: str) -> str:
 
 
 def check_dataset(source: str) -> None:
-    """Raise where a source of texts is a file that is not there."""
-    if source.endswith((".txt", ".jsonl")) and not Path(source).is_file():
+    """Raise where a source of texts is a file that is not there, or a data set that nothing here can read."""
+    if not source.endswith((".txt", ".jsonl")):
+        if source != "self":
+            check_datasets(source)
+    elif not Path(source).is_file():
         raise ValueError(f"there is no file {source}. Give a .txt or .jsonl file, a data set of the hub, or 'self'.")
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from TIDE.cli.errors import checked
+from TIDE.plots.analysis import check_matplotlib
 from TIDE.plots.report import check_report, write_report
 
 
@@ -19,7 +20,10 @@ def report(
         typer.Option("--output", "-o", metavar="FILE", callback=checked(check_report), help="The page; RUN.html unless given."),
     ] = None,
     figures: Annotated[
-        Path | None, typer.Option(file_okay=False, metavar="FOLDER", help="Draw figures into this folder too.")
+        Path | None,
+        typer.Option(
+            file_okay=False, metavar="FOLDER", callback=checked(check_matplotlib), help="Draw figures into this folder too."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:

@@ -39,8 +39,8 @@ class Batch:
         padding: columns of padding before each row.
         criteria: when a row is finished.
         context: a row stops at its limit.
-        embeds: (rows, columns, hidden) the prompts as embeddings; then `ids` may be without columns, and processors, criteria and
-            the output do not see the prompts.
+        embeds: (rows, columns, hidden) the prompts as embeddings; then `ids` may be without columns, and processors, criteria
+            and the output do not see the prompts.
     """
 
     def __init__(

@@ -91,8 +91,7 @@ class SegmentCache(Cache):
 
     def keeps_state(self, segment: int, last: int | None = None) -> bool:
         """True if a layer from a segment to the last one keeps a running state: passes there must not contain padding."""
-        owns = self._from_to(segment, last)
-        return any(self._stores[index] is Store.STATE for own in owns for index in own.layers)
+        return bool(self._states_of(self._from_to(segment, last)))
 
     def _from_to(self, segment: int, last: int | None) -> list[SegmentLengths]:
         return self.segments[segment : (segment if last is None else last) + 1]
@@ -100,13 +99,10 @@ class SegmentCache(Cache):
     # ---- a pass -----------------------------------------------------------------------------------
 
     def are_level(self, first: int, last: int, rows: list[int]) -> bool:
-        """True if rows stand alike in segments that follow each other, so that one pass may go through all of them.
-
-        Never with running states: rolling back to a saved one may need what stood between the segments.
-        """
+        """True if rows stand alike in segments that follow each other, so that one pass may go through all of them."""
         owns = self._from_to(first, last)
-        if self.keeps_state(first, last):
-            return False
+        if self._states_of(owns):
+            return False  # rolling back to a saved state may need what stood between the segments
         stands = [(own.capacity, *((own.length[row], own.origin[row]) for row in rows)) for own in owns]
         return all(stand == stands[0] for stand in stands)
 
@@ -125,16 +121,15 @@ class SegmentCache(Cache):
         assert all(other == start for other in others), "segments of one pass stand at different columns"
         self._view = View(segment, rows, start, width)
         self._offset.fill_(start)
-        for own in owns:
-            for layer in self._state_layers(own):
-                layer.check_out(rows, own.length)
+        for layer, own in self._states_of(owns):
+            layer.check_out(rows, own.length)
         try:
             yield self._view
             for own in owns:
                 for row, count in zip(rows, counts, strict=True):
                     own.length[row] += count
-                for layer in self._state_layers(own):
-                    layer.check_in(rows, own.length)
+            for layer, own in self._states_of(owns):
+                layer.check_in(rows, own.length)
         finally:
             self._view = None
 
@@ -170,17 +165,17 @@ class SegmentCache(Cache):
         """Forget the tokens of a row from position `length` on, or from a little before where a state demands it."""
         for own in self.segments:
             length = min(length, own.length[row])
-            for layer in self._state_layers(own):
+            states = self._states_of([own])
+            for layer, _ in states:
                 length = min(length, layer.nearest(row, length))
             own.length[row] = length
-            for layer in self._state_layers(own):
+            for layer, _ in states:
                 layer.forget_after(row, length)
 
     def settle(self, row: int, length: int) -> None:
         """The row will not be rolled back below `length` any more: older states can go."""
-        for own in self.segments:
-            for layer in self._state_layers(own):
-                layer.forget_before(row, min(length, own.length[row]))
+        for layer, own in self._states_of(self.segments):
+            layer.forget_before(row, min(length, own.length[row]))
 
     def kv(self, layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(heads, length, dim) keys and values of a row, for inspection."""
@@ -243,8 +238,8 @@ class SegmentCache(Cache):
                 self.layers[index].move(row, own.origin[row], origin, own.length[row])
         own.origin[row] = origin
 
-    def _state_layers(self, own: SegmentLengths) -> list[StateLayer]:
-        return [self.layers[index] for index in own.layers if self._stores[index] is Store.STATE]
+    def _states_of(self, owns: list[SegmentLengths]) -> list[tuple[StateLayer, SegmentLengths]]:
+        return [(self.layers[index], own) for own in owns for index in own.layers if self._stores[index] is Store.STATE]
 
     # ---- what a model's forward asks of a cache -----------------------------------------------------
 

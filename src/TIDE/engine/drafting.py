@@ -6,7 +6,8 @@ the probability that a draft stands, and P that all before it in the row do:
     leave it drafted   if  P · p  >  place                           place: what one more token in the deep pass costs
     ask once more      if  P · what asking usually gains  >  exit    all in steps
 
-Routers give p for a token by itself; how often drafts really stood, by their number in the row, corrects P · p.
+Routers give p for a token by itself; how often drafts really stood, by their number in the row, corrects P · p. However sure
+the scores are, a row drafts one token more than any row ever had accepted: exits that are always wrong cost one draft each.
 
 Seconds are those of the passes just run, on this machine; nothing is assumed about it. And whatever the scores say, a row
 keeps a balance of what drafting won and cost; one that lost a few steps rests for a while, longer each time. So does one whose
@@ -28,7 +29,7 @@ PRIOR = 4.0  # drafts that stood as expected, before any was seen
 WORTH = 0.95  # of a step, a token: full steps without drafts between them are a little quicker
 TRIAL = 2  # times an exit is asked after a rest: the first has to catch up with the text and is not timed
 ALLOWANCE, MOST_CREDIT = 3.0, 2.0  # steps a row may lose before it rests, and those of its gains that are remembered
-NO_LUCK = 3  # where a threshold lets nothing out, a row may lose the third part only
+NO_LUCK = 3  # where no draft was ever accepted, or a threshold lets nothing out, a row may lose the third part only
 GUESS = 0.1  # of a full step: what a place costs before it was measured
 
 
@@ -44,7 +45,8 @@ class Pace:
         self.exit = Timed()  # seconds up to and with an exit
         self.passes: dict[int, Running] = {}  # by tokens: of what comes after the exits, in steps
         self.gain = Running(FIRST_GAIN)  # of asking: a share of a step
-        self.in_vain = 0  # exits asked since the last one that gave a draft
+        self.in_vain = 0  # exits asked since the last one whose draft was accepted
+        self.proven = 0  # drafts in a row that were accepted, at most
         self.length = DraftLength()  # of rounds on a GPU
 
     def saw_pass(self, tokens: int, seconds: float) -> None:
@@ -116,10 +118,10 @@ class Drafting:
         self.pace.in_vain += 1
         trust = WORTH * self.trust(number)
         self.pace.gain.add(max(0.0, score * trust - place))
-        if odds * trust <= place if self.weighs else score < threshold:
+        pays = odds * trust > place if self.weighs else score >= threshold
+        if not pays or number > self.pace.proven + 1:
             return False
         self.odds[row].append(odds)
-        self.pace.in_vain = 0
         return True
 
     def verified(self, row: int, size: int, tokens: int) -> None:
@@ -127,9 +129,13 @@ class Drafting:
         spent = self.pace.round(self.asked[row], len(self.odds[row]))
         for number, odds in enumerate(self.odds[row][1:], 1):
             self._saw_draft(number, tokens > number, odds)
+        if tokens > 1:
+            self.pace.in_vain = 0
+            self.pace.proven = max(self.pace.proven, tokens - 1)
         if self.asked[row] and spent is not None:
             self._balance[row] = min(self._balance[row] + WORTH * tokens - spent, MOST_CREDIT)
-            allowance = ALLOWANCE if self.weighs or len(self.odds[row]) > 1 else ALLOWANCE / NO_LUCK
+            has_luck = self.pace.proven > 0 and (self.weighs or len(self.odds[row]) > 1)
+            allowance = ALLOWANCE if has_luck else ALLOWANCE / NO_LUCK
             if self._balance[row] < -allowance * FIRST_REST / self._rest[row]:  # less each time
                 self._take_rest(row, size)
             elif self._balance[row] == MOST_CREDIT:

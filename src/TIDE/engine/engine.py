@@ -31,8 +31,8 @@ from TIDE.engine.decoder import Decoder
 from TIDE.engine.drafting import Pace
 from TIDE.engine.forward import forward
 from TIDE.engine.fused import fuse
-from TIDE.engine.own_layers import OwnLayers
 from TIDE.engine.inputs import as_keywords, check_embeds, check_ids, context_of, left_padding
+from TIDE.engine.own_layers import OwnLayers
 from TIDE.engine.plan import make_plan
 from TIDE.engine.request import Request, prepare, refuse_ropes_that_change
 from TIDE.engine.round_layers import RoundLayers

@@ -60,8 +60,9 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, window: Window) -> 
     mode = config.effective_mode
     if policy is not None and config.mode is None and mode == "fast":
         logger.warning(
-            "kv_cache_strategy=%r goes with mode 'fast' only, so mode 'fast' was chosen: exits are not verified and the text may "
-            "differ from the full model's. Say mode='fast' to choose it without this warning, or kv_cache_strategy='exact'.",
+            "kv_cache_strategy=%r goes with mode 'fast' only, so mode 'fast' was chosen: exits are not verified, and the text "
+            "may differ from the full model's. Say mode='fast' to choose it without this warning, or "
+            "kv_cache_strategy='exact'.",
             config.kv_cache_strategy,
         )
     certificate = None if policy is None else _certificate(config, policy, window)

@@ -46,13 +46,16 @@ def default_router() -> Path:
 
 
 def default_model_path() -> Path:
-    """The folder of the converted default model, made if it is not there."""
+    """Return the folder of the converted default model, made if it is not there."""
     from filelock import FileLock
+
+    from TIDE.models.load import check_gguf
 
     home = cache_folder()
     folder = home / NAME
     if folder.is_dir():
         return folder
+    check_gguf("the default model")  # before anything is downloaded
     home.mkdir(parents=True, exist_ok=True)
     with FileLock(home / f"{NAME}.lock"):
         if not folder.is_dir():

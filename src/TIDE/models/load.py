@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from TIDE.hub import hub_trouble
 
 
 class Loaded(NamedTuple):
@@ -33,11 +36,8 @@ def load_model(
 
 
 def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> Loaded:
-    """A GGUF file, dequantized."""
-    if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
-        raise ImportError(
-            f"reading {path.name} needs {' and '.join(missing)}. Install with: pip install 'tide-inference[default-model]'"
-        )
+    """Read a GGUF file, dequantized."""
+    check_gguf(path.name)
     from transformers import GgufConfig
 
     config = GgufConfig(dequantize=True)
@@ -48,20 +48,31 @@ def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> Loaded:
     return Loaded(model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
 
 
-def _read(name: str, dtype: Any) -> Loaded:
-    from TIDE.models.default import default_model_path
+def check_gguf(name: str) -> None:
+    """Make sure that what reads GGUF files is installed."""
+    if missing := [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]:
+        raise ImportError(f"reading {name} needs {' and '.join(missing)}. Install with: pip install {' '.join(missing)}")
 
+
+def _read(name: str, dtype: Any) -> Loaded:
     if name.endswith(".gguf"):
         if not Path(name).is_file():
             raise FileNotFoundError(
                 f"there is no file {name}. Give the path of a .gguf file, a model folder, a hub id, or 'default'."
             )
         return read_gguf(Path(name), torch.float32 if dtype == "auto" else dtype)
-    source = str(default_model_path()) if name == "default" else name
+    if name == "default":
+        from TIDE.models.default import default_model_path
+
+        name = str(default_model_path())
+    trouble = None if Path(name).is_dir() else hub_trouble()
     try:
+        # without the hub from the folder of an earlier download: transformers would try to reach it for some files all the same
+        source = name if trouble is None else snapshot_download(name, local_files_only=True)
         return Loaded(AutoModelForCausalLM.from_pretrained(source, dtype=dtype), AutoTokenizer.from_pretrained(source))
     except OSError as problem:
+        why = str(problem) if trouble is None else f"The hub cannot be reached ({trouble}), and it was not downloaded before"
         raise OSError(
             f"cannot load {name!r}: expected 'default', a folder with a model, a .gguf file, or a hub id that can be "
-            f"reached. ({problem})"
+            f"reached. {why.rstrip('.')}."
         ) from problem

@@ -24,13 +24,18 @@ STYLE: dict[str, dict[str, Any]] = {  # colours that stay apart for colour-blind
 
 def check_figure(path: str | Path) -> None:
     """Raise where no figure could be written to `path`: better before long work than after it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("figures need matplotlib. Install with: pip install 'tide-inference[plots]'")
+    check_matplotlib()
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise ValueError(f"a figure ends in {', '.join(SUFFIXES)}, found {path.name!r}.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to. Make it first.")
+
+
+def check_matplotlib(_: object = None) -> None:
+    """Raise where nothing here can draw."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("figures need matplotlib. Install with: pip install 'tide-inference[plots]'")
 
 
 def plot_analysis(analysis: Analysis, path: str | Path) -> None:

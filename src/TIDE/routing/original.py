@@ -25,8 +25,8 @@ THRESHOLD = 0.85  # as the original system had it
 class RouterPolicy(ExitPolicy):
     """Exits where a router's score says so, with the identity prediction.
 
-    Scores were trained on another question than agreement, but how often drafts really hold corrects them, so mode "exact" weighs
-    these drafts like any others.
+    Scores were trained on another question than agreement, but how often drafts are accepted corrects them, so mode "exact"
+    weighs these drafts like any others.
     """
 
     weighs = True

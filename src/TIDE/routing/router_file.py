@@ -4,8 +4,8 @@ A file holds an exit head, a router and a threshold for every checkpoint that wa
 and everything one has to know to trust it: the model's fingerprint, the configuration, training facts, measured
 figures, a certificate where there is one, and the version that made it.
 
-    exits.{depth}.head.{parameter}      exits.{depth}.router.{parameter}      vocabulary        tensors
-    everything else                                                                             one JSON document
+    exits.{depth}.head.{parameter}      exits.{depth}.router.{parameter}      vocabulary      sha256       tensors
+    everything else                                                                                        one JSON document
 
 `storage.py` has the bytes, `exits.py` an exit. Files of tide-inference 0.2.1 are read into the same class (`original.py`).
 """
@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from huggingface_hub import ModelCard, ModelHubMixin, hf_hub_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 
+from TIDE.hub import hub_trouble
 from TIDE.routing import storage
 from TIDE.routing.card import LIBRARY, card_text, summary_text
 from TIDE.routing.certificate import Certificate
@@ -35,7 +37,8 @@ from TIDE.routing.router import Router
 if TYPE_CHECKING:
     from TIDE.adapters.window import Window
 
-FORMAT = 1
+FORMAT = 2
+OLDEST_FORMAT = 1  # of 0.3.0, without a checksum
 HUB_FILE = "router.safetensors"
 
 
@@ -123,7 +126,9 @@ class RouterFile(ModelHubMixin):
         try:
             document = json.loads(stored.document, parse_constant=_refuse_constant)
             made_as = document["format"]
-            if made_as == FORMAT:
+            if made_as in (OLDEST_FORMAT, FORMAT):
+                if made_as != OLDEST_FORMAT and stored.checksum is None:
+                    raise ValueError("its checksum is missing")
                 file = cls(**_fields(document, dict(stored.tensors)), path=path)
                 if wrong := _wrong_with(file):
                     raise ValueError(wrong)
@@ -132,7 +137,7 @@ class RouterFile(ModelHubMixin):
             what = f"it lacks {problem}" if isinstance(problem, KeyError) else str(problem)
             raise ValueError(f"{path} is damaged: {what}. Make it again, or get it again from where it came.") from problem
         raise ValueError(
-            f"{path} has format {made_as!r}, this version of TIDE reads format {FORMAT}. Update with "
+            f"{path} has format {made_as!r}, this version of TIDE reads formats {OLDEST_FORMAT} to {FORMAT}. Update with "
             f"`pip install -U {LIBRARY}`, or calibrate again."
         )
 
@@ -229,7 +234,17 @@ class RouterFile(ModelHubMixin):
     @classmethod
     def _from_pretrained(cls, *, model_id: str, **options: Any) -> Self:
         folder = Path(model_id)
-        return cls.load(folder / HUB_FILE if folder.is_dir() else hf_hub_download(model_id, HUB_FILE, **options))
+        if folder.is_dir():
+            return cls.load(folder / HUB_FILE)
+        if (trouble := hub_trouble()) is not None:
+            options["local_files_only"] = True
+        try:
+            return cls.load(hf_hub_download(model_id, HUB_FILE, **options))
+        except LocalEntryNotFoundError as problem:
+            raise OSError(
+                f"cannot load the router file of {model_id!r}: the hub cannot be reached ({trouble}), and it was not "
+                f"downloaded before. Check the connection, or give a folder."
+            ) from problem
 
 
 def add_certificate(source: str | Path, certificate: Certificate, target: str | Path) -> None:
@@ -242,7 +257,7 @@ def add_certificate(source: str | Path, certificate: Certificate, target: str | 
         return
     if wrong := _wrong_with(file):
         raise ValueError(f"this certificate was not saved: {wrong}. Certify again.")
-    document = json.loads(stored.document) | {"certificate": storage.plain(certificate.as_dict())}
+    document = json.loads(stored.document) | {"format": FORMAT, "certificate": storage.plain(certificate.as_dict())}
     storage.write(Path(target), stored._replace(document=json.dumps(document, sort_keys=True, allow_nan=False)))
 
 

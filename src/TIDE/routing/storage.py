@@ -3,14 +3,16 @@
     router.safetensors    tensors, and the document in the metadata under "tide"
     router.pt             {"tide": document, "tensors": {name: tensor}}, read as plain values only: no code runs
 
-The same content gives the same bytes. A file is written beside its place and moved there when it is whole, so its
-place holds the old file or the new one and never a half. Compressed matrices are int8 with a scale per row:
+The same content gives the same bytes. One more tensor, "sha256", is the checksum of document and tensors, so that bytes which
+changed on the way are noticed; files of 0.3.0 have none. A file is written beside its place and moved there when it is whole,
+so its place holds the old file or the new one and never a half. Compressed matrices are int8 with a scale per row:
 
     "exits.8.head.down.weight"  (rows, columns) int8        "exits.8.head.down.weight.scale"  (rows,) fp32
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import os
@@ -23,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save as safetensors_bytes
 
 SUFFIXES = (".safetensors", ".pt")
-KEY = "tide"
+KEY, CHECKSUM = "tide", "sha256"
 SCALE = ".scale"
 
 
@@ -32,6 +34,21 @@ class Stored(NamedTuple):
 
     document: str  # JSON
     tensors: dict[str, torch.Tensor]
+    checksum: torch.Tensor | None = None  # as it stands in the file; None: a file without
+
+    def digest(self) -> torch.Tensor:
+        """Return the checksum of what is here, (32,) bytes."""
+        found = hashlib.sha256(self.document.encode())
+        for name in sorted(self.tensors):
+            tensor = self.tensors[name].detach().cpu().contiguous()
+            found.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+            found.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        return torch.frombuffer(bytearray(found.digest()), dtype=torch.uint8)
+
+    @property
+    def is_changed(self) -> bool:
+        """True if the checksum is not that of the content."""
+        return self.checksum is not None and not torch.equal(self.checksum, self.digest())
 
 
 def check_suffix(path: Path) -> None:
@@ -43,6 +60,7 @@ def write(path: Path, stored: Stored) -> None:
     """Write a file; its suffix says how."""
     check_suffix(path)
     tensors = {name: stored.tensors[name].detach().cpu().contiguous().clone() for name in sorted(stored.tensors)}
+    tensors[CHECKSUM] = stored.digest()
     if path.suffix == ".safetensors":
         content = safetensors_bytes(tensors, {KEY: stored.document})
     else:
@@ -68,14 +86,21 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def read(path: Path) -> Any:
-    """`Stored`, or whatever else a .pt file holds."""
+    """Return `Stored`, its checksum compared, or whatever else a .pt file holds."""
     try:
-        return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pt(path)
+        content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pt(path)
+        is_changed = isinstance(content, Stored) and content.is_changed
     except Exception as problem:  # a damaged file can fail in any way
         raise ValueError(
             f"{path} was not loaded: it is truncated, damaged, or holds more than tensors and plain values "
             f"({type(problem).__name__}). Make it again, or get it again from where it came."
         ) from problem
+    if is_changed:
+        raise ValueError(
+            f"{path} was not loaded: its content was changed since it was saved (the checksum does not fit). Make it again, or "
+            f"get it again from where it came."
+        )
+    return content
 
 
 def _read_safetensors(path: Path) -> Any:
@@ -84,14 +109,16 @@ def _read_safetensors(path: Path) -> Any:
         if KEY not in metadata:
             return metadata
         # cloned: what comes out is mapped to the file, which may change
-        return Stored(metadata[KEY], {name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        return Stored(metadata[KEY], tensors, tensors.pop(CHECKSUM, None))
 
 
 def _read_pt(path: Path) -> Any:
     content = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(content, dict) or set(content) != {KEY, "tensors"}:
         return content
-    return Stored(content[KEY], content["tensors"])
+    tensors = content["tensors"]
+    return Stored(content[KEY], tensors, tensors.pop(CHECKSUM, None) if isinstance(tensors, dict) else None)
 
 
 def compress(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

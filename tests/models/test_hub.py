@@ -1,0 +1,60 @@
+"""A hub that cannot be reached: known in seconds, said in a line, and what was downloaded before is used."""
+
+from __future__ import annotations
+
+import http.server
+import shutil
+import threading
+import time
+
+import pytest
+
+import TIDE
+from TIDE.hub import check_datasets
+
+
+class NoWay(http.server.BaseHTTPRequestHandler):
+    """Takes a request and never answers."""
+
+    def do_HEAD(self):
+        time.sleep(30)
+
+
+@pytest.fixture(params=["refused", "silent"])
+def no_hub(request, monkeypatch, tmp_path):
+    """A hub that refuses connections, or takes them and stays silent; nothing was downloaded before."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), NoWay)
+    if request.param == "silent":
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    else:
+        server.server_close()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr("TIDE.hub.TIMEOUT", 1.0)
+    yield
+    if request.param == "silent":
+        server.shutdown()
+
+
+def test_a_hub_that_cannot_be_reached_fails_in_seconds_with_a_line(no_hub):
+    began = time.perf_counter()
+    with pytest.raises(OSError, match=r"cannot load 'no/such-model': expected .* The hub cannot be reached \(http://127"):
+        TIDE.load_model("no/such-model")
+    with pytest.raises(OSError, match=r"file of 'no/such-router': the hub cannot be reached .* was not downloaded before"):
+        TIDE.RouterFile.from_pretrained("no/such-router")
+    assert time.perf_counter() - began < 10
+
+
+def test_what_was_downloaded_before_is_used_without_the_hub(no_hub, folder, monkeypatch, tmp_path):
+    """A folder as the hub's cache has it."""
+    snapshot = tmp_path / "models--my-org--tiny" / "snapshots" / ("0" * 40)
+    shutil.copytree(folder, snapshot)
+    (tmp_path / "models--my-org--tiny" / "refs").mkdir()
+    (tmp_path / "models--my-org--tiny" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert TIDE.load_model("my-org/tiny", device="cpu").model.config.num_hidden_layers == 4
+
+
+def test_a_data_set_needs_its_package_before_anything_else(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"'wikitext' is neither a file here nor .*pip install 'tide-inference\[datasets\]'"):
+        check_datasets("wikitext")
