@@ -4,7 +4,7 @@
     report-light.png, report-dark.png    the report it wrote, in a browser, with the mouse on a token
     depths.png                           depth by token over a text, for the README
 
-Needs the extras default-model, cpu, plots and dev, and Debian's chromium and chromium-driver. Speeds are as measured: a busy
+Needs the extras plots and dev, and Debian's chromium and chromium-driver. Speeds are as measured: a busy
 machine shows in the pictures.
 """
 

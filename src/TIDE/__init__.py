@@ -8,10 +8,10 @@ Importing costs nothing: each name brings torch and transformers with it when it
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from TIDE.calibration.analyze import analyze
     from TIDE.calibration.calibrate import calibrate
     from TIDE.calibration.certify import certify
@@ -72,17 +72,20 @@ __all__ = [
     "tune",
 ]
 
-try:
-    __version__ = version("tide-inference")
-except PackageNotFoundError:  # run from a source tree
-    __version__ = "0+source"
-
-
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _HOME and name != "__version__":
         raise AttributeError(f"module 'TIDE' has no attribute {name!r}. It has {__all__}.")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    value = globals()[name] = _version() if name == "__version__" else getattr(import_module(_HOME[name]), name)
     return value
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("tide-inference")
+    except PackageNotFoundError:  # run from a source tree
+        return "0+source"
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,8 @@ once, shows here, with the layer, before it can show in a text.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from transformers import StoppingCriteriaList
@@ -17,6 +19,7 @@ from TIDE.adapters.window import Window
 from TIDE.engine.batch import Batch
 from TIDE.engine.plan import Plan
 from TIDE.engine.segments import Segments
+from TIDE.routing.policy import Candidates, ExitPolicy
 from TIDE.stats import ExitStats
 
 logger = logging.getLogger(__name__)
@@ -61,11 +64,22 @@ def warn_where_tokens_are_not_alone(window: Window) -> None:
 
 
 def first_difference(window: Window) -> int | None:
-    """The first layer whose states are not those of the model, when its tokens are caught up."""
+    """Return the first layer whose states are not those of the model when its tokens are caught up; None: there is none."""
+    return _first_difference(window, _caught_up)
+
+
+def first_fused_difference(window: Window) -> int | None:
+    """Return the first layer whose states are not those of the model when compiled layers run all of them in one pass."""
+    return _first_difference(window, _passed)
+
+
+def _first_difference(
+    window: Window, run: Callable[[Window, list[torch.Tensor]], list[list[torch.Tensor]]]
+) -> int | None:
     rows = [_some_tokens(window, row, count + TOGETHER) for row, count in PREFIX.items()]
     with window.grad_off():
         expected = [_alone(window, ids) for ids in rows]
-        found = _caught_up(window, rows)
+        found = run(window, rows)
     wrong = (
         layer
         for layer, states in enumerate(found)
@@ -102,20 +116,8 @@ def _alone(window: Window, ids: torch.Tensor) -> list[torch.Tensor]:
 
 def _caught_up(window: Window, rows: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """The same states with every layer a segment of its own: by layer, then by row."""
-    longest = max(len(ids) for ids in rows)
-    ids = torch.stack([torch.nn.functional.pad(own, (longest - len(own), 0)) for own in rows])
-    batch = Batch(ids, [longest - len(own) for own in rows], StoppingCriteriaList(), None)
-    spans = tuple(range(layer, layer + 1) for layer in range(window.num_layers))
-    plan = Plan(
-        exact=True,
-        kv_cache_strategy="exact",
-        exit_threshold=1.0,
-        exit_thresholds={},
-        max_pending=TOGETHER,
-        compaction_threshold=0.0,
-        spans=(*spans, range(window.num_layers, window.num_layers)),
-    )
-    segments = Segments(window, plan, batch, longest, ExitStats(window.num_layers))
+    spans = [range(layer, layer + 1) for layer in range(window.num_layers)]
+    segments = _segments(window, rows, (*spans, range(window.num_layers, window.num_layers)))
     for segment in range(window.num_layers):
         segments.run(segment, PREFIX)
     for _ in range(TOGETHER):
@@ -126,6 +128,48 @@ def _caught_up(window: Window, rows: list[torch.Tensor]) -> list[list[torch.Tens
         [segments.pending.states(layer + 1, row, start, start + TOGETHER) for row, start in PREFIX.items()]
         for layer in range(window.num_layers)
     ]
+
+
+def _passed(window: Window, rows: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The same states with all layers in a pass: a prefix, a token, then the rest together."""
+    watcher = _Watcher(window.num_layers)
+    segments = _segments(window, rows, (range(window.num_layers),), watcher)
+    for counts in (PREFIX, dict.fromkeys(PREFIX, 1), dict.fromkeys(PREFIX, TOGETHER - 1)):
+        segments.run(0, counts)
+    return [[torch.cat(watcher.seen[depth, row])[-TOGETHER:] for row in PREFIX] for depth in watcher.watches]
+
+
+class _Watcher(ExitPolicy):
+    """Keeps the states after every layer."""
+
+    def __init__(self, layers: int) -> None:
+        self.watches = tuple(range(1, layers + 1))
+        self.seen: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
+
+    def observe(self, depth: int, row: int, position: int, states: torch.Tensor) -> None:
+        self.seen[depth, row].append(states.clone())
+
+    def score(self, candidates: Candidates) -> torch.Tensor:
+        raise AssertionError("nothing is asked in a check")
+
+
+def _segments(
+    window: Window, rows: list[torch.Tensor], spans: tuple[range, ...], watcher: ExitPolicy | None = None
+) -> Segments:
+    """The rows in segments of these layers."""
+    longest = max(len(ids) for ids in rows)
+    ids = torch.stack([torch.nn.functional.pad(own, (longest - len(own), 0)) for own in rows])
+    batch = Batch(ids, [longest - len(own) for own in rows], StoppingCriteriaList())
+    plan = Plan(
+        exact=True,
+        kv_cache_strategy="exact",
+        exit_threshold=1.0,
+        exit_thresholds={},
+        max_pending=TOGETHER,
+        compaction_threshold=0.0,
+        spans=spans,
+    )
+    return Segments(window, plan, batch, longest, ExitStats(window.num_layers), watcher)
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:

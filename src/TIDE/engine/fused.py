@@ -23,7 +23,7 @@ from torch import nn
 from TIDE.adapters.features import layer_features, norm_features
 from TIDE.adapters.weights import is_stock, version
 from TIDE.adapters.window import Feed, Window
-from TIDE.engine.check import TOLERANCE, TOLERANCE_HALF, first_difference
+from TIDE.engine.check import TOLERANCE, TOLERANCE_HALF, first_fused_difference
 from TIDE.engine.gpu_layers import GPULayers
 from TIDE.engine.own_layers import OwnLayers
 from TIDE.engine.parts import Parts, has_hooks
@@ -163,7 +163,7 @@ def _what_is_wrong(window: Window) -> str | None:
     if isinstance(window.fused, OwnLayers):
         share, allowed = window.fused.difference(), TOLERANCE.get(window.model.dtype, TOLERANCE_HALF)
         return None if share <= allowed else f"with a static cache its states are {share:.1%} off."
-    layer = first_difference(window)
+    layer = first_fused_difference(window)
     if layer is None:
         return None
     name = type(window.layers[layer]).__name__
