@@ -183,7 +183,7 @@ def test_a_file_of_the_original_system_costs_nothing_where_its_drafts_are_wrong(
     model, tokenizer = embedded
     file = original_file(tmp_path / "router.pt", layers=tuple(range(3, 30, 4)), hidden=576, bottleneck=128)
     inputs = tokenizer("The wind turned to the north, and the boats", return_tensors="pt")
-    options = dict(inputs, do_sample=False, max_new_tokens=24)
+    options = dict(inputs, do_sample=False, max_new_tokens=16)
     with TIDE.TIDE(model, file) as engine:
         runs, ratios = (model.generate, engine.generate), []
         for _ in range(4):

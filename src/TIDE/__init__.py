@@ -72,6 +72,7 @@ __all__ = [
     "tune",
 ]
 
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME and name != "__version__":
         raise AttributeError(f"module 'TIDE' has no attribute {name!r}. It has {__all__}.")

@@ -57,3 +57,10 @@ def test_what_should_not_happen_is_said_to_be_so(folder, tmp_path, monkeypatch):
     assert done.exit_code == 1
     assert done.stderr.splitlines()[-1].startswith("error: KeyError: 'texts'. This should not happen: run again with --debug")
     assert isinstance(tide(*asked, "--debug").exception, KeyError)
+
+
+def test_a_data_set_needs_its_package_before_anything_is_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = tide("calibrate", "some-org/some-model", "--dataset", "wikitext", "-o", tmp_path / "router.pt")
+    assert done.exit_code == 1
+    assert "pip install 'tide-inference[datasets]'" in done.stderr

@@ -82,18 +82,22 @@ def test_no_prompt_at_all_is_wrong_usage():
     assert done.exit_code == 2 and "expected a prompt per line in standard input, found none." in done.stderr
 
 
+def shown(run: TIDE.Run) -> str:
+    return "".join(token.text for token in run.tokens if not token.special).strip()
+
+
 def test_a_run_becomes_a_page(folder, router, tmp_path):
     asked = ("generate", "<hello>", "--model", folder, "--router", router, "--max-new-tokens", "12")
     done = tide(*asked, "--temperature", "1.0", "--seed", "5", "--raw", "--save", tmp_path / "drawn.json")
     drawn = TIDE.Run.load(tmp_path / "drawn.json")
-    assert "".join(token.text for token in drawn.tokens).strip() in done.stdout
+    assert shown(drawn) in done.stdout
     done = tide(*asked, "--save", tmp_path / "run.json")
     assert done.exit_code == 0 and f"written: {tmp_path / 'run.json'}" in done.stderr
     run = TIDE.Run.load(tmp_path / "run.json")
     assert len(run.tokens) == 12 and run.agreement == 1.0  # mode exact
     assert {token.depth for token in run.tokens} <= {2, 4}
     assert all(token.score is not None for token in run.tokens if token.depth == 2)
-    assert "".join(token.text for token in run.tokens).strip() == done.stdout.strip()  # drawn or not, it is what was shown
+    assert shown(run) == done.stdout.strip()  # drawn or not, it is what was shown
     done = tide("report", tmp_path / "run.json", "--figures", tmp_path / "figures", "--json")
     written = json.loads(done.stdout)
     assert written[0] == str(tmp_path / "run.html") and len(written) == 4

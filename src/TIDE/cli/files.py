@@ -42,11 +42,11 @@ def decoded(data: bytes, name: str) -> str:
 
 def check_dataset(source: str) -> None:
     """Raise where a source of texts is a file that is not there, or a data set that nothing here can read."""
-    if not source.endswith((".txt", ".jsonl")):
-        if source != "self":
-            check_datasets(source)
-    elif not Path(source).is_file():
+    is_file = source.endswith((".txt", ".jsonl"))
+    if is_file and not Path(source).is_file():
         raise ValueError(f"there is no file {source}. Give a .txt or .jsonl file, a data set of the hub, or 'self'.")
+    if source.strip() and source != "self" and not is_file:
+        check_datasets(source)
 
 
 Prompts = Annotated[

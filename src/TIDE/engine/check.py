@@ -73,9 +73,7 @@ def first_fused_difference(window: Window) -> int | None:
     return _first_difference(window, _passed)
 
 
-def _first_difference(
-    window: Window, run: Callable[[Window, list[torch.Tensor]], list[list[torch.Tensor]]]
-) -> int | None:
+def _first_difference(window: Window, run: Callable[[Window, list[torch.Tensor]], list[list[torch.Tensor]]]) -> int | None:
     rows = [_some_tokens(window, row, count + TOGETHER) for row, count in PREFIX.items()]
     with window.grad_off():
         expected = [_alone(window, ids) for ids in rows]
