@@ -27,7 +27,8 @@ def main() -> None:
         print(tokenizer.decode(ids[0], skip_special_tokens=True))
 
         pipe = TIDE.pipeline(engine, tokenizer)
-        print(pipe(asked.prompt, **options)[0]["generated_text"])
+        chat = [{"role": "user", "content": asked.prompt}] if tokenizer.chat_template else asked.prompt
+        print(pipe(chat, **options)[0]["generated_text"])
         print(engine.last_stats.summary())
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -82,3 +84,17 @@ def test_bench_names_the_mode_that_a_strategy_asks_for(folder, router):
     asked = ("bench", "hello", "--model", folder, "--router", router, "--max-new-tokens", 6, "--rounds", 1, "--json")
     assert json.loads(tide(*asked).stdout)["mode"] == "exact"
     assert json.loads(tide(*asked, "--kv-cache-strategy", "zero_pad").stdout)["mode"] == "fast"
+
+
+def test_a_hub_that_is_away_is_known_before_anything_heavy_is_imported():
+    """In seconds, and in one line."""
+    script = (
+        "import sys, huggingface_hub.constants as c; c.ENDPOINT = 'http://127.0.0.1:9'\n"
+        "sys.argv = ['tide', 'generate', 'hi', '--model', 'no/such-model', '--no-exits']\n"
+        "from TIDE.cli.app import main\n"
+        "try:\n    main()\nfinally:\n    assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: cannot load 'no/such-model'") and done.stderr.count("\n") == 1
+    assert "The hub cannot be reached (http://127.0.0.1:9 does not answer" in done.stderr

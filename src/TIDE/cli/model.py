@@ -13,6 +13,7 @@ import typer
 
 from TIDE.cli.errors import WrongUsage, checked
 from TIDE.cli.quiet import without_loading_bars
+from TIDE.hub import model_source
 
 if TYPE_CHECKING:
     from TIDE.models.load import Loaded
@@ -69,7 +70,10 @@ def with_model(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def load(name: str, dtype: str | None = None) -> Loaded:
-    """The model and its tokenizer, without a bar for its tensors."""
+    """Load the model and its tokenizer, without a bar for its tensors. A hub that is needed and away is known at once."""
+    if name != "default" and not name.endswith(".gguf"):
+        model_source(name)
+
     import torch
 
     import TIDE

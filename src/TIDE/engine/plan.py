@@ -95,10 +95,11 @@ def _checkpoints(config: TIDEConfig, policy: ExitPolicy, num_layers: int) -> lis
     allowed = [depth for depth in asked if depth >= least]
     if asked and not allowed:
         logger.warning(
-            "min_layers is %d and all exits are at smaller depths (%s), so no token will exit. Use min_layers=%d or less.",
+            "min_layers is %d and all exits are at smaller depths (%s), so no token will exit. Use min_layers=%d%s.",
             least,
             ", ".join(map(str, asked)),
             asked[-1],
+            " or less" if asked[-1] else "",
         )
     return allowed
 

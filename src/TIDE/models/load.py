@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from TIDE.hub import hub_trouble
+from TIDE.hub import EXPECTED, model_source
 
 
 class Loaded(NamedTuple):
@@ -65,14 +64,8 @@ def _read(name: str, dtype: Any) -> Loaded:
         from TIDE.models.default import default_model_path
 
         name = str(default_model_path())
-    trouble = None if Path(name).is_dir() else hub_trouble()
+    source = model_source(name)
     try:
-        # without the hub from the folder of an earlier download: transformers would try to reach it for some files all the same
-        source = name if trouble is None else snapshot_download(name, local_files_only=True)
         return Loaded(AutoModelForCausalLM.from_pretrained(source, dtype=dtype), AutoTokenizer.from_pretrained(source))
     except OSError as problem:
-        why = str(problem) if trouble is None else f"The hub cannot be reached ({trouble}), and it was not downloaded before"
-        raise OSError(
-            f"cannot load {name!r}: expected 'default', a folder with a model, a .gguf file, or a hub id that can be "
-            f"reached. {why.rstrip('.')}."
-        ) from problem
+        raise OSError(f"cannot load {name!r}: {EXPECTED}. ({problem})") from problem

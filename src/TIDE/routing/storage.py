@@ -42,7 +42,7 @@ class Stored(NamedTuple):
         for name in sorted(self.tensors):
             tensor = self.tensors[name].detach().cpu().contiguous()
             found.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-            found.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
         return torch.frombuffer(bytearray(found.digest()), dtype=torch.uint8)
 
     @property
