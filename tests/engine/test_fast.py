@@ -198,3 +198,19 @@ def test_the_share_is_nothing_to_mode_exact(llama, ids):
             engine.generate(ids, max_new_tokens=12, **OPTIONS)
             runs.append(engine.last_stats.drafted)
     assert runs[0] == runs[1] > 0
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_a_checkpoint_before_the_first_layer_changes_nothing_for_rows_that_may_not_leave(llama, prompts, mode, monkeypatch):
+    """Segments that stand alike run in one pass; the first one has no layers, and compiled layers start from token ids there."""
+    ids = prompts[0][2:]
+    policy = Where(lambda depth, row, position: depth == 2 and position % 3 != 0, 0, 1, 2)
+    found = []
+    for kernels in ("0", "1"):
+        monkeypatch.setenv("TIDE_NO_KERNELS", kernels)
+        with TIDE(llama, policy, TIDEConfig(mode=mode, max_pending=1, max_exit_share=1.0)) as engine:
+            text = engine.generate(ids, max_new_tokens=24, **OPTIONS)
+            stats = engine.last_stats
+            found.append((text.tolist(), stats.exits_per_layer, stats.drafted_by_step, stats.layers_run))
+    assert found[0] == found[1]
+    assert found[0][1][1] > 0 or mode == "exact"

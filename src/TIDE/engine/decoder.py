@@ -115,7 +115,7 @@ class Decoder:
                 reached = self.segments.reaches(segment, going)
                 if reached == last:
                     break  # nobody is asked on the way: one pass to the end
-                if not self.segments.skip(segment, counts):
+                if reached > segment or not self.segments.skip(segment, counts):
                     self.segments.run(segment, counts, last=reached)
                     self.clock.lap("shallow")
                 segment = reached + 1
