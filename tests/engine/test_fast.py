@@ -202,7 +202,7 @@ def test_the_share_is_nothing_to_mode_exact(llama, ids):
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_a_checkpoint_before_the_first_layer_changes_nothing_for_rows_that_may_not_leave(llama, prompts, mode, monkeypatch):
-    """Segments that stand alike run in one pass; the first one has no layers, and compiled layers start from token ids there."""
+    """Segments that stand alike run in one pass; the first one has no layers, and compiled layers start from ids there."""
     ids = prompts[0][2:]
     policy = Where(lambda depth, row, position: depth == 2 and position % 3 != 0, 0, 1, 2)
     found = []
