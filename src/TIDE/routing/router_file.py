@@ -242,8 +242,8 @@ class RouterFile(ModelHubMixin):
             return cls.load(hf_hub_download(model_id, HUB_FILE, **options))
         except LocalEntryNotFoundError as problem:
             raise OSError(
-                f"cannot load the router file of {model_id!r}: the hub cannot be reached ({trouble}), and it was not "
-                f"downloaded before. Check the connection, or give a folder."
+                f"cannot load the router file of {model_id!r}: the hub cannot be reached ({trouble or problem}), and it was "
+                f"not downloaded before. Check the connection, or give a folder."
             ) from problem
 
 
