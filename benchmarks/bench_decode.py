@@ -100,7 +100,7 @@ def against_exits_off(
     router = Router(sizes.hidden_dim, 128, SIGNALS)
     file = RouterFile(strategy, {depth: Exit(build_head(strategy, sizes).eval(), router, 0.5)}, (depth,), 7, None)
     with TIDE.TIDE(model) as engine:
-        policy = file.policy(engine.window)
+        policy = file.policy(engine.adapter)
     with TIDE.TIDE(model, policy, config) as engine:
 
         def run(new: int, exits: bool) -> torch.Tensor:

@@ -28,8 +28,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 lap("import torch and transformers")
 import TIDE, TIDE.cli.app, TIDE.engine.engine, TIDE.routing.calibrated
-from TIDE.adapters.window import Window
-from TIDE.engine.fused import fuse
+from TIDE.adapters.adapter import Window
+from TIDE.engine.runners.select import fuse
 from TIDE.models.default import default_model_path
 from TIDE.run import prepared
 lap("import TIDE")

@@ -16,7 +16,7 @@ import transformers
 import TIDE
 from families import FAMILIES, build
 from policies import Everyone, Knowing, texts_of
-from TIDE.engine.check import check_unknown
+from TIDE.engine.runners.check import check_unknown
 
 
 def main() -> None:
@@ -40,11 +40,15 @@ def agrees(name: str, device: torch.device) -> bool:
     inputs = dict(input_ids=(ids * mask).to(device), attention_mask=mask.to(device), max_new_tokens=16, do_sample=False)
     expected = model.generate(**inputs)
     texts = texts_of(expected.cpu(), mask)
-    policies = {"off": None, "everyone": Everyone(0, 2), "random": Knowing(texts, (1, 2, 3), seed=0, leaves=0.6, right=0.7)}
+    policies = {
+        "off": None,
+        "everyone": Everyone(0, 2),
+        "random": Knowing(texts, (1, 2, 3), seed=0, should_exit=0.6, right=0.7),
+    }
     wrong = []
     for label, policy in policies.items():
         with TIDE.TIDE(model, policy) as engine:
-            check_unknown(engine.window)  # the start-up check, here for families that do not need it
+            check_unknown(engine.adapter)  # the start-up check, here for families that do not need it
             if not torch.equal(engine.generate(**inputs), expected):
                 wrong.append(label)
     if wrong:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import TIDE
-from TIDE.adapters.window import Window
+from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration.collect import Budget, collect, extended
 from TIDE.calibration.figures import router_figures
 from TIDE.calibration.fit import Exits, guesses
@@ -42,15 +42,15 @@ def main() -> None:
     file = TIDE.RouterFile.load(options.router)
     texts = answer_prompts(model, tokenizer, prompts, 0, options.answer)
     found = {}
-    window = Window(model)
+    adapter = ModelAdapter(model)
     vocabulary = None if file.vocabulary is None else file.vocabulary.to(model.device)
     with tempfile.TemporaryDirectory() as folder:
         budget = Budget(model.device, Path(folder))
-        layers = window.num_layers
-        data = collect(window, texts, memory_depths(layers, 3), budget, "states")
+        layers = adapter.num_layers
+        data = collect(adapter, texts, memory_depths(layers, 3), budget, "states")
         for depth, at in file.exits.items():
-            with extended(window, [data], input_depths(depth, at.sizes.inputs), budget):
-                found[depth] = evaluate(window, data, depth, at, vocabulary)
+            with extended(adapter, [data], input_depths(depth, at.sizes.inputs), budget):
+                found[depth] = evaluate(adapter, data, depth, at, vocabulary)
     print(f"{len(prompts)} prompts, {data.tokens} positions, {'all' if vocabulary is None else len(vocabulary)} tokens")
     for depth, figures in found.items():
         print(f"depth {depth:2}  {figures}")
@@ -58,17 +58,17 @@ def main() -> None:
 
 
 @torch.no_grad()
-def evaluate(window, data, depth, at, vocabulary) -> dict:
-    device = window.model.device
+def evaluate(adapter, data, depth, at, vocabulary) -> dict:
+    device = adapter.model.device
     head, router = at.head.to(device, torch.float32), at.router.to(device)
     where = Exits(depth, vocabulary)
     scores, hits = [], []
     for shard, rows in data.in_order():
         asked = shard.asked[rows]
         step_hits = []
-        for step, guess in enumerate(guesses(window, head, shard, rows, where.depth, STEPS)):
-            parts = guess[asked].to(window.model.dtype).split(4096)
-            logits = [window.head(part, vocabulary) for part in parts]
+        for step, guess in enumerate(guesses(adapter, head, shard, rows, where.depth, STEPS)):
+            parts = guess[asked].to(adapter.model.dtype).split(4096)
+            logits = [adapter.head(part, vocabulary) for part in parts]
             best = torch.cat([own.argmax(-1) for own in logits])
             step_hits.append((best if vocabulary is None else vocabulary[best]) == shard.best[rows][asked])
             if step == 0:

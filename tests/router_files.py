@@ -9,7 +9,7 @@ import torch
 
 from families import build
 from TIDE.routing.fingerprint import Fingerprint, fingerprint
-from TIDE.routing.heads import HeadSizes, build_head
+from TIDE.routing.heads import HeadSizes, build_head, head_sizes
 from TIDE.routing.router import SIGNALS, Router
 from TIDE.routing.router_file import Exit, RouterFile
 
@@ -62,3 +62,15 @@ def original_file(path, layers=(0, 2), hidden: int = 64, bottleneck: int = 8):
     weights = {layer: OrderedDict((name, torch.randn(shape)) for name, shape in shapes.items()) for layer in layers}
     torch.save({"hidden_dim": hidden, "bottleneck_dim": bottleneck, "router_layers": weights}, path)
     return path
+
+
+def a_file(model, strategy: str, checkpoints: tuple[int, ...], threshold: float, vocabulary=None, seed: int = 0) -> RouterFile:
+    """Random heads and routers."""
+    torch.manual_seed(seed)
+    config = model.config.get_text_config(decoder=True)
+    hidden = config.hidden_size
+    exits = {}
+    for depth in checkpoints:
+        head = build_head(strategy, head_sizes(strategy, config, hidden, depth)).eval().requires_grad_(False)
+        exits[depth] = Exit(head, Router(hidden, 8, SIGNALS).requires_grad_(False), threshold)
+    return RouterFile(strategy, exits, checkpoints, 3, vocabulary, fingerprint(model))

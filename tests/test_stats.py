@@ -33,7 +33,7 @@ def test_the_summary_has_a_line_for_every_depth_where_tokens_exited(stats):
 def test_the_summary_tells_of_drafts_and_time_where_there_were_any(stats):
     stats.drafted_by_step.update({1: 80, 2: 16})
     stats.accepted_by_step.update({1: -8, 2: 8})
-    stats.catch_ups, stats.rollbacks, stats.rolled_back = 30, 20, 24
+    stats.catch_ups, stats.rollbacks, stats.rejected = 30, 20, 24
     stats.seconds.prompt, stats.seconds.deep, stats.seconds.whole = 0.25, 1.5, 2.0
     assert stats.summary() == FIRST_LINES + (
         "  Mean depth: 17.4 of 32 layers\n"
@@ -52,7 +52,7 @@ def test_nothing_generated_is_no_division_by_zero():
 
 
 def test_a_sum_has_the_counts_of_both_and_leaves_them_alone(stats):
-    other = ExitStats(num_layers=32, layers_run=7, catch_ups=1, rollbacks=2, rolled_back=3)
+    other = ExitStats(num_layers=32, layers_run=7, catch_ups=1, rollbacks=2, rejected=3)
     other.count_token(8, step=2)
     other.count_token(32, step=3)
     other.drafted_by_step[2] = 4
@@ -60,7 +60,7 @@ def test_a_sum_has_the_counts_of_both_and_leaves_them_alone(stats):
     stats.seconds.whole = 1.0
     both = stats + other
     assert (both.total_tokens, both.remaining_tokens, both.exits_per_layer[7]) == (102, 29, 24)
-    assert (both.layers_run, both.catch_ups, both.rollbacks, both.rolled_back) == (7, 1, 2, 3)
+    assert (both.layers_run, both.catch_ups, both.rollbacks, both.rejected) == (7, 1, 2, 3)
     assert both.accepted_by_step == {1: 72, 2: 1}
     assert both.drafted_by_step == {2: 4}
     assert (both.seconds.deep, both.seconds.whole) == (0.5, 2.5)

@@ -23,10 +23,11 @@ LEVEL = {
     "routing": 2,
     "engine": 3,
     "models": 3,
-    "calibration": 4,
-    "plots": 5,
-    "the public surface": 6,
-    "cli": 7,
+    "integrations": 4,
+    "calibration": 5,
+    "plots": 6,
+    "the public surface": 7,
+    "cli": 8,
 }
 FILES = sorted(SOURCE.rglob("*.py"))
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from TIDE.calibration.certify import certify
     from TIDE.calibration.tune import tune
     from TIDE.config import TIDEConfig
-    from TIDE.engine.conversation import Conversation
     from TIDE.engine.engine import TIDE
-    from TIDE.engine.huggingface import custom_generate, pipeline
-    from TIDE.engine.record import record
+    from TIDE.integrations.conversation import Conversation
+    from TIDE.integrations.huggingface import custom_generate, pipeline
+    from TIDE.integrations.record import record
     from TIDE.models.default import default_router
     from TIDE.models.load import load_model
     from TIDE.routing.certificate import Certificate
@@ -37,16 +37,16 @@ _HOME = {
     "Candidates": "TIDE.routing.policy",
     "RouterFile": "TIDE.routing.router_file",
     "Certificate": "TIDE.routing.certificate",
-    "Conversation": "TIDE.engine.conversation",
+    "Conversation": "TIDE.integrations.conversation",
     "load_model": "TIDE.models.load",
     "default_router": "TIDE.models.default",
     "calibrate": "TIDE.calibration.calibrate",
     "analyze": "TIDE.calibration.analyze",
     "certify": "TIDE.calibration.certify",
     "tune": "TIDE.calibration.tune",
-    "custom_generate": "TIDE.engine.huggingface",
-    "pipeline": "TIDE.engine.huggingface",
-    "record": "TIDE.engine.record",
+    "custom_generate": "TIDE.integrations.huggingface",
+    "pipeline": "TIDE.integrations.huggingface",
+    "record": "TIDE.integrations.record",
     "Run": "TIDE.run",
 }
 

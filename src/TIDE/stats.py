@@ -89,7 +89,7 @@ class ExitStats:
         accepted_by_step: those of them that stayed in the text; in mode "fast" all do.
         catch_ups: passes through the last segment in which a row took more than one token, its prompt not counted.
         rollbacks: verifications of a row that threw drafts away.
-        rolled_back: drafts that were thrown away, also those behind the one that was wrong.
+        rejected: drafts that were thrown away, those behind the first wrong one included.
         seconds: where the time went.
     """
 
@@ -102,7 +102,7 @@ class ExitStats:
     accepted_by_step: Counter[int] = field(default_factory=Counter)
     catch_ups: int = 0
     rollbacks: int = 0
-    rolled_back: int = 0
+    rejected: int = 0
     seconds: Seconds = field(default_factory=Seconds)
 
     def count_token(self, depth: int, step: int = 1) -> None:
@@ -174,7 +174,7 @@ class ExitStats:
         if self.drafted:
             steps = ", ".join(f"{share:.1%}" for share in self.acceptance_by_step.values())
             lines.append(f"  Drafted: {self.drafted}, accepted: {self.accepted} (by step: {steps})")
-            lines.append(f"  Catch-ups: {self.catch_ups}, rollbacks: {self.rollbacks} of {self.rolled_back} tokens")
+            lines.append(f"  Catch-ups: {self.catch_ups}, rollbacks: {self.rollbacks} of {self.rejected} tokens")
         if self.seconds.whole:
             lines.append(f"  Seconds: {self.seconds.summary()}, {self.tokens_per_second:.1f} tokens/s")
         return "\n".join(lines)

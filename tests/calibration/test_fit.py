@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from families import build
-from TIDE.adapters.window import Window
+from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration import fit, vocabulary
 from TIDE.calibration.collect import Budget, collect
 from TIDE.calibration.fit import Exits, Schedule, Split, agreement, fit_head
@@ -27,41 +27,41 @@ def some_texts(count: int, seed: int) -> list[Text]:
 
 
 @pytest.fixture
-def window():
-    window = Window(build("llama"))
-    yield window
-    window.close()
+def adapter():
+    adapter = ModelAdapter(build("llama"))
+    yield adapter
+    adapter.close()
 
 
-def a_split(window: Window, folder: Path) -> Split:
-    depths = [*memory_depths(window.num_layers, 3), DEPTH]
-    budget = Budget(window.model.device, folder)
-    return Split(*(collect(window, some_texts(24, seed), depths, budget, "") for seed in (1, 2)))
+def a_split(adapter: ModelAdapter, folder: Path) -> Split:
+    depths = [*memory_depths(adapter.num_layers, 3), DEPTH]
+    budget = Budget(adapter.model.device, folder)
+    return Split(*(collect(adapter, some_texts(24, seed), depths, budget, "") for seed in (1, 2)))
 
 
-def a_head(window: Window, strategy: str):
+def a_head(adapter: ModelAdapter, strategy: str):
     torch.manual_seed(0)
-    return build_head(strategy, head_sizes(strategy, window.model.config, window.hidden_dim))
+    return build_head(strategy, head_sizes(strategy, adapter.model.config, adapter.hidden_dim))
 
 
 @pytest.mark.parametrize("strategy", ["lens", "memory"])
-def test_the_gradient_is_that_of_the_loss_in_the_docstring(window, strategy, tmp_path):
-    split, head = a_split(window, tmp_path), a_head(window, strategy)
+def test_the_gradient_is_that_of_the_loss_in_the_docstring(adapter, strategy, tmp_path):
+    split, head = a_split(adapter, tmp_path), a_head(adapter, strategy)
     schedule = Schedule(positions=10**6, draft_steps=2, jitter=0.0)
     shard, rows = split.train.shards[0], torch.arange(8)
     vocabulary = torch.arange(0, 128, 2)
-    with fit.frozen(window.model):
+    with fit.frozen(adapter.model):
         fit._backward(
-            window, head, shard, rows, Exits(DEPTH, vocabulary), schedule, fit.Dice(torch.Generator(), torch.Generator())
+            adapter, head, shard, rows, Exits(DEPTH, vocabulary), schedule, fit.Dice(torch.Generator(), torch.Generator())
         )
         found = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
         head.zero_grad()
         learned = shard.learned[rows]
-        deep = shard.states(window.num_layers)[rows][learned]
-        full = window.head(deep, vocabulary).log_softmax(-1).clone()
+        deep = shard.states(adapter.num_layers)[rows][learned]
+        full = adapter.head(deep, vocabulary).log_softmax(-1).clone()
         loss = 0.0
-        for step, guess in enumerate(fit.guesses(window, head, shard, rows, DEPTH, 2)):
-            logs = window.head(guess[learned], vocabulary, with_grad=True).log_softmax(-1)
+        for step, guess in enumerate(fit.guesses(adapter, head, shard, rows, DEPTH, 2)):
+            logs = adapter.head(guess[learned], vocabulary, with_grad=True).log_softmax(-1)
             state = F.smooth_l1_loss(normed(guess[learned]), normed(deep))
             loss = loss + 0.8**step * (F.kl_div(logs, full, log_target=True, reduction="batchmean") + 0.5 * state)
         loss.backward()
@@ -69,75 +69,75 @@ def test_the_gradient_is_that_of_the_loss_in_the_docstring(window, strategy, tmp
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_training_helps_and_leaves_the_model_alone(window, tmp_path):
-    split, head = a_split(window, tmp_path), a_head(window, "memory")
-    before = {name: weight.clone() for name, weight in window.model.state_dict().items()}
-    trainable = [parameter.requires_grad for parameter in window.model.parameters()]
+def test_training_helps_and_leaves_the_model_alone(adapter, tmp_path):
+    split, head = a_split(adapter, tmp_path), a_head(adapter, "memory")
+    before = {name: weight.clone() for name, weight in adapter.model.state_dict().items()}
+    trainable = [parameter.requires_grad for parameter in adapter.model.parameters()]
     schedule = Schedule(epochs=30, least_steps=0, batch_tokens=128, positions=128, draft_steps=2, learning_rate=2e-3)
-    start = agreement(window, head, split.train, Exits(DEPTH, None), 2)
-    fitted = fit_head(window, head, Split(split.train, split.train), Exits(DEPTH, None), schedule, 0, "")
+    start = agreement(adapter, head, split.train, Exits(DEPTH, None), 2)
+    fitted = fit_head(adapter, head, Split(split.train, split.train), Exits(DEPTH, None), schedule, 0, "")
     assert fitted.agreement[0] > start[0] + 0.3
-    assert fitted.agreement == agreement(window, fitted.head, split.train, Exits(DEPTH, None), 2), (
+    assert fitted.agreement == agreement(adapter, fitted.head, split.train, Exits(DEPTH, None), 2), (
         "the state it was measured in"
     )
-    assert all(torch.equal(weight, before[name]) for name, weight in window.model.state_dict().items())
-    assert [parameter.requires_grad for parameter in window.model.parameters()] == trainable
-    assert all(parameter.grad is None for parameter in window.model.parameters())
+    assert all(torch.equal(weight, before[name]) for name, weight in adapter.model.state_dict().items())
+    assert [parameter.requires_grad for parameter in adapter.model.parameters()] == trainable
+    assert all(parameter.grad is None for parameter in adapter.model.parameters())
 
 
-def test_the_best_state_on_held_out_prompts_is_kept(window, tmp_path, monkeypatch):
-    split, head = a_split(window, tmp_path), a_head(window, "memory")
+def test_the_best_state_on_held_out_prompts_is_kept(adapter, tmp_path, monkeypatch):
+    split, head = a_split(adapter, tmp_path), a_head(adapter, "memory")
     told = iter([[0.2], [0.5], [0.3], [0.4], [0.45]])
     monkeypatch.setattr(fit, "agreement", lambda *_: next(told))
     schedule = Schedule(epochs=5, least_steps=0, batch_tokens=512, checks=5, patience=2)
-    fitted = fit_head(window, head, split, Exits(DEPTH, None), schedule, 0, "")
+    fitted = fit_head(adapter, head, split, Exits(DEPTH, None), schedule, 0, "")
     assert fitted.agreement == [0.5]
     assert next(told) == [0.45], "two looks without progress end the training"
 
 
-def test_the_same_seed_gives_the_same_head(window, tmp_path):
-    split = a_split(window, tmp_path)
+def test_the_same_seed_gives_the_same_head(adapter, tmp_path):
+    split = a_split(adapter, tmp_path)
     schedule = Schedule(epochs=2, least_steps=0, batch_tokens=128)
-    found = [fit_head(window, a_head(window, "memory"), split, Exits(DEPTH, None), schedule, 7, "").head for _ in range(2)]
+    found = [fit_head(adapter, a_head(adapter, "memory"), split, Exits(DEPTH, None), schedule, 7, "").head for _ in range(2)]
     for one, other in zip(found[0].parameters(), found[1].parameters(), strict=True):
         assert torch.equal(one, other)
 
 
-def test_states_on_disk_are_those_in_memory(window, tmp_path):
-    texts, depths = some_texts(24, 3), [DEPTH, window.num_layers]
-    roomy, tight = Budget(window.model.device, tmp_path), Budget(window.model.device, tmp_path)
+def test_states_on_disk_are_those_in_memory(adapter, tmp_path):
+    texts, depths = some_texts(24, 3), [DEPTH, adapter.num_layers]
+    roomy, tight = Budget(adapter.model.device, tmp_path), Budget(adapter.model.device, tmp_path)
     tight.left = 0
-    kept, stored = (collect(window, texts, depths, budget, "") for budget in (roomy, tight))
+    kept, stored = (collect(adapter, texts, depths, budget, "") for budget in (roomy, tight))
     assert list(tmp_path.glob("*.safetensors"))
     for one, other in zip(kept.shards, stored.shards, strict=True):
         assert all(torch.equal(one.states(depth), other.states(depth)) for depth in depths)
         assert torch.equal(one.best, other.best)
 
 
-def test_collected_states_are_the_models_hidden_states(window, tmp_path):
+def test_collected_states_are_the_models_hidden_states(adapter, tmp_path):
     texts = some_texts(6, 4)
-    shard = collect(window, texts, [0, DEPTH, window.num_layers], Budget(window.model.device, tmp_path), "").shards[0]
+    shard = collect(adapter, texts, [0, DEPTH, adapter.num_layers], Budget(adapter.model.device, tmp_path), "").shards[0]
     row = shard.lengths.index(max(shard.lengths))
     ids = shard.ids[row : row + 1, : shard.lengths[row]]
-    out = window.model(ids, output_hidden_states=True)
+    out = adapter.model(ids, output_hidden_states=True)
     for depth in (0, DEPTH):
         torch.testing.assert_close(shard.states(depth)[row, : ids.shape[1]], out.hidden_states[depth][0])
     assert torch.equal(shard.best[row, : ids.shape[1]], out.logits[0].argmax(-1))
     assert int(shard.asked.sum()) == sum(len(text.ids) - text.start for text in texts)
 
 
-def test_the_draft_vocabulary_covers_the_mass_with_the_fewest_tokens(window, tmp_path, monkeypatch):
-    split = a_split(window, tmp_path)
-    mass = token_mass(window, split.train)
+def test_the_draft_vocabulary_covers_the_mass_with_the_fewest_tokens(adapter, tmp_path, monkeypatch):
+    split = a_split(adapter, tmp_path)
+    mass = token_mass(adapter, split.train)
     assert float(mass.sum()) == pytest.approx(split.train.tokens, rel=1e-3)
-    found = draft_vocabulary(window, split.train)
+    found = draft_vocabulary(adapter, split.train)
     assert torch.equal(found, found.sort().values)
     share = mass / mass.sum()
     assert float(share[found].sum()) >= 0.999
     without_least = sorted(share[found].tolist())[1:]
     assert sum(without_least) < 0.999 or len(found) <= 2
-    window.model.generation_config.eos_token_id = int(mass.argmin())
-    assert mass.argmin() in draft_vocabulary(window, split.train), "an exit has to be able to end the text"
-    window.model.generation_config.eos_token_id = None
+    adapter.model.generation_config.eos_token_id = int(mass.argmin())
+    assert mass.argmin() in draft_vocabulary(adapter, split.train), "an exit has to be able to end the text"
+    adapter.model.generation_config.eos_token_id = None
     monkeypatch.setattr(vocabulary, "CPU_LARGEST", 5)
-    assert set(draft_vocabulary(window, split.train).tolist()) == set(share.topk(5).indices.tolist())
+    assert set(draft_vocabulary(adapter, split.train).tolist()) == set(share.topk(5).indices.tolist())

@@ -12,9 +12,9 @@ from transformers import DynamicCache
 from decoding import decode
 from families import build
 from policies import Knowing
+from TIDE.adapters.adapter import ModelAdapter, PassInputs
 from TIDE.adapters.probe import Store
-from TIDE.adapters.window import Feed, Window
-from TIDE.engine.cache import SegmentCache, View
+from TIDE.engine.cache.segment_cache import SegmentCache, View
 
 
 def test_kv_after_catch_up_are_those_of_a_full_run(any_model):
@@ -27,7 +27,7 @@ def test_kv_after_catch_up_are_those_of_a_full_run(any_model):
     for row in range(2):
         text = expected[row : row + 1]
         whole = DynamicCache()  # without the config: windows keep all their columns, as ours do
-        layers = decoder.window.stores
+        layers = decoder.adapter.stores
         if Store.STATE in layers:
             whole = DynamicCache(config=any_model.config)
         any_model(text, past_key_values=whole, use_cache=True)
@@ -112,8 +112,8 @@ def test_static_shapes_do_not_change_and_give_the_same_logits(any_model):
     ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
     expected = any_model(ids).logits
     depth = any_model.config.num_hidden_layers
-    window = Window(any_model)
-    cache = SegmentCache(2, [range(depth)], window.stores, capacity=24, static=True)
+    adapter = ModelAdapter(any_model)
+    cache = SegmentCache(2, [range(depth)], adapter.stores, capacity=24, static=True)
     columns = set()
     update = cache.update
 
@@ -127,10 +127,10 @@ def test_static_shapes_do_not_change_and_give_the_same_logits(any_model):
         with cache.open(0, [0, 1], [stop - start] * 2):
             positions = torch.arange(start, stop).expand(2, -1)
             keep = torch.arange(stop - start).expand(2, -1)
-            passed = window.run(0, depth, Feed(ids[:, start:stop], positions, cache.mask(), cache), keep=keep)
+            passed = adapter.run(0, depth, PassInputs(ids[:, start:stop], positions, cache.mask(), cache), keep=keep)
         torch.testing.assert_close(passed.logits, expected[:, start:stop], atol=2e-4, rtol=1e-4)
     assert columns == {24}
-    window.close()
+    adapter.close()
 
 
 def test_a_full_static_cache_says_so():
@@ -143,16 +143,16 @@ def test_a_full_static_cache_says_so():
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
 def test_a_running_state_rolls_back_to_where_it_was_kept(family):
     model = build(family)
-    window = Window(model)
-    assert Store.STATE in window.stores
+    adapter = ModelAdapter(model)
+    assert Store.STATE in adapter.stores
     depth = model.config.num_hidden_layers
     ids = torch.randint(3, 128, (1, 9), generator=torch.Generator().manual_seed(0))
-    cache = SegmentCache(1, [range(depth)], window.stores)
+    cache = SegmentCache(1, [range(depth)], adapter.stores)
 
     def run(start: int, stop: int) -> torch.Tensor:
         with cache.open(0, [0], [stop - start]):
-            feed = Feed(ids[:, start:stop], torch.arange(start, stop)[None], None, cache)
-            return window.run(0, depth, feed, keep=torch.tensor([[stop - start - 1]])).logits
+            feed = PassInputs(ids[:, start:stop], torch.arange(start, stop)[None], None, cache)
+            return adapter.run(0, depth, feed, keep=torch.tensor([[stop - start - 1]])).logits
 
     run(0, 4), run(4, 6)
     expected = run(6, 9)
@@ -162,4 +162,4 @@ def test_a_running_state_rolls_back_to_where_it_was_kept(family):
     cache.settle(0, 6)
     cache.rollback(0, 6)
     torch.testing.assert_close(run(6, 9), expected)
-    window.close()
+    adapter.close()

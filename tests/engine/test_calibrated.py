@@ -7,27 +7,13 @@ import torch
 
 from families import FAMILIES, build
 from policies import texts_of
+from router_files import a_file
 from TIDE import TIDE, TIDEConfig
-from TIDE.adapters.window import Feed, Window
+from TIDE.adapters.adapter import ModelAdapter, PassInputs
 from TIDE.routing.calibrated import CalibratedPolicy
-from TIDE.routing.exits import Exit
-from TIDE.routing.fingerprint import fingerprint
-from TIDE.routing.heads import build_head, head_sizes, memory_depths
+from TIDE.routing.heads import memory_depths
 from TIDE.routing.memory import HeadMemory
-from TIDE.routing.router import SIGNALS, Router
 from TIDE.routing.router_file import RouterFile
-
-
-def a_file(model, strategy: str, checkpoints: tuple[int, ...], threshold: float, vocabulary=None, seed: int = 0) -> RouterFile:
-    """Random heads and routers."""
-    torch.manual_seed(seed)
-    config = model.config.get_text_config(decoder=True)
-    hidden = config.hidden_size
-    exits = {}
-    for depth in checkpoints:
-        head = build_head(strategy, head_sizes(strategy, config, hidden, depth)).eval().requires_grad_(False)
-        exits[depth] = Exit(head, Router(hidden, 8, SIGNALS).requires_grad_(False), threshold)
-    return RouterFile(strategy, exits, checkpoints, 3, vocabulary, fingerprint(model))
 
 
 def saved(file: RouterFile, folder) -> str:
@@ -41,10 +27,10 @@ def test_exact_mode_writes_the_models_text_with_memory_heads_in_every_family(nam
     model, (ids, mask) = build(name), prompts
     options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
     expected = model.generate(ids, **options)
-    window = Window(model)
-    layers = window.num_layers
-    policy = CalibratedPolicy(a_file(model, "memory", (0, layers // 2), 0.0), window)
-    window.close()
+    adapter = ModelAdapter(model)
+    layers = adapter.num_layers
+    policy = CalibratedPolicy(a_file(model, "memory", (0, layers // 2), 0.0), adapter)
+    adapter.close()
     with TIDE(model, policy, TIDEConfig(exit_threshold=0.0)) as engine:
         found = engine.generate(ids, **options)
         assert engine.last_stats.drafted > 0
@@ -108,14 +94,16 @@ def test_what_a_router_sees_in_the_engine_is_what_it_saw_in_calibration(
         return found
 
     monkeypatch.setattr(HeadMemory, "guess", watched)
-    monkeypatch.setattr("TIDE.engine.drafting.ALLOWANCE", float("inf"))  # no rests: exits of a tiny model never pay
+    monkeypatch.setattr(
+        "TIDE.engine.schedule.draft_budget.ALLOWANCE", float("inf")
+    )  # no rests: exits of a tiny model never pay
     with TIDE(llama, saved(file, tmp_path), TIDEConfig(exit_threshold=0.0, max_pending=pending)) as engine:
         text = engine.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None)
-        window, layers = engine.window, engine.window.num_layers
+        adapter, layers = engine.adapter, engine.adapter.num_layers
         positions = torch.arange(text.shape[1])[None]
         depths = memory_depths(layers, 3)
         taps = tuple({0, depth, *depths} - {layers})
-        passed = window.run(0, layers, Feed(text, positions, None, None), taps=taps)
+        passed = adapter.run(0, layers, PassInputs(text, positions, None, None), taps=taps)
     states = {**passed.taps, layers: passed.states}
     head = engine.policy.exits[depth].head
     guesses = head.unroll(torch.cat([states[0], states[depth]], -1), torch.cat([states[d] for d in depths], -1), pending)

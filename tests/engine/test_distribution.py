@@ -18,8 +18,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from families import build
 from policies import Everyone
 from TIDE import TIDE, ExitStats, TIDEConfig
-from TIDE.engine import sampling
-from TIDE.engine.sampling import Chooser, Draft
+from TIDE.engine.round import sampler as sampling
+from TIDE.engine.round.sampler import Draft, Sampler
 
 VOCAB, PROMPT, NEW = 6, 5, 4  # NEW with the forced one
 MANY, FEW, ROWS = 2000, 800, 200  # draws of each context: to pass, and enough to notice a wrong rule; in one call
@@ -82,7 +82,7 @@ def draw(model, name: str, draws: int, seed: int) -> list[tuple[int, ...]]:
 
 def sample(model, name: str, draws: int, monkeypatch) -> Sample:
     """Texts of the engine, and the fate of their first drafts: all rows of a call have theirs judged together."""
-    judge, stood = Chooser.judge, []
+    judge, stood = Sampler.judge, []
 
     def noting(self, rows, sizes, logits, drafts):
         found = judge(self, rows, sizes, logits, drafts)
@@ -91,7 +91,7 @@ def sample(model, name: str, draws: int, monkeypatch) -> Sample:
             stood.extend(own.token == token for own, token in zip(drafts, found, strict=True))
         return found
 
-    monkeypatch.setattr(Chooser, "judge", noting)
+    monkeypatch.setattr(Sampler, "judge", noting)
     with TIDE(model, Elsewhere(1), TIDEConfig(max_pending=2, compaction_threshold=1.0)) as engine:
         texts = draw(engine, name, draws, seed=0)
     return Sample(texts, stood, engine.total_stats)
@@ -206,12 +206,12 @@ def accept_by_the_models_probability(probs: torch.Tensor, draft: Draft) -> torch
     return rest / rest.sum()
 
 
-def forget_processors_of_drafts(self, rows, logits, depth, choose=Chooser.draft):
+def forget_processors_of_drafts(self, rows, logits, depth, choose=Sampler.draft):
     """Drafts are drawn as they should be and judged as if they had been drawn from the plain logits."""
     return [own._replace(probs=plain) for own, plain in zip(choose(self, rows, logits, depth), logits.softmax(-1), strict=True)]
 
 
-def forget_processors_of_the_model(self, rows, sizes, logits, drafts, choose=Chooser.judge):
+def forget_processors_of_the_model(self, rows, sizes, logits, drafts, choose=Sampler.judge):
     if not any(drafts):
         return choose(self, rows, sizes, logits, drafts)
     held, self.processors = self.processors, LogitsProcessorList()
@@ -228,8 +228,8 @@ def forget_processors_of_the_model(self, rows, sizes, logits, drafts, choose=Cho
         (sampling, "_speculative", always_accept),
         (sampling, "_speculative", draw_anew_from_everything),
         (sampling, "_speculative", accept_by_the_models_probability),
-        (Chooser, "draft", forget_processors_of_drafts),
-        (Chooser, "judge", forget_processors_of_the_model),
+        (Sampler, "draft", forget_processors_of_drafts),
+        (Sampler, "judge", forget_processors_of_the_model),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

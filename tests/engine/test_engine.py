@@ -68,7 +68,7 @@ def test_min_layers_beyond_all_exits_says_which_there_are(llama, caplog):
 
 
 def test_a_missing_compiler_is_named_once_and_in_the_backend(llama, monkeypatch, caplog):
-    from TIDE.engine import fused
+    from TIDE.engine.runners import select as fused
 
     fused._say_once.cache_clear()
     monkeypatch.setattr(dispatch, "_trouble", lambda package: "is not installed")

@@ -78,7 +78,7 @@ def test_every_family_fills_in_the_layers_it_skips(any_model, ids, strategy):
     assert decoder.stats.layers_run == depth * ids.shape[1] + 5
     assert decoder.segments.cache.lengths(0) == [12, 12]
     for layer in range(1, depth):
-        if decoder.window.stores[layer] is Store.KV:
+        if decoder.adapter.stores[layer] is Store.KV:
             keys, values = decoder.segments.cache.kv(layer, 0)
             filled = [bool(states[:, ids.shape[1] :].any()) for states in (keys, values)]
             assert filled == [strategy == "propagate"] * 2

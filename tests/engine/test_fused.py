@@ -12,7 +12,7 @@ import torch
 import TIDE
 from families import FAMILIES, build
 from TIDE.adapters.features import LLAMA_LIKE, layer_features
-from TIDE.engine import fused
+from TIDE.engine.runners import select as fused
 
 pytest.importorskip("numba")
 
@@ -30,7 +30,7 @@ def test_llama_like_families_are_fused_and_write_what_the_model_writes(name, pro
     model = build(name)
     expected = written(model, prompts)
     with TIDE.TIDE(model) as engine:
-        assert engine.window.fused is not None
+        assert engine.adapter.fused is not None
         assert torch.equal(written(engine, prompts), expected)
 
 
@@ -38,7 +38,7 @@ def test_a_vocabulary_may_be_tiny():
     model, ids = build("llama", vocab_size=4), torch.tensor([[1, 3, 1]])
     options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     with TIDE.TIDE(model) as engine:
-        assert engine.window.fused is not None
+        assert engine.adapter.fused is not None
         assert torch.equal(engine.generate(ids, **options), model.generate(ids, **options))
 
 
@@ -50,7 +50,7 @@ def test_the_table_is_covered():
 def test_other_families_run_their_own_layers(name):
     model = build(name)
     with TIDE.TIDE(model) as engine:
-        assert engine.window.fused is None
+        assert engine.adapter.fused is None
 
 
 def test_weights_are_read_in_place(llama, prompts):
@@ -58,7 +58,7 @@ def test_weights_are_read_in_place(llama, prompts):
         before = written(engine, prompts)
         with torch.no_grad():
             llama.model.layers[1].mlp.down_proj.weight.mul_(-2)
-        assert engine.window.fused is not None
+        assert engine.adapter.fused is not None
         after = written(engine, prompts)
         assert not torch.equal(before, after)
         assert torch.equal(after, written(llama, prompts))
@@ -102,7 +102,7 @@ def test_a_fused_layer_that_differs_is_given_up_and_named(llama, prompts, monkey
 
     monkeypatch.setattr(fused, "layer_features", wrong)
     with caplog.at_level(logging.WARNING), TIDE.TIDE(llama) as engine:
-        assert engine.window.fused is None
+        assert engine.adapter.fused is None
         assert torch.equal(written(engine, prompts), written(llama, prompts))
     assert "layer 2 (LlamaDecoderLayer)" in caplog.text
 
@@ -112,7 +112,7 @@ def test_compiled_code_uses_as_many_threads_as_torch(llama, prompts, monkeypatch
 
     asked = []
     with TIDE.TIDE(llama) as engine:
-        monkeypatch.setattr(engine.window.fused.ops, "set_num_threads", asked.append)
+        monkeypatch.setattr(engine.adapter.fused.ops, "set_num_threads", asked.append)
         monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 8)
         for threads in (1, 3, 64):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -127,7 +127,7 @@ def test_who_waits_for_a_compiler_is_told(llama, monkeypatch, capsys):
     with TIDE.TIDE(llama):
         assert capsys.readouterr().err == ""
     monkeypatch.setattr(fused, "PATIENCE", 0.01)
-    monkeypatch.setattr(fused, "check_fused", lambda window: (time.sleep(0.5), check(window)))
+    monkeypatch.setattr(fused, "check_fused", lambda adapter: (time.sleep(0.5), check(adapter)))
     with TIDE.TIDE(llama):
         assert "may take a minute the first time on a machine" in capsys.readouterr().err
 
@@ -135,7 +135,7 @@ def test_who_waits_for_a_compiler_is_told(llama, monkeypatch, capsys):
 def test_kernels_can_be_forbidden(llama, monkeypatch):
     monkeypatch.setenv("TIDE_NO_KERNELS", "1")
     with TIDE.TIDE(llama) as engine:
-        assert engine.window.fused is None
+        assert engine.adapter.fused is None
 
 
 OTHERWISE = {
@@ -155,5 +155,5 @@ def test_what_has_no_features_runs_as_it_is(change, prompts):
     if change == "lora":
         model.model.layers[1].self_attn.q_proj = torch.nn.Sequential(model.model.layers[1].self_attn.q_proj)
     with TIDE.TIDE(model) as engine:
-        assert engine.window.fused is None
+        assert engine.adapter.fused is None
         assert torch.equal(written(engine, prompts), written(model, prompts))

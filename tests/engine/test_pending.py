@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from TIDE.engine.pending import Pending
+from TIDE.engine.cache.pending import Pending
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)

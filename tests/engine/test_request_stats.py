@@ -66,14 +66,14 @@ class Log(Knowing):
             found.accepted_by_step.update(range(1, good + 1))
             found.catch_ups += event > 1
             found.rollbacks += good < len(right)
-            found.rolled_back += len(right) - good
+            found.rejected += len(right) - good
             drafts = []
         assert not drafts
         return found
 
 
 def counts(stats: ExitStats) -> tuple:
-    return stats.drafted_by_step, stats.accepted_by_step, stats.catch_ups, stats.rollbacks, stats.rolled_back
+    return stats.drafted_by_step, stats.accepted_by_step, stats.catch_ups, stats.rollbacks, stats.rejected
 
 
 def test_drafts_that_are_always_right(llama, ids, text):
@@ -107,7 +107,7 @@ def test_every_draft_of_a_batch_stands_or_is_rolled_back(llama, prompts):
     with TIDE(llama, Knowing(texts, (0, 2), 1, leaves=0.8, right=0.7), TIDEConfig(compaction_threshold=1.0)) as engine:
         engine.generate(ids, attention_mask=mask, **OPTIONS)
     stats = engine.last_stats
-    assert stats.drafted == stats.accepted + stats.rolled_back
+    assert stats.drafted == stats.accepted + stats.rejected
     assert stats.accepted == stats.exited_tokens
     assert min(stats.accepted, stats.rollbacks, stats.catch_ups) > 0
     assert all(stats.accepted_by_step[step] <= count for step, count in stats.drafted_by_step.items())

@@ -11,19 +11,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_calibrated import a_file
 from transformers import StoppingCriteria
 
 import TIDE
 from families import build
+from router_files import a_file
 from TIDE.config import TIDEConfig
-from TIDE.engine import fused
-from TIDE.engine.draft_length import FIRST_REST, LONGEST_REST, DraftLength
-from TIDE.engine.gpu_layers import GPULayers
-from TIDE.engine.opening import FEWEST, LONGEST, padded
-from TIDE.engine.own_layers import OwnLayers
-from TIDE.engine.parts import Parts
-from TIDE.engine.rounds import Rounds
+from TIDE.engine.round.prefill import FEWEST, LONGEST, padded
+from TIDE.engine.round.rounds import Rounds
+from TIDE.engine.runners import select as fused
+from TIDE.engine.runners.own_layers import OwnLayers
+from TIDE.engine.runners.snapshot import ModelSnapshot
+from TIDE.engine.runners.triton_runner import GPULayers
+from TIDE.engine.schedule.draft_length import FIRST_REST, LONGEST_REST, DraftLength
 from TIDE.kernels import reference
 
 OPTIONS = dict(max_new_tokens=24, do_sample=False, eos_token_id=None)
@@ -44,13 +44,13 @@ def rounds(monkeypatch):
 
 def on_references(engine):
     """The engine with rounds, as on a GPU."""
-    layers = fused._features(engine.window)
-    engine.window.fused = GPULayers(engine.window, layers, reference, reference, reference.propagate)
+    layers = fused._features(engine.adapter)
+    engine.adapter.fused = GPULayers(engine.adapter, layers, reference, reference, reference.propagate)
     return engine
 
 
 def on_own_layers(engine):
-    engine.window.fused = OwnLayers(engine.window, reference, reference)
+    engine.adapter.fused = OwnLayers(engine.adapter, reference, reference)
     return engine
 
 
@@ -58,7 +58,7 @@ def an_engine(model, depth=None, place=on_references, **config):
     policy = None
     with TIDE.TIDE(model) as engine:
         if depth is not None:
-            policy = a_file(model, "memory", (depth,), 0.0).policy(engine.window)
+            policy = a_file(model, "memory", (depth,), 0.0).policy(engine.adapter)
     return place(TIDE.TIDE(model, policy, TIDEConfig(**config)))
 
 
@@ -71,7 +71,7 @@ def test_the_text_is_the_models(name, depth, ids, rounds):
         for _ in range(2):  # the second request works on the circuit of the first
             assert torch.equal(engine.generate(ids, **OPTIONS), expected)
             assert engine.last_stats.total_tokens == OPTIONS["max_new_tokens"]
-        assert engine.window.fused is not None
+        assert engine.adapter.fused is not None
         assert len(rounds) > 4
         assert any(rounds) == (depth is not None)
 
@@ -85,7 +85,7 @@ def test_families_without_fused_layers_run_their_own(name, depth, ids, rounds, m
     with an_engine(model, depth, place=on_own_layers) as engine:
         for _ in range(2):
             assert torch.equal(engine.generate(ids, **OPTIONS), expected)
-        assert isinstance(engine.window.fused, OwnLayers)
+        assert isinstance(engine.adapter.fused, OwnLayers)
         assert len(rounds) > 4 and any(rounds) == (depth is not None)
 
 
@@ -93,7 +93,7 @@ def test_a_model_that_does_not_work_on_a_static_cache_runs_as_it_is(ids, rounds,
     model = build("gpt_neo")  # its attention counts the columns it is handed
     with an_engine(model, place=on_own_layers) as engine:
         assert torch.equal(engine.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
-        assert engine.window.fused is None and not rounds
+        assert engine.adapter.fused is None and not rounds
     assert "runs as it is, without compiled layers or graphs" in caplog.text
 
 
@@ -129,8 +129,8 @@ def test_whatever_is_drafted_right_or_wrong(lengths, wrong, depth):
     def draft(self, step, most):
         if self.depth:
             self._shallow(step, most)
-        at = int(self.circuit.starts[step]) + 1
-        self.circuit.tokens[step + 1] = text[at] + (at in wrong)
+        at = int(self.slots.starts[step]) + 1
+        self.slots.tokens[step + 1] = text[at] + (at in wrong)
 
     with pytest.MonkeyPatch.context() as patch, an_engine(model, depth, max_pending=7) as engine:
         patch.setattr(Rounds, "_draft", draft)
@@ -151,7 +151,7 @@ def test_a_memory_head_is_fed_every_token_once_it_is_asked_again(lengths, depth)
     def kept(ids, **options):
         with an_engine(model, depth) as engine:
             text = engine.generate(ids, do_sample=False, eos_token_id=None, **options)
-            memory = engine.window.fused.circuits._free[0].memory
+            memory = engine.adapter.fused.slot_pool._free[0].memory
         return text, memory, int(memory.fed)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -178,7 +178,7 @@ def test_mode_fast_writes_what_it_writes_without_rounds(
     monkeypatch.setenv("TIDE_NO_KERNELS", "1")  # on a CPU they are in 8 bits
     model, config = build("llama"), TIDEConfig(mode="fast", exit_threshold=threshold, max_pending=3, max_exit_share=share)
     with TIDE.TIDE(model) as engine:
-        policy = a_file(model, strategy, (depth,), 0.0, vocabulary).policy(engine.window)
+        policy = a_file(model, strategy, (depth,), 0.0, vocabulary).policy(engine.adapter)
         policy.exits[depth].router.temperature.fill_(0.02)  # so that scores differ
     texts = []
     for place in (lambda engine: engine, on_references):
@@ -193,7 +193,7 @@ def test_kv_of_skipped_layers_are_those_the_model_would_make(name, ids, monkeypa
     model, config = build(name), TIDEConfig(mode="fast", exit_threshold=0.0, kv_cache_strategy="propagate", max_exit_share=0.7)
     filled, texts = [], []
     with TIDE.TIDE(model) as engine:
-        policy = a_file(model, "identity", (2,), 0.0).policy(engine.window)
+        policy = a_file(model, "identity", (2,), 0.0).policy(engine.adapter)
     propagate = reference.propagate
     monkeypatch.setattr(reference, "propagate", lambda *given: (filled.append(len(given[0])), propagate(*given))[1])
     monkeypatch.setenv("TIDE_NO_KERNELS", "1")
@@ -240,7 +240,7 @@ def test_where_a_round_fails_the_text_goes_on_by_steps(depth, good, ids, monkeyp
     with an_engine(model, depth) as engine:
         for _ in range(2):
             assert torch.equal(engine.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
-        assert engine.window.fused is not None and not engine.window.fused.has_rounds
+        assert engine.adapter.fused is not None and not engine.adapter.fused.has_rounds
     assert len(ran) == good + 1
     assert "is not decoded in rounds: RuntimeError: the card refuses" in caplog.text
 
@@ -251,7 +251,7 @@ def test_streams_that_are_left_give_their_circuit_back(ids):
         engine.generate(ids, **OPTIONS)
         for _ in range(3):
             next(engine.stream(ids, **OPTIONS))
-        assert len(engine.window.fused.circuits._free) == 1
+        assert len(engine.adapter.fused.slot_pool._free) == 1
 
 
 def test_a_text_ends_where_the_models_does(ids, rounds):
@@ -268,12 +268,12 @@ def test_a_text_ends_where_the_models_does(ids, rounds):
 def test_weights_that_are_exchanged_are_noticed(ids):
     """A graph would go on reading where the old ones were."""
     model = build("llama")
-    parts = Parts(model)
+    parts = ModelSnapshot(model)
     for weight in (model.model.layers[1].mlp.up_proj.weight, model.lm_head.weight):
         held, weight.data = weight.data, weight.data.clone()
-        assert not parts.are_those_of(model)
+        assert not parts.matches(model)
         weight.data = held
-        assert parts.are_those_of(model)
+        assert parts.matches(model)
 
 
 def test_logits_that_are_nan_are_an_error_and_the_engine_stays_usable(ids, monkeypatch):

@@ -9,7 +9,7 @@ import transformers
 from families import SPECIAL, VOCAB, WIDE, enliven
 from policies import Everyone, Knowing, texts_of
 from TIDE import TIDE, TIDEConfig
-from TIDE.engine.check import check_unknown
+from TIDE.engine.runners.check import check_unknown
 
 VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
 MAMBA = dict(mamba_d_state=8, mamba_d_conv=4, mamba_expand=2)
@@ -51,7 +51,7 @@ def test_unknown_models_that_pass_the_check_write_what_generate_writes(name, pro
         texts = texts_of(expected, mask[rows])
         for policy in (None, Everyone(0, 2), Knowing(texts, (1, 2, 3), seed=1, leaves=0.7, right=0.7)):
             with TIDE(model, policy, TIDEConfig(compaction_threshold=1.0)) as engine:
-                assert not engine.window.is_known
+                assert not engine.adapter.is_known
                 assert torch.equal(engine.generate(ids[rows], attention_mask=mask[rows], **options), expected)
     model(ids[2:], labels=ids[2:]).loss.backward()
 
@@ -97,11 +97,11 @@ def test_a_model_that_cannot_be_run_in_spans_is_refused_with_what_happened(monke
     def broken(*_args, **_kwargs):
         raise RuntimeError("its own cache only")
 
-    monkeypatch.setattr("TIDE.engine.cache.SegmentCache.update", broken)
+    monkeypatch.setattr("TIDE.engine.cache.segment_cache.SegmentCache.update", broken)
     with pytest.raises(ValueError, match=r"cannot run its layers one span at a time \(RuntimeError: its own cache only\)"):
         TIDE(model)
 
 
 def test_the_check_passes_every_known_family(any_model):
     with TIDE(any_model) as engine:
-        check_unknown(engine.window)
+        check_unknown(engine.adapter)

@@ -12,7 +12,7 @@ import TIDE
 from families import build
 from layers import COLUMNS, DIM, FEATURES, KV_HEADS, ROWS, a_layer, a_pass, in_dtype
 from TIDE.config import TIDEConfig
-from TIDE.engine.gpu_layers import GPULayers
+from TIDE.engine.runners.triton_runner import GPULayers
 from TIDE.kernels import reference
 from TIDE.routing.heads import IdentityHead, MemoryHead, build_head, head_sizes
 from TIDE.routing.router import SIGNALS, Router
@@ -47,7 +47,7 @@ def with_exit(model, depth, strategy="memory", threshold=0.0, vocabulary=None):
     router = Router(config.hidden_size, 8, SIGNALS).requires_grad_(False)
     file = RouterFile(strategy, {depth: Exit(head, router, threshold)}, (depth,), 7, vocabulary)
     with TIDE.TIDE(model) as engine:
-        return file.policy(engine.window)
+        return file.policy(engine.adapter)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -68,7 +68,7 @@ def test_the_layer_is_the_references(features, dtype, ops):
 @pytest.mark.parametrize("together", range(2, 17))
 def test_logits_have_the_same_bits_alone_and_among_others(dtype, together, ops):
     """Through all layers and the LM head of a model, as a deep pass computes them."""
-    from TIDE.engine.fused import _features, check_fused
+    from TIDE.engine.runners.select import _features, check_fused
 
     model = build("llama").to("cuda", dtype)
     ids = torch.randint(3, 100, (together + 9,), generator=torch.Generator().manual_seed(1)).cuda()
@@ -77,17 +77,17 @@ def test_logits_have_the_same_bits_alone_and_among_others(dtype, together, ops):
         from transformers import StoppingCriteriaList
 
         from TIDE.engine.batch import Batch
-        from TIDE.engine.segments import Segments
+        from TIDE.engine.round.segments import Segments
         from TIDE.stats import ExitStats
 
         batch = Batch(ids[None], [0], StoppingCriteriaList(), None)
-        segments = Segments(engine.window, engine.plan, batch, len(ids), ExitStats(engine.window.num_layers))
+        segments = Segments(engine.adapter, engine.plan, batch, len(ids), ExitStats(engine.adapter.num_layers))
         return torch.cat([segments.run(0, {0: n}, {0: segments.length(0, 0)})[0] for n in counts])
 
     with TIDE.TIDE(model) as engine, torch.inference_mode():
-        assert _features(engine.window) is not None
-        check_fused(engine.window)
-        assert engine.window.fused is not None
+        assert _features(engine.adapter) is not None
+        check_fused(engine.adapter)
+        assert engine.adapter.fused is not None
         alone, among = logits([9] + [1] * together), logits([9, together])
     assert torch.equal(alone, among)
 
@@ -100,7 +100,7 @@ def test_in_fp32_the_text_is_the_models(name, depth, ids):
     with TIDE.TIDE(model, None if depth is None else with_exit(model, depth)) as engine:
         for _ in range(3):  # as it is written, captured, replayed
             assert torch.equal(engine.generate(ids, **OPTIONS), expected)
-        assert engine.window.fused is not None
+        assert engine.adapter.fused is not None
 
 
 @pytest.mark.parametrize("name", [*CAPTURED, *NOT_CAPTURED])
@@ -111,7 +111,7 @@ def test_families_without_fused_layers_run_their_own(name, depth, ids):
     with TIDE.TIDE(model, None if depth is None else with_exit(model, depth)) as engine:
         for _ in range(4):
             assert torch.equal(engine.generate(ids, **OPTIONS), expected)
-        assert engine.window.fused is not None
+        assert engine.adapter.fused is not None
         assert (engine.without_graphs is None) == (name in CAPTURED)
         assert (engine.capture_seconds > 0) or name in NOT_CAPTURED
 
@@ -183,7 +183,7 @@ def test_kv_of_skipped_layers_are_those_the_model_would_make(name, ids, monkeypa
         with TIDE.TIDE(model, policy, config) as engine:
             options = {**OPTIONS, "attention_mask": torch.ones_like(both), "pad_token_id": 0}
             texts.append([engine.generate(ids, **OPTIONS).tolist(), engine.generate(both, **options).tolist()])
-            assert engine.window.fused is None or engine.window.fused.fills_in
+            assert engine.adapter.fused is None or engine.adapter.fused.writes_skipped_kv
     assert texts[0] == texts[1]
 
 
@@ -213,7 +213,7 @@ def test_models_spread_over_devices_run_as_they_are(depth, ids):
     policy = None if depth is None else with_exit(spread, depth)
     with TIDE.TIDE(spread, policy) as engine:
         assert torch.equal(engine.generate(ids, **OPTIONS).cpu(), expected)
-        assert engine.window.fused is None
+        assert engine.adapter.fused is None
 
 
 @pytest.mark.parametrize("depth", [None, 0])
@@ -239,7 +239,7 @@ def test_what_graphs_were_captured_with_may_change(depth, ids):
             written()
         adapted.merge_and_unload()
         written()
-        assert isinstance(engine.window.fused, GPULayers)
+        assert isinstance(engine.adapter.fused, GPULayers)
         model.lm_head = build("llama", vocab_size=model.config.vocab_size, hidden_size=64).cuda().lm_head
         with torch.no_grad():
             model.lm_head.weight.neg_()
@@ -253,7 +253,7 @@ def test_rows_side_by_side_and_sampling_go_through_fused_layers(ids):
     options = {**OPTIONS, "attention_mask": torch.ones_like(both), "pad_token_id": 0}
     with TIDE.TIDE(model) as engine:
         engine.generate(ids, **OPTIONS)
-        assert engine.window.fused is not None and engine.window.fused.is_checked
+        assert engine.adapter.fused is not None and engine.adapter.fused.is_checked
         assert torch.equal(engine.generate(both, **options), model.generate(both, **options))
         sampled = dict(max_new_tokens=20, do_sample=True, eos_token_id=None)
         torch.manual_seed(0)

@@ -9,7 +9,7 @@ from layers import COLUMNS, DIM, FEATURES, HIDDEN, KV_HEADS, ROWS, a_layer, a_pa
 from TIDE.kernels import reference
 
 pytest.importorskip("triton")
-from TIDE.engine.circuit import gauge
+from TIDE.engine.cache.slots import gauge
 from TIDE.kernels import triton_exits, triton_ops, triton_propagate
 from TIDE.routing.heads import EPS
 from TIDE.routing.router import Router, signals_of

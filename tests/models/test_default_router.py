@@ -24,7 +24,7 @@ def test_it_is_small_whole_and_says_how_it_was_made():
 
 @pytest.mark.real
 def test_its_exits_are_right_more_often_than_not_and_the_text_stays_the_models(embedded, monkeypatch):
-    monkeypatch.setattr("TIDE.engine.drafting.ALLOWANCE", float("inf"))  # no rests, however busy the machine is
+    monkeypatch.setattr("TIDE.engine.schedule.draft_budget.ALLOWANCE", float("inf"))  # no rests, however busy the machine is
     model, tokenizer = embedded
     drafted = accepted = 0
     with TIDE.TIDE(model, TIDE.default_router(), TIDE.TIDEConfig(exit_threshold=0.5, max_pending=3)) as engine:

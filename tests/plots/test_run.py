@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from characters import TEMPLATE, characters
 from families import build
 from TIDE.engine.engine import TIDE
-from TIDE.engine.record import _texts, record
+from TIDE.integrations.record import _texts, record
 from TIDE.run import Run
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from families import build
 from router_files import SIZES, made, tensors_of
 from TIDE import TIDE
-from TIDE.adapters.window import Window
+from TIDE.adapters.adapter import ModelAdapter
 from TIDE.config import EXIT_STRATEGIES as STRATEGIES
 from TIDE.models.default import default_router
 from TIDE.routing import storage
@@ -326,17 +326,17 @@ def test_a_file_that_is_not_there_or_ends_otherwise_is_named(llama, tmp_path):
 
 
 @pytest.fixture
-def window(llama):
-    window = Window(llama)
-    yield window
-    window.close()
+def adapter(llama):
+    adapter = ModelAdapter(llama)
+    yield adapter
+    adapter.close()
 
 
-def test_its_own_model_gets_the_calibrated_policy(window):
-    file = made("identity", window.model)
+def test_its_own_model_gets_the_calibrated_policy(adapter):
+    file = made("identity", adapter.model)
     for dtype in (torch.float32, torch.bfloat16):
-        window.model.to(dtype)
-        policy = file.policy(window)
+        adapter.model.to(dtype)
+        policy = file.policy(adapter)
         assert isinstance(policy, CalibratedPolicy)
         assert policy.checkpoints == file.checkpoints
         assert policy.exit_thresholds == {depth: file.exits[depth].threshold for depth in file.checkpoints}
@@ -354,8 +354,8 @@ def test_another_model_is_refused_with_both_named(tmp_path, llama):
     TIDE(llama).close()
 
 
-def test_without_a_fingerprint_sizes_have_to_do(window):
+def test_without_a_fingerprint_sizes_have_to_do(adapter):
     file = made("identity")
     file.fingerprint, file.exits[4] = None, file.exits[3]
     with pytest.raises(ValueError, match=r"exits at depths \[0, 1, 2, 3, 4\]; this model has states of 64 and 4 layers"):
-        file.policy(window)
+        file.policy(adapter)

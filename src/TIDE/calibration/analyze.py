@@ -27,8 +27,8 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import unwrapped
-from TIDE.adapters.window import Window
 from TIDE.calibration.collect import Budget, _laid_out, _run, _shards, collect, extended
 from TIDE.calibration.fit import Exits, Schedule, Split, agreed, best_tokens, fit_head, fresh_head
 from TIDE.calibration.labels import converged
@@ -124,19 +124,19 @@ def analyze(
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples must be a whole number of at least 1, found {samples!r}.")
     samples = min(samples, QUICK_TEXTS) if quick else samples
-    with closing(Window(model)) as window:
+    with closing(ModelAdapter(model)) as adapter:
         source = config.calibration_dataset
         answer = QUICK_ANSWER if quick and source == "self" else ANSWER
         texts = load_texts(source, model, tokenizer, samples, seed, answer)
-        counted = [_converged(window, texts, config.convergence_threshold)]
+        counted = [_converged(adapter, texts, config.convergence_threshold)]
         schedule = QUICK if quick else SCHEDULE
         if heads:
-            candidates = list(range(0, window.num_layers, config.checkpoint_interval))
-            counted += _with_heads(window, _Course(*_split(texts), candidates, schedule, seed))
+            candidates = list(range(0, adapter.num_layers, config.checkpoint_interval))
+            counted += _with_heads(adapter, _Course(*_split(texts), candidates, schedule, seed))
         shares = {key: share for found in counted for key, share in found.shares.items()}
         return Analysis(
             model=fingerprint(model).name or type(model).__name__,
-            layers=window.num_layers,
+            layers=adapter.num_layers,
             texts=len(texts),
             tokens=counted[0].tokens,
             held_out_tokens=counted[-1].tokens if heads else 0,
@@ -175,20 +175,20 @@ def _percent(share: float | None) -> str:
 
 
 @torch.no_grad()
-def _converged(window: Window, texts: list[Text], threshold: float) -> _Counted:
+def _converged(adapter: ModelAdapter, texts: list[Text], threshold: float) -> _Counted:
     """Cosine and identity at every depth but 0 and the last, over all texts."""
-    layers, taps = window.num_layers, tuple(range(1, window.num_layers))
+    layers, taps = adapter.num_layers, tuple(range(1, adapter.num_layers))
     near, right = torch.zeros(2, len(taps), dtype=torch.long)
     tokens = needed = 0
     with tqdm(total=len(texts), desc="states at every depth", unit="text") as bar:
-        for group in _groups(window, texts):
-            shard = _laid_out(group, window.device)
-            states = _run(window, shard, layers, list(taps))
+        for group in _groups(adapter, texts):
+            shard = _laid_out(group, adapter.device)
+            states = _run(adapter, shard, layers, list(taps))
             full = states.pop(layers)[shard.asked]
-            best = best_tokens(window, full, None, AT_ONCE)
+            best = best_tokens(adapter, full, None, AT_ONCE)
             found = [states.pop(depth)[shard.asked] for depth in taps]
             near += torch.stack([converged(at, full, threshold).sum() for at in found]).cpu()
-            hits = torch.stack([best_tokens(window, at, None, AT_ONCE) == best for at in [*found, full]])
+            hits = torch.stack([best_tokens(adapter, at, None, AT_ONCE) == best for at in [*found, full]])
             right += hits[:-1].sum(1).cpu()
             # as many depths as agree in a row, counted from the end, need not be run
             needed += int((layers + 1 - hits.flip(0).long().cumprod(0).sum(0)).sum())
@@ -201,9 +201,9 @@ def _converged(window: Window, texts: list[Text], threshold: float) -> _Counted:
     return _Counted(tokens, shares, {"identity": needed / tokens})
 
 
-def _groups(window: Window, texts: list[Text]) -> Iterator[list[Text]]:
+def _groups(adapter: ModelAdapter, texts: list[Text]) -> Iterator[list[Text]]:
     """Texts of similar length whose states at all depths fit into memory together."""
-    per_token = window.num_layers * window.hidden_dim * window.model.dtype.itemsize
+    per_token = adapter.num_layers * adapter.hidden_dim * adapter.model.dtype.itemsize
     for shard in _shards(texts):
         size = max(1, GROUP_BYTES // (per_token * len(shard[-1].ids)))
         yield from (shard[at : at + size] for at in range(0, len(shard), size))
@@ -220,26 +220,26 @@ def _split(texts: list[Text]) -> tuple[list[Text], list[Text]]:
     return train, valid
 
 
-def _with_heads(window: Window, course: _Course) -> list[_Counted]:
+def _with_heads(adapter: ModelAdapter, course: _Course) -> list[_Counted]:
     """Lens and memory heads at the candidate checkpoints, on held-out texts."""
-    layers = window.num_layers
+    layers = adapter.num_layers
     hits: dict[str, dict[int, torch.Tensor]] = {"lens": {}, "memory": {}}
     with tempfile.TemporaryDirectory(prefix="tide-states-") as folder:
-        budget, remembered = Budget(window.device, Path(folder)), memory_depths(layers, MEMORIES)
+        budget, remembered = Budget(adapter.device, Path(folder)), memory_depths(layers, MEMORIES)
         split = Split(
-            collect(window, course.train, remembered, budget, "states to learn from"),
-            collect(window, course.valid, remembered, budget, "states to measure on"),
+            collect(adapter, course.train, remembered, budget, "states to learn from"),
+            collect(adapter, course.valid, remembered, budget, "states to measure on"),
         )
         for depth in course.depths:
-            with extended(window, split, input_depths(depth, _sizes(window, "memory", depth).inputs), budget):
+            with extended(adapter, split, input_depths(depth, _sizes(adapter, "memory", depth).inputs), budget):
                 for strategy in ("lens", "memory") if depth else ("memory",):
-                    head = _fitted(window, split, course, strategy, depth)
-                    hits[strategy][depth] = agreed(window, head, split.valid, Exits(depth, None), course.schedule.draft_steps)
+                    head = _fitted(adapter, split, course, strategy, depth)
+                    hits[strategy][depth] = agreed(adapter, head, split.valid, Exits(depth, None), course.schedule.draft_steps)
     return [_counted(strategy, found, layers) for strategy, found in hits.items() if found]
 
 
-def _sizes(window: Window, strategy: str, depth: int) -> HeadSizes:
-    return head_sizes(strategy, window.model.config.get_text_config(decoder=True), window.hidden_dim, depth)
+def _sizes(adapter: ModelAdapter, strategy: str, depth: int) -> HeadSizes:
+    return head_sizes(strategy, adapter.model.config.get_text_config(decoder=True), adapter.hidden_dim, depth)
 
 
 def _counted(strategy: str, hits: dict[int, torch.Tensor], layers: int) -> _Counted:
@@ -247,12 +247,12 @@ def _counted(strategy: str, hits: dict[int, torch.Tensor], layers: int) -> _Coun
     shares = {(depth, strategy): found[0].float().mean().item() for depth, found in hits.items()}
     if strategy == "memory":
         shares |= {(depth, "memory_last"): found[-1].float().mean().item() for depth, found in hits.items()}
-    leaves = torch.stack([torch.where(found[0], depth, layers) for depth, found in hits.items()]).amin(0)
-    return _Counted(len(leaves), shares, {strategy: leaves.float().mean().item()})
+    should_exit = torch.stack([torch.where(found[0], depth, layers) for depth, found in hits.items()]).amin(0)
+    return _Counted(len(should_exit), shares, {strategy: should_exit.float().mean().item()})
 
 
-def _fitted(window: Window, split: Split, course: _Course, strategy: str, depth: int) -> nn.Module:
-    schedule = course.schedule.fitted_to(window.hidden_dim, window.vocab_size, window.device)
-    head = fresh_head(strategy, _sizes(window, strategy, depth), course.seed)
+def _fitted(adapter: ModelAdapter, split: Split, course: _Course, strategy: str, depth: int) -> nn.Module:
+    schedule = course.schedule.fitted_to(adapter.hidden_dim, adapter.vocab_size, adapter.device)
+    head = fresh_head(strategy, _sizes(adapter, strategy, depth), course.seed)
     title = f"{strategy} at depth {depth}"
-    return fit_head(window, head, split, Exits(depth, None), schedule, course.seed, title).head
+    return fit_head(adapter, head, split, Exits(depth, None), schedule, course.seed, title).head

@@ -20,8 +20,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import unwrapped
-from TIDE.adapters.window import Window
 from TIDE.calibration.collect import Budget, collect, extended
 from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, fit_head, fresh_head
 from TIDE.calibration.fit_router import FittedRouter, fit_router
@@ -33,7 +33,7 @@ from TIDE.calibration.timing import Costs, machine, measure_costs, measure_head
 from TIDE.calibration.vocabulary import draft_vocabulary
 from TIDE.calibration.work import Work
 from TIDE.config import TIDEConfig
-from TIDE.engine.check import check_unknown
+from TIDE.engine.runners.check import check_unknown
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.exits import Exit
 from TIDE.routing.fingerprint import Fingerprint, fingerprint
@@ -88,11 +88,11 @@ def calibrate(
     model, effort = unwrapped(model), QUICK if quick else FULL
     if epochs is not None:
         effort = replace(effort, schedule=replace(effort.schedule, epochs=epochs))
-    with _open(model) as window, tempfile.TemporaryDirectory(prefix="tide-states-") as folder:
+    with _open(model) as adapter, tempfile.TemporaryDirectory(prefix="tide-states-") as folder:
         made_for = fingerprint(model, tokenizer)
         settings = {"config": asdict(config), "seed": seed, "effort": asdict(effort), "model": asdict(made_for)}
         work = Work(path, settings, resume)
-        job = _Job(window, tokenizer, made_for, config, effort, seed, work, Budget(window.device, Path(folder)))
+        job = _Job(adapter, tokenizer, made_for, config, effort, seed, work, Budget(adapter.device, Path(folder)))
         file = job.run()
         file.save(path, compress)
         work.finish()
@@ -100,22 +100,22 @@ def calibrate(
 
 
 @contextmanager
-def _open(model: PreTrainedModel) -> Iterator[Window]:
-    window, threads = Window(model), torch.get_num_threads()
+def _open(model: PreTrainedModel) -> Iterator[ModelAdapter]:
+    adapter, threads = ModelAdapter(model), torch.get_num_threads()
     try:
-        if not window.is_known:
-            check_unknown(window)
-        if window.device.type == "cuda":
+        if not adapter.is_known:
+            check_unknown(adapter)
+        if adapter.device.type == "cuda":
             torch.set_num_threads(1)  # what is left for the CPU is small, and threads would wait for each other
-        yield window
+        yield adapter
     finally:
         torch.set_num_threads(threads)
-        window.close()
+        adapter.close()
 
 
 @dataclass
 class _Job:
-    window: Window
+    adapter: ModelAdapter
     tokenizer: PreTrainedTokenizerBase
     made_for: Fingerprint
     config: TIDEConfig
@@ -126,15 +126,15 @@ class _Job:
 
     def run(self) -> RouterFile:
         texts = self._texts()
-        strategy, layers = self.config.exit_strategy, self.window.num_layers
+        strategy, layers = self.config.exit_strategy, self.adapter.num_layers
         depths = memory_depths(layers, MEMORIES) if strategy == "memory" else [layers]
         self.split = Split(
-            collect(self.window, [t for t in texts if not t.is_held_out], depths, self.budget, "states to learn from"),
-            collect(self.window, _some([t for t in texts if t.is_held_out]), depths, self.budget, "states to measure on"),
+            collect(self.adapter, [t for t in texts if not t.is_held_out], depths, self.budget, "states to learn from"),
+            collect(self.adapter, _some([t for t in texts if t.is_held_out]), depths, self.budget, "states to measure on"),
         )
-        self.key = f"{self.made_for.weights or self.made_for.describe()}|{machine(self.window)}"
-        self.costs = measure_costs(self.window, self.key)
-        self.vocabulary = draft_vocabulary(self.window, self.split.train)
+        self.key = f"{self.made_for.weights or self.made_for.describe()}|{machine(self.adapter)}"
+        self.costs = measure_costs(self.adapter, self.key)
+        self.vocabulary = draft_vocabulary(self.adapter, self.split.train)
         exits, candidates, tried = self._try_all(strategy)
         placed = place(candidates, tried, self.costs)
         return self._file(exits, placed, tried, len(texts))
@@ -144,13 +144,13 @@ class _Job:
         if texts is None:
             samples = min(self.config.calibration_samples, self.effort.samples)
             source = self.config.calibration_dataset
-            texts = load_texts(source, self.window.model, self.tokenizer, samples, self.seed, self.effort.answer)
+            texts = load_texts(source, self.adapter.model, self.tokenizer, samples, self.seed, self.effort.answer)
             self.work.keep_texts(texts)
         return texts
 
     def _depths(self) -> list[int]:
         first = 0 if self.config.exit_strategy == "memory" else self.config.checkpoint_interval
-        layers, least = self.window.num_layers, self.config.min_layers or 0
+        layers, least = self.adapter.num_layers, self.config.min_layers or 0
         found = [depth for depth in range(first, layers, self.config.checkpoint_interval) if depth >= least]
         if not found:
             raise ValueError(
@@ -164,7 +164,7 @@ class _Job:
         candidates: dict[int, Candidate] = {}
         tried: list[Placed] = []
         for depth in self._depths():
-            with extended(self.window, self.split, input_depths(depth, self._sizes(depth).inputs), self.budget):
+            with extended(self.adapter, self.split, input_depths(depth, self._sizes(depth).inputs), self.budget):
                 fitted = self._fit(strategy, depth, [*exits.values()])
                 found = self._router(fitted, depth)
             figures = {**found.figures, "agreement_by_step": [round(share, 4) for share in fitted.agreement]}
@@ -177,8 +177,8 @@ class _Job:
         return exits, candidates, tried
 
     def _sizes(self, depth: int) -> HeadSizes:
-        text_config = self.window.model.config.get_text_config(decoder=True)
-        return head_sizes(self.config.exit_strategy, text_config, self.window.hidden_dim, depth)
+        text_config = self.adapter.model.config.get_text_config(decoder=True)
+        return head_sizes(self.config.exit_strategy, text_config, self.adapter.hidden_dim, depth)
 
     def _fit(self, strategy: str, depth: int, before: list[Exit]) -> Fitted:
         """Train a head. Memory heads begin as the one before them and see more."""
@@ -189,13 +189,13 @@ class _Job:
             return Fitted(head.eval(), [])
         kept = self.work.head(depth, head)
         if kept is not None:
-            return Fitted(kept.head.to(self.window.device), kept.agreement)
-        size = self.window.vocab_size if self.vocabulary is None else len(self.vocabulary)
-        schedule = self.effort.schedule.fitted_to(self.window.hidden_dim, size, self.window.device)
+            return Fitted(kept.head.to(self.adapter.device), kept.agreement)
+        size = self.adapter.vocab_size if self.vocabulary is None else len(self.vocabulary)
+        schedule = self.effort.schedule.fitted_to(self.adapter.hidden_dim, size, self.adapter.device)
         if strategy == "lens":
             schedule = replace(schedule, epochs=LENS_EPOCHS * schedule.epochs)
         where = Exits(depth, self.vocabulary)
-        fitted = fit_head(self.window, head, self.split, where, schedule, self.seed, f"{strategy} head at depth {depth}")
+        fitted = fit_head(self.adapter, head, self.split, where, schedule, self.seed, f"{strategy} head at depth {depth}")
         for tensor in (*fitted.head.parameters(), *fitted.head.buffers()):
             tensor.data = tensor.data.bfloat16().float()  # as it will be stored
         self.work.keep_head(depth, fitted)
@@ -203,14 +203,14 @@ class _Job:
 
     def _router(self, fitted: Fitted, depth: int) -> FittedRouter:
         where, steps = Exits(depth, self.vocabulary), self.effort.schedule.draft_steps
-        head = fitted.head.to(self.window.device)
-        return fit_router(self.window, head, self.split, where, self.config, steps, self.seed, f"router at depth {depth}")
+        head = fitted.head.to(self.adapter.device)
+        return fit_router(self.adapter, head, self.split, where, self.config, steps, self.seed, f"router at depth {depth}")
 
     def _head_seconds(self, strategy: str, exits: dict[int, Exit], depth: int) -> float:
         file = RouterFile(strategy, {depth: exits[depth]}, (depth,), 1, self.vocabulary)
-        policy = CalibratedPolicy(file, self.window)
+        policy = CalibratedPolicy(file, self.adapter)
         vocabulary = "all" if self.vocabulary is None else len(self.vocabulary)
-        seconds = measure_head(self.window, policy, depth, f"{self.key}|{strategy}|{depth}|{vocabulary}")
+        seconds = measure_head(self.adapter, policy, depth, f"{self.key}|{strategy}|{depth}|{vocabulary}")
         exits[depth].head.to("cpu", torch.bfloat16)
         exits[depth].router.to("cpu")
         return seconds
@@ -229,7 +229,7 @@ class _Job:
             "positions": {"trained": self.split.train.tokens, "held_out": self.split.valid.tokens},
             "seed": self.seed,
             "schedule": asdict(self.effort.schedule),
-            "machine": machine(self.window),
+            "machine": machine(self.adapter),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }

@@ -87,7 +87,7 @@ def certify(
         loss=name,
         prompts=len(asked),
         new_tokens=max_new_tokens,
-        settings=settings(engine.config, engine.policy, engine.window),
+        settings=settings(engine.config, engine.policy, engine.adapter),
         tested=tuple(tested),
     )
 

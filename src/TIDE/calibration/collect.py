@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from TIDE.adapters.window import Feed, Window
+from TIDE.adapters.adapter import ModelAdapter, PassInputs
 from TIDE.calibration.free_memory import free_memory
 from TIDE.calibration.grouped_attention import without_plans
 from TIDE.calibration.text import Text
@@ -114,14 +114,14 @@ class Budget:
             self.left += kept.numel() * kept.element_size()
 
 
-def collect(window: Window, texts: list[Text], depths: list[int], budget: Budget, title: str) -> Collection:
+def collect(adapter: ModelAdapter, texts: list[Text], depths: list[int], budget: Budget, title: str) -> Collection:
     """Run texts through the model and keep their states at `depths` (full depth among them)."""
     shards = []
     with tqdm(total=len(texts), desc=title, unit="text") as bar:
-        for group in _shards(texts, SHARD_TOKENS if window.device.type == "cuda" else CPU_SHARD_TOKENS):
-            shard = _laid_out(group, window.device)
-            found = _run(window, shard, window.num_layers, depths)
-            shard.best = _best(window, found[window.num_layers])
+        for group in _shards(texts, SHARD_TOKENS if adapter.device.type == "cuda" else CPU_SHARD_TOKENS):
+            shard = _laid_out(group, adapter.device)
+            found = _run(adapter, shard, adapter.num_layers, depths)
+            shard.best = _best(adapter, found[adapter.num_layers])
             shard._states = {depth: budget.keep(found[depth]) for depth in depths}
             shards.append(shard)
             bar.update(len(group))
@@ -129,14 +129,14 @@ def collect(window: Window, texts: list[Text], depths: list[int], budget: Budget
 
 
 @contextmanager
-def extended(window: Window, collections: Iterable[Collection], depths: list[int], budget: Budget) -> Iterator[None]:
+def extended(adapter: ModelAdapter, collections: Iterable[Collection], depths: list[int], budget: Budget) -> Iterator[None]:
     """States at more depths, for a while."""
     shards = [shard for own in collections for shard in own.shards]
     depths = [depth for depth in depths if any(depth not in shard._states for shard in shards)]
     try:
         for shard in tqdm(shards, desc=f"states at depth {depths}", unit="shard", disable=not depths):
             if depths:
-                found = _run(window, shard, depths[-1], depths)
+                found = _run(adapter, shard, depths[-1], depths)
                 shard._states |= {depth: budget.keep(found[depth]) for depth in depths}
         yield
     finally:
@@ -146,11 +146,11 @@ def extended(window: Window, collections: Iterable[Collection], depths: list[int
                     budget.release(shard._states.pop(depth))
 
 
-def _run(window: Window, shard: Shard, stop: int, depths: list[int]) -> dict[int, torch.Tensor]:
+def _run(adapter: ModelAdapter, shard: Shard, stop: int, depths: list[int]) -> dict[int, torch.Tensor]:
     positions = torch.arange(shard.ids.shape[1], device=shard.ids.device).expand(len(shard.ids), -1)
     taps = tuple(depth for depth in depths if depth < stop)
     with without_plans():
-        passed = window.run(0, stop, Feed(shard.ids, positions, None, None), taps=taps)
+        passed = adapter.run(0, stop, PassInputs(shard.ids, positions, None, None), taps=taps)
     return {**passed.taps, stop: passed.states}
 
 
@@ -177,7 +177,7 @@ def _laid_out(texts: list[Text], device: torch.device) -> Shard:
     return Shard(ids, [len(text.ids) for text in texts], asked.to(device), learned.to(device), torch.zeros_like(ids))
 
 
-def _best(window: Window, states: torch.Tensor, at_once: int = 4096) -> torch.Tensor:
+def _best(adapter: ModelAdapter, states: torch.Tensor, at_once: int = 4096) -> torch.Tensor:
     flat = states.flatten(0, 1)
-    found = [window.head(part).argmax(-1) for part in flat.split(at_once)]
+    found = [adapter.head(part).argmax(-1) for part in flat.split(at_once)]
     return torch.cat(found).view(states.shape[:2]).clone()

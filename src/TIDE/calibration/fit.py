@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from TIDE.adapters.window import Window
+from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration.collect import Collection, Shard
 from TIDE.routing.heads import HeadSizes, Jitter, MemoryHead, build_head, input_depths, memory_depths, normed
 
@@ -80,11 +80,13 @@ class Fitted(NamedTuple):
     agreement: list[float]  # top-1, by draft step
 
 
-def fit_head(window: Window, head: nn.Module, split: Split, exits: Exits, schedule: Schedule, seed: int, title: str) -> Fitted:
+def fit_head(
+    adapter: ModelAdapter, head: nn.Module, split: Split, exits: Exits, schedule: Schedule, seed: int, title: str
+) -> Fitted:
     """Train a head for an exit; the state with the best agreement on held-out prompts is kept."""
-    device = window.device
+    device = adapter.device
     head = head.to(device, torch.float32).train()
-    _measure(window, head, split.train, exits.depth)
+    _measure(adapter, head, split.train, exits.depth)
     dice = Dice(torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed))
     steps = max(schedule.least_steps, schedule.checks, round(schedule.epochs * split.train.batch_count(schedule.batch_tokens)))
     optimizers = _optimizers(head, schedule, device)
@@ -93,17 +95,17 @@ def fit_head(window: Window, head: nn.Module, split: Split, exits: Exits, schedu
         for own in optimizers
     ]
     best, since = Fitted(head, []), 0
-    with frozen(window.model), tqdm(total=steps, desc=title, unit="step") as bar:
+    with frozen(adapter.model), tqdm(total=steps, desc=title, unit="step") as bar:
         for step, (shard, rows) in enumerate(itertools.islice(_forever(split.train, schedule, dice.host), steps), 1):
             head.zero_grad(set_to_none=True)
-            _backward(window, head, shard, rows, exits, schedule, dice)
+            _backward(adapter, head, shard, rows, exits, schedule, dice)
             nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                 optimizer.step()
                 scheduler.step()
             bar.update()
             if step % max(1, steps // schedule.checks) == 0 or step == steps:
-                found = agreement(window, head, split.valid, exits, schedule.draft_steps)
+                found = agreement(adapter, head, split.valid, exits, schedule.draft_steps)
                 bar.set_postfix_str(f"agreement {found[0]:.3f}")
                 better = not best.agreement or sum(found) > sum(best.agreement)
                 best, since = (Fitted(copy.deepcopy(head), found), 0) if better else (best, since + 1)
@@ -120,7 +122,7 @@ def fresh_head(strategy: str, sizes: HeadSizes, seed: int) -> nn.Module:
 
 
 def guesses(
-    window: Window,
+    adapter: ModelAdapter,
     head: nn.Module,
     shard: Shard,
     rows: torch.Tensor,
@@ -129,62 +131,64 @@ def guesses(
     jitter: Jitter | None = None,
 ) -> list[torch.Tensor]:
     """(n, T, hidden) guesses of the head for rows of a shard, by draft step."""
-    device = window.device
+    device = adapter.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
         if not isinstance(head, MemoryHead):
             return [head(shard.states(depth)[rows])]
         shallow = [shard.states(d)[rows] for d in input_depths(depth, head.sizes.inputs)]
-        deep = [shard.states(d)[rows] for d in memory_depths(window.num_layers, head.sizes.memories)]
+        deep = [shard.states(d)[rows] for d in memory_depths(adapter.num_layers, head.sizes.memories)]
         return head.unroll(torch.cat(shallow, -1), torch.cat(deep, -1), steps, jitter)
 
 
-def agreement(window: Window, head: nn.Module, data: Collection, exits: Exits, steps: int) -> list[float]:
+def agreement(adapter: ModelAdapter, head: nn.Module, data: Collection, exits: Exits, steps: int) -> list[float]:
     """Share of positions at which the exit's best token is the full model's, by draft step."""
-    return agreed(window, head, data, exits, steps).float().mean(1).tolist()
+    return agreed(adapter, head, data, exits, steps).float().mean(1).tolist()
 
 
 @torch.no_grad()
-def agreed(window: Window, head: nn.Module, data: Collection, exits: Exits, steps: int) -> torch.Tensor:
+def agreed(adapter: ModelAdapter, head: nn.Module, data: Collection, exits: Exits, steps: int) -> torch.Tensor:
     """(steps, positions) where the exit's best token is the full model's, on the CPU; one step for heads without memory."""
     found = []
     for shard, rows in data.in_order():
         asked = shard.asked[rows]
-        guessed = guesses(window, head, shard, rows, exits.depth, steps)
-        tokens = torch.stack([best_tokens(window, guess[asked], exits.vocabulary) for guess in guessed])
+        guessed = guesses(adapter, head, shard, rows, exits.depth, steps)
+        tokens = torch.stack([best_tokens(adapter, guess[asked], exits.vocabulary) for guess in guessed])
         found.append((tokens == shard.best[rows][asked]).cpu())
     return torch.cat(found, 1)
 
 
-def best_tokens(window: Window, guess: torch.Tensor, vocabulary: torch.Tensor | None, at_once: int = 2048) -> torch.Tensor:
+def best_tokens(
+    adapter: ModelAdapter, guess: torch.Tensor, vocabulary: torch.Tensor | None, at_once: int = 2048
+) -> torch.Tensor:
     """(n, hidden) guesses -> (n,) best tokens."""
-    parts = guess.to(window.model.dtype).split(at_once)
-    best = torch.cat([window.head(part, vocabulary).argmax(-1) for part in parts])
+    parts = guess.to(adapter.model.dtype).split(at_once)
+    best = torch.cat([adapter.head(part, vocabulary).argmax(-1) for part in parts])
     return best if vocabulary is None else vocabulary[best]
 
 
 def _backward(
-    window: Window, head: nn.Module, shard: Shard, rows: torch.Tensor, exits: Exits, schedule: Schedule, dice: Dice
+    adapter: ModelAdapter, head: nn.Module, shard: Shard, rows: torch.Tensor, exits: Exits, schedule: Schedule, dice: Dice
 ) -> None:
     """Gradients of the loss for rows (on the CPU) of a shard, step by step: logits are what takes memory, and time.
 
     The gradient of KL(full ‖ exit) at the exit's logits is exit − full, so the loss itself is never computed. Nothing
     here waits for the device.
     """
-    device = window.device
+    device = adapter.device
     count = min(schedule.positions, shard.learnable(rows))
     if not count:
         return
     rows = rows.to(device)
     chosen = _some(shard.learned[rows], count, dice.device)
-    deep = shard.states(window.num_layers)[rows].flatten(0, 1)[chosen]
-    full, target = window.head(deep, exits.vocabulary).softmax(-1), normed(deep)
+    deep = shard.states(adapter.num_layers)[rows].flatten(0, 1)[chosen]
+    full, target = adapter.head(deep, exits.vocabulary).softmax(-1), normed(deep)
     jitter = Jitter(schedule.jitter, dice.device) if schedule.jitter else None
-    guessed = guesses(window, head, shard, rows, exits.depth, schedule.draft_steps, jitter)
+    guessed = guesses(adapter, head, shard, rows, exits.depth, schedule.draft_steps, jitter)
     found = [guess.flatten(0, 1)[chosen] for guess in guessed]
     pulls = []
     for step, guess in enumerate(found):
         leaf = guess.detach().requires_grad_()
-        logits = window.head(leaf.to(window.model.dtype), exits.vocabulary, with_grad=True)
+        logits = adapter.head(leaf.to(adapter.model.dtype), exits.vocabulary, with_grad=True)
         towards = logits.detach().softmax(-1).sub_(full)
         (by_logits,) = torch.autograd.grad(logits, leaf, towards)
         (by_state,) = torch.autograd.grad(F.smooth_l1_loss(normed(leaf), target), leaf)
@@ -198,14 +202,14 @@ def _some(usable: torch.Tensor, count: int, generator: torch.Generator) -> torch
     return order.flatten().argsort(stable=True)[:count]
 
 
-def _measure(window: Window, head: nn.Module, data: Collection, depth: int) -> None:
+def _measure(adapter: ModelAdapter, head: nn.Module, data: Collection, depth: int) -> None:
     if not isinstance(head, MemoryHead):
         return
     shallow, deep = [], []
     for shard in data.shards[:: max(1, len(data.shards) // 4)]:
         places = shard.learned.nonzero()[:: max(1, int(shard.learned.sum()) * 4 // MEASURED)].unbind(1)
         shallow.append(torch.cat([shard.states(d)[places] for d in input_depths(depth, head.sizes.inputs)], -1))
-        deep.append(shard.states(window.num_layers)[places])
+        deep.append(shard.states(adapter.num_layers)[places])
     head.measure(torch.cat(shallow), torch.cat(deep))
 
 

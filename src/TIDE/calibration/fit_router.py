@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from TIDE.adapters.window import Window
+from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration.collect import Collection
 from TIDE.calibration.figures import auroc, router_figures, share
 from TIDE.calibration.fit import Exits, Split, guesses
@@ -64,7 +64,7 @@ class _Seen(NamedTuple):
 class _Job(NamedTuple):
     """Everything that makes an exit's guesses, and what is asked about them."""
 
-    window: Window
+    adapter: ModelAdapter
     head: nn.Module
     router: Router
     exits: Exits
@@ -73,7 +73,7 @@ class _Job(NamedTuple):
 
 
 def fit_router(
-    window: Window, head: nn.Module, split: Split, exits: Exits, config: TIDEConfig, steps: int, seed: int, title: str
+    adapter: ModelAdapter, head: nn.Module, split: Split, exits: Exits, config: TIDEConfig, steps: int, seed: int, title: str
 ) -> FittedRouter:
     """Train a router for an exit with a fitted head, make its scores shares, and measure it.
 
@@ -83,8 +83,8 @@ def fit_router(
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        router = Router(window.hidden_dim, config.router_bottleneck_dim, SIGNALS)
-    job = _Job(window, head, router.to(window.device), exits, config, steps if isinstance(head, MemoryHead) else 1)
+        router = Router(adapter.hidden_dim, config.router_bottleneck_dim, SIGNALS)
+    job = _Job(adapter, head, router.to(adapter.device), exits, config, steps if isinstance(head, MemoryHead) else 1)
     _train(router, *_examples(job, split.train, generator), generator, title)
     router.eval().requires_grad_(False)
     raw, label, agreed, texts = _held_out(job, split.valid)
@@ -190,7 +190,7 @@ def _look(job: _Job, data: Collection, chosen: torch.Tensor) -> Iterator[tuple[l
     Args:
         chosen: (n, steps) which of all asked positions, in order, at each step.
     """
-    window, start, text = job.window, 0, 0
+    adapter, start, text = job.adapter, 0, 0
     for shard, rows in data.in_order():
         asked = shard.asked[rows]
         numbers = asked.nonzero()[:, 0] + text
@@ -199,10 +199,10 @@ def _look(job: _Job, data: Collection, chosen: torch.Tensor) -> Iterator[tuple[l
         if not bool(wanted.any()):
             continue
         best = shard.best[rows][asked]
-        found = guesses(window, job.head, shard, rows, job.exits.depth, job.steps)
+        found = guesses(adapter, job.head, shard, rows, job.exits.depth, job.steps)
         seen = [_shown(job, guess[asked][picked], best[picked]) for guess, picked in zip(found, wanted.unbind(1), strict=True)]
         agreed = [right for _, right in seen]
-        label = labels(job.config, shard, rows, (job.exits.depth, window.num_layers), wanted, agreed)
+        label = labels(job.config, shard, rows, (job.exits.depth, adapter.num_layers), wanted, agreed)
         yield [_Seen(*one, own) for one, own in zip(seen, label, strict=True)], numbers
 
 
@@ -211,11 +211,11 @@ def _shown(job: _Job, guess: torch.Tensor, best: torch.Tensor) -> tuple[torch.Te
     if not len(guess):
         return guess.new_zeros(0, job.router.down.in_features, dtype=torch.float32), best.bool()
     vocabulary = job.exits.vocabulary
-    size = job.window.vocab_size if vocabulary is None else len(vocabulary)
+    size = job.adapter.vocab_size if vocabulary is None else len(vocabulary)
     at_once = max(1, LOGITS_AT_ONCE // size)
     features, agreed = [], []
-    for part, full in zip(guess.to(job.window.model.dtype).split(at_once), best.split(at_once), strict=True):
-        logits = job.window.head(part, vocabulary)
+    for part, full in zip(guess.to(job.adapter.model.dtype).split(at_once), best.split(at_once), strict=True):
+        logits = job.adapter.head(part, vocabulary)
         features.append(job.router.features(part, logits))
         agreed.append(agrees(logits, full, vocabulary))
     return torch.cat(features), torch.cat(agreed)

@@ -85,32 +85,32 @@ def play(
     edges = [0, *checkpoints, costs.num_layers]
     prices = [costs.span(start, stop, torch.arange(drafts + 2.0)) for start, stop in itertools.pairwise(edges)]  # by tokens
     seconds, accepted = torch.zeros(len(starts)), torch.zeros(len(starts), dtype=torch.long)
-    drafting, right = torch.ones(len(starts), dtype=torch.bool), torch.ones(len(starts), dtype=torch.bool)
+    budget, right = torch.ones(len(starts), dtype=torch.bool), torch.ones(len(starts), dtype=torch.bool)
     waiting = [torch.zeros_like(accepted) for _ in checkpoints]  # tokens that left at each checkpoint
     for step in range(drafts):
         at = (starts + step).clamp(max=len(texts) - 1)
         inside = texts[at] == texts[starts]
-        undecided = drafting.clone()
-        seconds += drafting * prices[0][1]
+        undecided = budget.clone()
+        seconds += budget * prices[0][1]
         for place_, (depth, threshold) in enumerate(zip(checkpoints, thresholds, strict=True)):
             trace, head = candidates[depth]
             known = min(step, trace.scores.shape[1] - 1)
             seconds += undecided * head
-            leaves = undecided & inside & (trace.scores[at, known] >= threshold)
-            seconds += leaves * costs.choice
-            right &= ~leaves | trace.agreed[at, known]
-            accepted += leaves & right
-            undecided &= ~leaves
+            should_exit = undecided & inside & (trace.scores[at, known] >= threshold)
+            seconds += should_exit * costs.choice
+            right &= ~should_exit | trace.agreed[at, known]
+            accepted += should_exit & right
+            undecided &= ~should_exit
             seconds += undecided * prices[place_ + 1][1 + waiting[place_]]
             if place_ + 1 < len(checkpoints):
                 waiting[place_ + 1] += undecided * waiting[place_]
-            waiting[place_] = torch.where(undecided, 0, waiting[place_] + leaves)
+            waiting[place_] = torch.where(undecided, 0, waiting[place_] + should_exit)
         seconds += undecided * (1 + accepted) * costs.choice  # the full model chose, and looked at every draft
-        drafting &= ~undecided
+        budget &= ~undecided
     carried = torch.ones_like(accepted)
     for place_, price in enumerate(prices):
         carried = carried + (waiting[place_ - 1] if place_ else 0)
-        seconds += drafting * price[carried]
-    seconds += drafting * (1 + accepted) * costs.choice
+        seconds += budget * price[carried]
+    seconds += budget * (1 + accepted) * costs.choice
     tokens = 1.0 + accepted
     return Placed(checkpoints, thresholds, drafts, float(tokens.sum() / seconds.sum()), float(tokens.mean()))

@@ -66,7 +66,7 @@ def load_prompts(
 
 def continued(engine: TIDE, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     """What the engine writes after a prompt, greedily."""
-    ids = torch.tensor([list(prompt)], dtype=torch.long, device=engine.window.device)
+    ids = torch.tensor([list(prompt)], dtype=torch.long, device=engine.adapter.device)
     # one row is never padded; where the model names no padding token, transformers would warn at every prompt
     options = dict(attention_mask=torch.ones_like(ids), pad_token_id=0, do_sample=False)
     text = engine.generate(ids, max_new_tokens=max_new_tokens, **options)

@@ -64,7 +64,7 @@ def write_texts(
     """Let the model write `samples` times `texts_per_sample` texts."""
     author, count = _Author(model, tokenizer, seed, answer), samples * texts_per_sample(model)
     third = max(1, min(count // 3, MOST_BUILTIN))
-    orders = author.builtin_orders(third) + author.openings((count - third) // 2, "texts 1/3: openings of its own")
+    orders = author.builtin_orders(third) + author.prefills((count - third) // 2, "texts 1/3: openings of its own")
     texts = author.answers(orders, "texts 2/3: answers to those and to built-in prompts")
     return texts + author.answers(author.task_orders(texts, count - len(texts)), "texts 3/3: tasks about these")
 
@@ -106,7 +106,7 @@ class _Author:
             for i in range(count)
         ]
 
-    def openings(self, count: int, title: str) -> list[_Order]:
+    def prefills(self, count: int, title: str) -> list[_Order]:
         """Orders whose prompts the model wrote: user turns in its chat template, or the first words of a text."""
         before, _ = self.frame
         orders = [_Order(self._ids(before) if before else self._begin(), next(self.groups), 1.0) for _ in range(count)]

@@ -19,11 +19,11 @@ import torch
 from tqdm import tqdm
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from TIDE.adapters.window import Window
+from TIDE.adapters.adapter import ModelAdapter
 from TIDE.engine.batch import Batch
 from TIDE.engine.plan import Plan
-from TIDE.engine.sampling import Chooser
-from TIDE.engine.segments import Segments
+from TIDE.engine.round.sampler import Sampler
+from TIDE.engine.round.segments import Segments
 from TIDE.models.default import cache_folder
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.policy import Candidates
@@ -56,46 +56,46 @@ class Costs:
         return float(self.span(0, self.num_layers, torch.ones(1))) + self.choice
 
 
-def measure_costs(window: Window, key: str) -> Costs:
+def measure_costs(adapter: ModelAdapter, key: str) -> Costs:
     """Time the model's layers, or take what was measured for it on this machine before."""
     kept = _kept().get(key)
     if kept:
         by_count = {name: {int(n): value for n, value in kept[name].items()} for name in ("layer", "lm_head")}
         return Costs(kept["entry"], by_count["layer"], by_count["lm_head"], kept["choice"], kept["num_layers"])
-    with window.grad_off():
-        entry, full = _passes(window)
-        lm_head = {n: timed(window, lambda n=n: window.head(_states(window, n))) for n in COUNTS}  # type: ignore[misc]
-        layer = {n: max(full[n] - entry - lm_head[n], 1e-7) / window.num_layers for n in COUNTS}
-        costs = Costs(entry, layer, lm_head, _choice(window), window.num_layers)
+    with adapter.grad_off():
+        entry, full = _passes(adapter)
+        lm_head = {n: timed(adapter, lambda n=n: adapter.head(_states(adapter, n))) for n in COUNTS}  # type: ignore[misc]
+        layer = {n: max(full[n] - entry - lm_head[n], 1e-7) / adapter.num_layers for n in COUNTS}
+        costs = Costs(entry, layer, lm_head, _choice(adapter), adapter.num_layers)
     _keep(key, asdict(costs))
     return costs
 
 
-def measure_head(window: Window, policy: CalibratedPolicy, depth: int, key: str) -> float:
+def measure_head(adapter: ModelAdapter, policy: CalibratedPolicy, depth: int, key: str) -> float:
     """Seconds for an exit to be scored and made, one token."""
     kept = _kept().get(key)
     if kept:
         return float(kept["seconds"])
-    with window.grad_off():
-        request = policy.start(1, window.head)
-        states = _states(window, CONTEXT + 1)
+    with adapter.grad_off():
+        request = policy.start(1, adapter.head)
+        states = _states(adapter, CONTEXT + 1)
         for watched in policy.watches:
-            shown = states if watched < window.num_layers else states[:CONTEXT]
+            shown = states if watched < adapter.num_layers else states[:CONTEXT]
             request.observe(watched, 0, 0, shown)
         candidates = Candidates(depth, states[:1], [0], [CONTEXT])
 
         def exit_once() -> None:
             request.score(candidates).tolist()
-            request.predict(candidates, window.head)
+            request.predict(candidates, adapter.head)
 
-        seconds = timed(window, exit_once)
+        seconds = timed(adapter, exit_once)
     _keep(key, {"seconds": seconds})
     return seconds
 
 
-def timed(window: Window, action: Callable[[], object]) -> float:
+def timed(adapter: ModelAdapter, action: Callable[[], object]) -> float:
     """Least seconds of an action, after a warm-up: noise only ever slows down."""
-    cuda = window.device.type == "cuda"
+    cuda = adapter.device.type == "cuda"
     found = []
     for _ in range(REPEATS + 2):
         if cuda:
@@ -108,20 +108,20 @@ def timed(window: Window, action: Callable[[], object]) -> float:
     return min(found[2:])
 
 
-def machine(window: Window) -> str:
+def machine(adapter: ModelAdapter) -> str:
     """What timings depend on besides the model."""
-    device = window.device
+    device = adapter.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu-{torch.get_num_threads()}"
-    return f"{name}|{str(window.model.dtype).removeprefix('torch.')}|torch-{torch.__version__}"
+    return f"{name}|{str(adapter.model.dtype).removeprefix('torch.')}|torch-{torch.__version__}"
 
 
-def _passes(window: Window) -> tuple[float, dict[int, float]]:
+def _passes(adapter: ModelAdapter) -> tuple[float, dict[int, float]]:
     """Time of a pass of one token through no layer, and of passes of some tokens through all."""
     ids = torch.arange(CONTEXT + max(COUNTS))[None] % 97 + 1
     batch = Batch(ids, [0], StoppingCriteriaList(), None)
-    layers = window.num_layers
+    layers = adapter.num_layers
     plan = Plan(True, "exact", 1.0, 1, 0.0, {}, (range(0), range(layers)))
-    segments = Segments(window, plan, batch, ids.shape[1], ExitStats(layers))
+    segments = Segments(adapter, plan, batch, ids.shape[1], ExitStats(layers))
     for segment in (0, 1):
         segments.run(segment, {0: CONTEXT})
 
@@ -133,22 +133,22 @@ def _passes(window: Window) -> tuple[float, dict[int, float]]:
         enter(count)
         segments.run(1, {0: count}, {0: CONTEXT})
 
-    entry = timed(window, lambda: enter(1))
+    entry = timed(adapter, lambda: enter(1))
     counts = tqdm(COUNTS, desc="timing passes of 1 to 16 tokens", unit="pass")
-    return entry, {n: timed(window, lambda n=n: through(n)) - entry for n in counts}  # type: ignore[misc]
+    return entry, {n: timed(adapter, lambda n=n: through(n)) - entry for n in counts}  # type: ignore[misc]
 
 
-def _choice(window: Window) -> float:
-    batch = Batch(torch.ones(1, 4, dtype=torch.long, device=window.device), [0], StoppingCriteriaList(), None)
-    chooser = Chooser(LogitsProcessorList(), False, batch)
-    logits = window.head(_states(window, 1))
-    return timed(window, lambda: chooser.draft([0], logits, 0))
+def _choice(adapter: ModelAdapter) -> float:
+    batch = Batch(torch.ones(1, 4, dtype=torch.long, device=adapter.device), [0], StoppingCriteriaList(), None)
+    sampler = Sampler(LogitsProcessorList(), False, batch)
+    logits = adapter.head(_states(adapter, 1))
+    return timed(adapter, lambda: sampler.draft([0], logits, 0))
 
 
-def _states(window: Window, count: int) -> torch.Tensor:
+def _states(adapter: ModelAdapter, count: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    states = torch.randn(count, window.hidden_dim, generator=generator)
-    return states.to(window.device, window.model.dtype)
+    states = torch.randn(count, adapter.hidden_dim, generator=generator)
+    return states.to(adapter.device, adapter.model.dtype)
 
 
 def _between(table: dict[int, float], tokens: torch.Tensor) -> torch.Tensor:

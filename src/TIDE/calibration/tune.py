@@ -173,7 +173,7 @@ def _settings(engine: TIDE, thresholds: Sequence[float], strategies: Sequence[st
 
 def _possible(engine: TIDE) -> Sequence[str]:
     """Running states cannot be filled in."""
-    return ("exact",) if Store.STATE in engine.window.stores else KV_CACHE_STRATEGIES
+    return ("exact",) if Store.STATE in engine.adapter.stores else KV_CACHE_STRATEGIES
 
 
 def _written(engine: TIDE, setting: _Setting, prompt: list[int], max_new_tokens: int) -> _Written:

@@ -12,9 +12,9 @@ import typer
 
 from TIDE.cli.colours import Pieces, has_colours, legend, painted, show
 from TIDE.cli.errors import checked
+from TIDE.cli.interleaved import ClippedMean, interleaved, ways
 from TIDE.cli.model import MaxNewTokens, ModelOption, load
 from TIDE.cli.router import Router, router_path
-from TIDE.cli.turns import Timed, by_turns, ways
 from TIDE.plots.report import check_report, write_report
 from TIDE.run import Run, prepared
 
@@ -47,7 +47,7 @@ def demo(
       tide demo --prompt "Add two numbers in Python." -o sums.html
     """
     import TIDE
-    from TIDE.engine.record import last_run
+    from TIDE.integrations.record import last_run
 
     source = router_path(model, router) if router is not None or model == "default" else None
     loaded = load(model)
@@ -76,12 +76,12 @@ def demo(
     raise typer.Exit(0 if all(same.values()) else 1)
 
 
-def _compare(engine: Any, options: dict[str, Any], prompt_tokens: int, rounds: int) -> dict[str, Timed]:
+def _compare(engine: Any, options: dict[str, Any], prompt_tokens: int, rounds: int) -> dict[str, ClippedMean]:
     """Each way, timed; afterwards the engine knows the middle round of the last of them as its latest."""
     runs = ways(engine, options)
     last, notes = list(runs)[-1], list[Any]()
     runs[last] = _noting(engine, runs[last], notes)
-    timed = by_turns(runs, prompt_tokens, rounds)
+    timed = interleaved(runs, prompt_tokens, rounds)
     speeds, (_, *noted) = timed[last].speeds, notes  # the first was to warm up
     engine.last_stats, engine.last_decided = noted[speeds.index(statistics.median_low(speeds))]
     return timed

@@ -76,7 +76,7 @@ def generate(
     import torch
 
     import TIDE
-    from TIDE.engine.record import last_run
+    from TIDE.integrations.record import last_run
 
     options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, do_sample=temperature > 0)
     if temperature > 0:

@@ -22,22 +22,22 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import is_quantized, unwrapped
-from TIDE.adapters.window import Window
 from TIDE.config import TIDEConfig
 from TIDE.engine.batch import Batch, Decided
-from TIDE.engine.check import check_unknown, warn_where_tokens_are_not_alone
-from TIDE.engine.decoder import Decoder
-from TIDE.engine.drafting import Pace
 from TIDE.engine.forward import forward
-from TIDE.engine.fused import fuse
 from TIDE.engine.inputs import as_keywords, check_embeds, check_ids, context_of, left_padding
-from TIDE.engine.own_layers import OwnLayers
+from TIDE.engine.loop import Decoder
 from TIDE.engine.plan import make_plan
 from TIDE.engine.request import Request, prepare, refuse_ropes_that_change
-from TIDE.engine.round_layers import RoundLayers
-from TIDE.engine.rounds import suits
-from TIDE.engine.sampling import Chooser
+from TIDE.engine.round.rounds import suits
+from TIDE.engine.round.sampler import Sampler
+from TIDE.engine.runners.base import RoundLayers
+from TIDE.engine.runners.check import check_unknown, warn_where_tokens_are_not_alone
+from TIDE.engine.runners.own_layers import OwnLayers
+from TIDE.engine.runners.select import fuse
+from TIDE.engine.schedule.draft_budget import Costs
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router_file import RouterFile
 from TIDE.stats import ExitStats
@@ -74,23 +74,23 @@ class TIDE:
         self.model = model = unwrapped(model)
         self.config = config or TIDEConfig()
         file, policy = (RouterFile.load(router), None) if isinstance(router, str | Path) else (None, router)
-        self.window = Window(model)
+        self.adapter = ModelAdapter(model)
         self._context = context_of(model)
         try:
-            if not self.window.is_known:
-                check_unknown(self.window)
+            if not self.adapter.is_known:
+                check_unknown(self.adapter)
             elif is_quantized(model):
-                warn_where_tokens_are_not_alone(self.window)
-            fuse(self.window)
-            self.policy = file.policy(self.window) if file else policy
-            self.plan = make_plan(self.config, self.policy, self.window)
+                warn_where_tokens_are_not_alone(self.adapter)
+            fuse(self.adapter)
+            self.policy = file.policy(self.adapter) if file else policy
+            self.plan = make_plan(self.config, self.policy, self.adapter)
         except BaseException:
-            self.window.close()
+            self.adapter.close()
             raise
-        self.pace = Pace()
-        self.last_stats = ExitStats(self.window.num_layers)
+        self.costs = Costs()
+        self.last_stats = ExitStats(self.adapter.num_layers)
         self.last_decided: list[list[Decided]] = []  # of each row of the last request: where its new tokens were decided
-        self._over = ExitStats(self.window.num_layers)  # of all requests that are over
+        self._over = ExitStats(self.adapter.num_layers)  # of all requests that are over
         self._going: dict[int, ExitStats] = {}  # of those that are not, by id
 
     @property
@@ -101,23 +101,23 @@ class TIDE:
     @property
     def capture_seconds(self) -> float:
         """Spent so far on capturing CUDA graphs."""
-        return self.window.fused.circuits.capture_seconds if isinstance(self.window.fused, RoundLayers) else 0.0
+        return self.adapter.fused.slot_pool.capture_seconds if isinstance(self.adapter.fused, RoundLayers) else 0.0
 
     @property
     def without_graphs(self) -> str | None:
         """Why the model is not run in CUDA graphs; None: it is. On a GPU the first request tells."""
-        fused = self.window.fused
+        fused = self.adapter.fused
         if not isinstance(fused, RoundLayers):
-            return self.window.why_plain or f"there are none for it on {self.window.device.type}"
-        return fused.without_rounds or fused.circuits.without_graphs
+            return self.adapter.why_plain or f"there are none for it on {self.adapter.device.type}"
+        return fused.without_rounds or fused.slot_pool.without_graphs
 
     @property
     def backend(self) -> str:
         """What runs the model's layers, in words. On a GPU the first request tells."""
-        fused, plain = self.window.fused, self.window.why_plain
+        fused, plain = self.adapter.fused, self.adapter.why_plain
         if fused is None:
             return "the model's own layers" + (f" ({plain})" if plain else "")
-        layers = "the model's own layers" if isinstance(fused, OwnLayers) else f"fused layers on {self.window.device.type}"
+        layers = "the model's own layers" if isinstance(fused, OwnLayers) else f"fused layers on {self.adapter.device.type}"
         if not isinstance(fused, RoundLayers):
             return layers
         return f"{layers}, without graphs: {self.without_graphs}" if self.without_graphs else f"{layers}, in CUDA graphs"
@@ -155,7 +155,7 @@ class TIDE:
         if request.embeds is None:
             check_ids(self.model, request.ids)
         self._context.check(request.longest, room_for=1)
-        refuse_ropes_that_change(request, self.window.rope.switches_at)
+        refuse_ropes_that_change(request, self.adapter.rope.switches_at)
         return self._answer(request, streamer, began)
 
     def _answer(
@@ -173,7 +173,7 @@ class TIDE:
             return ids
         asked = dict(scores=config.output_scores, logits=config.output_logits)
         return GenerateDecoderOnlyOutput(
-            sequences=ids, **{name: decoder.chooser.columns_of(name) for name, wanted in asked.items() if wanted}
+            sequences=ids, **{name: decoder.sampler.columns_of(name) for name, wanted in asked.items() if wanted}
         )
 
     def stream(
@@ -223,9 +223,9 @@ class TIDE:
         ids = check_ids(self.model, input_ids)
         padding = left_padding(attention_mask, ids.shape)
         self._context.check(ids.shape[1] - min(padding), room_for=0)
-        stats = self.last_stats = ExitStats(self.window.num_layers)
+        stats = self.last_stats = ExitStats(self.adapter.num_layers)
         with self._counted(stats), stats.seconds.measured():
-            logits = forward(self.window, self.plan, self.policy, ids, padding, stats)
+            logits = forward(self.adapter, self.plan, self.policy, ids, padding, stats)
         loss = None if labels is None else self._loss(logits, labels, padding)
         output = CausalLMOutputWithPast(loss=loss, logits=logits)
         return output.to_tuple() if return_dict is False else output
@@ -249,7 +249,7 @@ class TIDE:
         self._check_usable()
         held = self.config, self.policy, self.plan
         policy = self.policy if exits else None
-        plan = make_plan(config, policy, self.window)
+        plan = make_plan(config, policy, self.adapter)
         self.config, self.policy, self.plan = config, policy, plan
         try:
             yield
@@ -258,17 +258,17 @@ class TIDE:
 
     def close(self) -> None:
         """Leave the model as it was handed in. The engine cannot be used afterwards."""
-        self.window.close()
+        self.adapter.close()
 
     def __repr__(self) -> str:
         model, depths = self.model, [span.start for span in self.plan.spans[1:]]
         name = Path(str(getattr(model.config, "name_or_path", "") or "")).name
         exits = f"exits at depth {', '.join(map(str, depths))}" if depths else "exits off"
         facts = [
-            f"{type(model).__name__}{f' {name}' if name else ''}, {self.window.num_layers} layers",
+            f"{type(model).__name__}{f' {name}' if name else ''}, {self.adapter.num_layers} layers",
             exits,
             f"mode {self.config.effective_mode}",
-            self.backend if self.window.is_open else "closed",
+            self.backend if self.adapter.is_open else "closed",
         ]
         return f"TIDE({'; '.join(facts)})"
 
@@ -298,25 +298,25 @@ class TIDE:
             padding = left_padding(options.get("attention_mask"), prompt.shape[:2])
             self._context.check(prompt.shape[1] - min(padding), room_for=1)
         request = prepare(self.model, ids, generation_config, options)
-        refuse_ropes_that_change(request, self.window.rope.switches_at)
+        refuse_ropes_that_change(request, self.adapter.rope.switches_at)
         return request
 
     def _check_usable(self) -> None:
-        if not self.window.is_open:
+        if not self.adapter.is_open:
             raise RuntimeError("this engine is closed. Make a new one with TIDE.TIDE(model, ...).")
         if self.model.training:
             raise ValueError("the model is in train mode, where dropout makes every run different. Call model.eval() first.")
-        self.window.follow()
-        if self.window.parts is not None and not self.window.parts.are_those_of(self.model):
-            fuse(self.window)  # weights may have been exchanged; hooks keep a model as it is
+        self.adapter.follow()
+        if self.adapter.parts is not None and not self.adapter.parts.matches(self.model):
+            fuse(self.adapter)  # weights may have been exchanged; hooks keep a model as it is
 
     def _decoder(self, request: Request, began: float) -> Decoder:
         """What runs a request. In rounds the device has a text of its own, so the host keeps the other."""
-        ids = request.ids.cpu() if suits(self.window, self.plan, self.policy, request) else request.ids
+        ids = request.ids.cpu() if suits(self.adapter, self.plan, self.policy, request) else request.ids
         batch = Batch(ids, request.padding, request.criteria, self._context, request.embeds)
-        chooser = Chooser(request.processors, request.config.do_sample, batch, request.keeps_scores)
+        sampler = Sampler(request.processors, request.config.do_sample, batch, request.keeps_scores)
         capacity = min(request.columns, request.prompt_columns + FIRST_ROOM) + self.plan.max_pending
-        decoder = Decoder(self.window, self.plan, self.policy, batch, chooser, capacity, self.pace, request=request)
+        decoder = Decoder(self.adapter, self.plan, self.policy, batch, sampler, capacity, self.costs, request=request)
         self.last_stats, self.last_decided = decoder.stats, batch.decided
         self.last_stats.seconds.whole = time.perf_counter() - began
         return decoder

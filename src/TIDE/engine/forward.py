@@ -10,55 +10,55 @@ from __future__ import annotations
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from TIDE.adapters.window import Window
+from TIDE.adapters.adapter import ModelAdapter
 from TIDE.engine.batch import Batch
-from TIDE.engine.decoder import Decoder
+from TIDE.engine.loop import Decoder
 from TIDE.engine.plan import Plan
-from TIDE.engine.sampling import Chooser, Draft
-from TIDE.engine.segments import Segments
+from TIDE.engine.round.sampler import Draft, Sampler
+from TIDE.engine.round.segments import Segments
 from TIDE.routing.policy import ExitPolicy
 from TIDE.stats import Clock, ExitStats
 
 
 def forward(
-    window: Window, plan: Plan, policy: ExitPolicy | None, ids: torch.Tensor, padding: list[int], stats: ExitStats
+    adapter: ModelAdapter, plan: Plan, policy: ExitPolicy | None, ids: torch.Tensor, padding: list[int], stats: ExitStats
 ) -> torch.Tensor:
     """Run left-padded rows of tokens and count in `stats` what that took.
 
     Returns:
         (rows, columns, vocabulary) logits, zeros where there is padding.
     """
-    with window.grad_off():
+    with adapter.grad_off():
         if plan.exact or policy is None:
-            found = _in_one_pass(window, plan, ids, padding, stats)
+            found = _in_one_pass(adapter, plan, ids, padding, stats)
         else:
-            found = _as_decoded(window, plan, policy, ids, padding, stats)
+            found = _as_decoded(adapter, plan, policy, ids, padding, stats)
     return found.clone()  # an ordinary tensor, whatever mode it was made in
 
 
-def _in_one_pass(window: Window, plan: Plan, ids: torch.Tensor, padding: list[int], stats: ExitStats) -> torch.Tensor:
+def _in_one_pass(adapter: ModelAdapter, plan: Plan, ids: torch.Tensor, padding: list[int], stats: ExitStats) -> torch.Tensor:
     clock = Clock(stats.seconds)
     batch = Batch(ids, padding, StoppingCriteriaList(), None)
-    segments = Segments(window, plan, batch, batch.width, stats)
+    segments = Segments(adapter, plan, batch, batch.width, stats)
     counts = dict(enumerate(batch.size))
     for segment in range(segments.last):
         segments.run(segment, counts)
     found = segments.run(segments.last, counts, dict.fromkeys(counts, 0))
     for _ in range(sum(batch.size)):
-        stats.count_token(window.num_layers)
+        stats.count_token(adapter.num_layers)
     clock.lap("prompt")
     return _laid_out(list(found.values()), ids, padding)
 
 
 def _as_decoded(
-    window: Window, plan: Plan, policy: ExitPolicy, ids: torch.Tensor, padding: list[int], stats: ExitStats
+    adapter: ModelAdapter, plan: Plan, policy: ExitPolicy, ids: torch.Tensor, padding: list[int], stats: ExitStats
 ) -> torch.Tensor:
     script = _Script(ids, padding)
-    chooser = _Reader(script)
-    decoder = Decoder(window, plan, policy, script, chooser, ids.shape[1] + 1, stats=stats)
+    sampler = _Reader(script)
+    decoder = Decoder(adapter, plan, policy, script, sampler, ids.shape[1] + 1, stats=stats)
     for _ in decoder.run():
         pass
-    return _laid_out([torch.stack(own) for own in chooser.seen], ids, padding)
+    return _laid_out([torch.stack(own) for own in sampler.seen], ids, padding)
 
 
 class _Script(Batch):
@@ -73,7 +73,7 @@ class _Script(Batch):
         return {row for row in rows if self.size[row] > len(self.given[row])}
 
 
-class _Reader(Chooser):
+class _Reader(Sampler):
     """Notes the logits it is shown and continues with the given tokens."""
 
     def __init__(self, script: _Script) -> None:

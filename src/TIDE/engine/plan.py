@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.probe import Store
-from TIDE.adapters.window import Window
 from TIDE.config import TIDEConfig
 from TIDE.routing.certificate import Certificate, Settings
 from TIDE.routing.policy import ExitPolicy
@@ -54,9 +54,9 @@ class Plan:
         return self.kv_cache_strategy == "exact"
 
 
-def make_plan(config: TIDEConfig, policy: ExitPolicy | None, window: Window) -> Plan:
+def make_plan(config: TIDEConfig, policy: ExitPolicy | None, adapter: ModelAdapter) -> Plan:
     """Settle what the configuration leaves open."""
-    _check_strategy(config, window)
+    _check_strategy(config, adapter)
     mode = config.effective_mode
     if policy is not None and config.mode is None and mode == "fast":
         logger.warning(
@@ -65,10 +65,10 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, window: Window) -> 
             "kv_cache_strategy='exact'.",
             config.kv_cache_strategy,
         )
-    certificate = None if policy is None else _certificate(config, policy, window)
+    certificate = None if policy is None else _certificate(config, policy, adapter)
     never = certificate is not None and certificate.threshold is None
-    checkpoints = [] if policy is None or never else _checkpoints(config, policy, window.num_layers)
-    edges = [0, *checkpoints, window.num_layers]
+    checkpoints = [] if policy is None or never else _checkpoints(config, policy, adapter.num_layers)
+    edges = [0, *checkpoints, adapter.num_layers]
     asked = config.exit_threshold if certificate is None else certificate.threshold
     rests = mode == "exact" and policy is not None and policy.weighs
     return Plan(
@@ -104,23 +104,23 @@ def _checkpoints(config: TIDEConfig, policy: ExitPolicy, num_layers: int) -> lis
     return allowed
 
 
-def settings(config: TIDEConfig, policy: ExitPolicy, window: Window) -> Settings:
+def settings(config: TIDEConfig, policy: ExitPolicy, adapter: ModelAdapter) -> Settings:
     """What a certificate depends on."""
     return Settings(
         kv_cache_strategy=config.kv_cache_strategy,
         min_layers=_first(config.min_layers, policy.min_layers),
         max_pending=_first(config.max_pending, policy.max_pending),
         max_exit_share=config.max_exit_share,
-        dtype=str(window.model.dtype).removeprefix("torch."),
+        dtype=str(adapter.model.dtype).removeprefix("torch."),
     )
 
 
-def _certificate(config: TIDEConfig, policy: ExitPolicy, window: Window) -> Certificate | None:
+def _certificate(config: TIDEConfig, policy: ExitPolicy, adapter: ModelAdapter) -> Certificate | None:
     """The policy's certificate, if mode "fast" is to go by it."""
     certificate = policy.certificate
     if certificate is None or config.effective_mode != "fast" or config.exit_threshold is not None:
         return None
-    if different := certificate.settings.differences(settings(config, policy, window)):
+    if different := certificate.settings.differences(settings(config, policy, adapter)):
         logger.warning(
             "the certificate of this router file holds for other settings and is not used: found %s. Certify with these "
             "settings (TIDE.certify), or use those of the certificate.",
@@ -141,8 +141,8 @@ def _at_least(policy: ExitPolicy, mode: str, threshold: float) -> float:
     return max(threshold, policy.fast_threshold) if mode == "fast" else threshold
 
 
-def _check_strategy(config: TIDEConfig, window: Window) -> None:
-    states = [index for index, store in enumerate(window.stores) if store is Store.STATE]
+def _check_strategy(config: TIDEConfig, adapter: ModelAdapter) -> None:
+    states = [index for index, store in enumerate(adapter.stores) if store is Store.STATE]
     if states and config.kv_cache_strategy != "exact":
         raise ValueError(
             f"kv_cache_strategy={config.kv_cache_strategy!r} fills in the K/V of skipped layers, but layers {states} of this "

@@ -17,7 +17,7 @@ from TIDE.routing.memory import HeadMemory
 from TIDE.routing.policy import Candidates, ExitPolicy, Head
 
 if TYPE_CHECKING:
-    from TIDE.adapters.window import Window
+    from TIDE.adapters.adapter import ModelAdapter
     from TIDE.routing.exits import Exit
     from TIDE.routing.router_file import RouterFile
 
@@ -28,8 +28,8 @@ class CalibratedPolicy(ExitPolicy):
     weighs = True
     fast_threshold = 0.95  # scores are shares: nineteen in twenty exits agree
 
-    def __init__(self, file: RouterFile, window: Window) -> None:
-        device, dtype = window.device, window.model.dtype
+    def __init__(self, file: RouterFile, adapter: ModelAdapter) -> None:
+        device, dtype = adapter.device, adapter.model.dtype
         self.exits = {depth: file.exits[depth] for depth in file.checkpoints}
         for at in self.exits.values():
             at.head.to(device, dtype)
@@ -38,20 +38,20 @@ class CalibratedPolicy(ExitPolicy):
         self.checkpoints = file.checkpoints
         self.exit_thresholds = {depth: at.threshold for depth, at in self.exits.items()}
         self.max_pending = file.max_pending
-        self.num_layers = window.num_layers
+        self.num_layers = adapter.num_layers
         self.vocabulary = None if file.vocabulary is None else file.vocabulary.to(device)
-        self.vocab_size = window.vocab_size
+        self.vocab_size = adapter.vocab_size
         self.watches = tuple(sorted({depth for own in map(self._watched, self.exits.items()) for depth in own}))
         takes_signals = device.type == "cpu" and all(at.router.signals for at in self.exits.values())
         self.routers = {depth: at.router.arrays() for depth, at in self.exits.items()} if takes_signals else {}
-        self.rough_head = self._rough_head(window)
-        nothing = torch.zeros(1, window.hidden_dim, device=device, dtype=dtype)
+        self.int8_head = self._int8_head(adapter)
+        nothing = torch.zeros(1, adapter.hidden_dim, device=device, dtype=dtype)
         for depth in self.exits:  # what is made at first use should not keep a text waiting
-            self.judge(depth, nothing, window.head)
+            self.judge(depth, nothing, adapter.head)
 
-    def _rough_head(self, window: Window) -> Any:
+    def _int8_head(self, adapter: ModelAdapter) -> Any:
         """The LM head in compiled code, of the weights as they are now; None where there is none."""
-        return window.rough_head(self.vocabulary) if self.routers else None
+        return adapter.int8_head(self.vocabulary) if self.routers else None
 
     def _watched(self, place: tuple[int, Exit]) -> list[int]:
         depth, at = place
@@ -61,15 +61,15 @@ class CalibratedPolicy(ExitPolicy):
 
     def judge(self, depth: int, guess: torch.Tensor, head: Head) -> tuple[torch.Tensor, torch.Tensor]:
         """(n, hidden) guesses of an exit -> the logits of its tokens, and (n,) scores."""
-        if self.rough_head is not None:
-            return self.rough_head.judge(guess, self.routers[depth])
+        if self.int8_head is not None:
+            return self.int8_head.judge(guess, self.routers[depth])
         logits = head(guess, self.vocabulary)
         return logits, self.exits[depth].router(guess, logits)
 
     def start(self, rows: int, head: Head) -> ExitPolicy:
-        window = getattr(head, "__self__", None)  # whose head it is; policies may serve several engines
-        if window is not None:
-            self.rough_head = self._rough_head(window)
+        adapter = getattr(head, "__self__", None)  # whose head it is; policies may serve several engines
+        if adapter is not None:
+            self.int8_head = self._int8_head(adapter)
         return _Request(self, rows, head)
 
     def score(self, candidates: Candidates) -> torch.Tensor:

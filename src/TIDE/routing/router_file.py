@@ -35,7 +35,7 @@ from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router import Router
 
 if TYPE_CHECKING:
-    from TIDE.adapters.window import Window
+    from TIDE.adapters.adapter import ModelAdapter
 
 FORMAT = 2
 OLDEST_FORMAT = 1  # of 0.3.0, without a checksum
@@ -149,16 +149,16 @@ class RouterFile(ModelHubMixin):
         pending = ExitPolicy.max_pending
         return cls("identity", exits, tuple(exits), pending, facts=facts, version=ORIGIN.split()[-1], path=path)
 
-    def policy(self, window: Window) -> ExitPolicy:
+    def policy(self, adapter: ModelAdapter) -> ExitPolicy:
         """The exit policy for the model of a window, if it is the one this file was made for."""
-        policy = self._policy(window)
+        policy = self._policy(adapter)
         policy.certificate = self.certificate
         return policy
 
-    def _policy(self, window: Window) -> ExitPolicy:
+    def _policy(self, adapter: ModelAdapter) -> ExitPolicy:
         where = self.path or "this router file"
         if self.fingerprint is not None:
-            found = fingerprint(window.model)
+            found = fingerprint(adapter.model)
             if different := self.fingerprint.mismatch(found):
                 raise ValueError(
                     f"{where} was made for {self.fingerprint.describe()}; this model is {found.describe()}. They differ in "
@@ -166,17 +166,17 @@ class RouterFile(ModelHubMixin):
                 )
         if self.facts.get("origin") == ORIGIN:
             routers = {depth: at.router for depth, at in self.exits.items()}
-            return original_policy(routers, window.hidden_dim, window.num_layers, where)
+            return original_policy(routers, adapter.hidden_dim, adapter.num_layers, where)
         hidden_dim = self.exits[max(self.exits)].sizes.hidden_dim
-        if hidden_dim != window.hidden_dim or max(self.exits) >= window.num_layers:
+        if hidden_dim != adapter.hidden_dim or max(self.exits) >= adapter.num_layers:
             raise ValueError(
                 f"{where} was made for another model: it has states of {hidden_dim} and exits at depths "
-                f"{list(self.exits)}; this model has states of {window.hidden_dim} and {window.num_layers} layers. "
+                f"{list(self.exits)}; this model has states of {adapter.hidden_dim} and {adapter.num_layers} layers. "
                 f"Use the file of this model, or calibrate this model: tide calibrate ..."
             )
         from TIDE.routing.calibrated import CalibratedPolicy
 
-        return CalibratedPolicy(self, window)
+        return CalibratedPolicy(self, adapter)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the tensors, as JSON can hold it."""

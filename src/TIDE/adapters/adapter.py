@@ -1,0 +1,372 @@
+"""The window: any span of a model's decoder layers, run through the model's own `forward`.
+
+Families differ in how they embed, place positions, mask, norm and scale logits; `forward` knows all that. So
+each decoder layer gets a *door*: its class is exchanged for a subclass whose `__call__` asks the window first.
+
+    window.run(start=2, stop=4, hidden=h)
+
+    forward:  embed → [0] → [1] → [2] → [3] → [4] → [5] → norm → LM head
+    doors:      h takes over at 0, closed  run   run  closed closed      only the positions asked for
+
+A closed door hands on what it was given, so a skipped layer costs one Python call and its hooks do not fire.
+The LM head has a door too: it computes the logits of the positions asked for, or none. Modules, parameters,
+hooks and names stay as they are; outside `run` every door is open and the model behaves as ever; `close` puts
+the classes back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from TIDE.adapters.patches import patch, unpatch
+from TIDE.adapters.probe import Store, input_device, known_family, layer_stores, probe_family, shared_sources
+from TIDE.adapters.rope import rope_of
+from TIDE.adapters.weights import holds_numbers, version
+
+
+class KVWritten(Exception):
+    """Raised by the cache to leave a layer as soon as its K/V are stored."""
+
+
+class PassInputs(NamedTuple):
+    """The tokens of one pass: n rows of q tokens each."""
+
+    ids: torch.Tensor  # (n, q)
+    positions: torch.Tensor  # (n, q), position of each token in its row
+    mask: torch.Tensor | None  # (n, columns) 1 where the cache holds a token of the row; None: everywhere
+    cache: Any  # a transformers Cache with `leave_after_write` and `shared_view`: see engine/cache.py; None: keep nothing
+    embeds: torch.Tensor | None = None  # (n, q, hidden) instead of `ids`
+
+
+class PassOutputs(NamedTuple):
+    """What came out of a span."""
+
+    states: torch.Tensor  # (n, q, hidden) after the last layer of the span
+    logits: torch.Tensor | None  # (n, kept, vocabulary)
+    taps: dict[int, torch.Tensor]  # (n, q, hidden) at each depth asked for
+
+
+@dataclass
+class _Task:
+    start: int
+    stop: int
+    hidden: torch.Tensor | None
+    keep: torch.Tensor | None
+    kv_only: bool
+    cache: Any
+    taps: tuple[int, ...] = ()
+    vocabulary: torch.Tensor | None = None
+    with_grad: bool = False
+    states: torch.Tensor | None = None
+    is_through: bool = False  # fused layers have taken the whole span at its first door
+    tapped: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class _Rows(NamedTuple):
+    """Rows of an LM head's weight and bias, and what they are of."""
+
+    vocabulary: torch.Tensor
+    weight: torch.Tensor
+    place: int
+    version: int | None
+    rows: tuple[torch.Tensor, torch.Tensor | None]
+
+    def are_of(self, weight: torch.Tensor) -> bool:
+        """Whether it is the same weight, unchanged: models are moved, trained and given other heads."""
+        return self.weight is weight and (self.place, self.version) == (weight.data_ptr(), version(weight))
+
+
+class ModelAdapter:
+    """Opens a model's decoder layers to be run span by span. A model has one window at a time."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._fitted: list[nn.Module] = []
+        _refuse_what_cannot_work(model)
+        self.model = model
+        self.stores = layer_stores(model)
+        known = known_family(model)
+        self.is_known = known is not None
+        self.family = known or probe_family(model)
+        self.rope = rope_of(model)
+        # Inference mode is quicker, but what a forward stores on the model (frequencies of a rope that changes with
+        # length, caches of unknown families) would be useless for training afterwards.
+        harmless = self.is_known and self.rope.switches_at is None
+        self.grad_off = torch.inference_mode if harmless else torch.no_grad
+        self._sources = shared_sources(model, self.stores)
+        self.layers = self._own_layers()
+        self._kept_rows: _Rows | None = None
+        self._forward_takes = set(inspect.signature(model.forward).parameters)
+        self.fused: Any = None  # runs spans in compiled code: see engine/fused.py
+        self.parts: Any = None  # of the model when that was decided; None: there is no compiled code
+        self.why_plain: str | None = None  # what came out when that was checked, where it is not used
+        self._tasks = threading.local()  # another thread may use the model as ever while we run
+        self._patch_all()
+
+    def follow(self) -> None:
+        """Fit doors anew where layers or the LM head were exchanged since: adapters put modules of theirs around some."""
+        layers, head = self._own_layers(), self.model.get_output_embeddings()
+        if self.layers == layers and (self._fitted[-1] is head or not self._head_is_patched):
+            return
+        if len(layers) != self.num_layers:
+            raise ValueError(
+                f"this {type(self.model).__name__} had {self.num_layers} layers when the engine was made and has {len(layers)} "
+                f"now. Make a new engine with TIDE.TIDE(model, ...)."
+            )
+        self.close()
+        self.layers, self._kept_rows = layers, None
+        self._patch_all()
+
+    def _own_layers(self) -> list[nn.Module]:
+        return list(self.model.get_submodule(self.family.layers).children())
+
+    def _patch_all(self) -> None:
+        """One before each layer; the last one before the LM head, where it is a module of its own."""
+        head = self.model.get_output_embeddings()
+        self._head_is_patched = head is not None and head is not self.model.get_input_embeddings()
+        try:
+            for index, module in [*enumerate(self.layers), *([(None, head)] if self._head_is_patched else [])]:
+                patch(module, self, index)
+                self._fitted.append(module)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go."""
+        return input_device(self.model)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def hidden_dim(self) -> int:
+        return int(self.model.config.get_text_config(decoder=True).hidden_size)
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """Logits of a token. Asked of the head: configurations leave out padding rows."""
+        nothing = torch.zeros(1, self.hidden_dim, device=self.device, dtype=self.model.dtype)
+        return int(self.head(nothing).shape[-1])
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._fitted)
+
+    def close(self) -> None:
+        """Take the doors out again: the model is as it was handed in."""
+        while self._fitted:
+            unpatch(self._fitted.pop())
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def _task(self) -> _Task | None:
+        return getattr(self._tasks, "current", None)
+
+    def run(
+        self,
+        start: int,
+        stop: int,
+        feed: PassInputs,
+        *,
+        hidden: torch.Tensor | None = None,
+        keep: torch.Tensor | None = None,
+        kv_only: bool = False,
+        taps: tuple[int, ...] = (),
+    ) -> PassOutputs:
+        """Take tokens through the layers [start, stop).
+
+        Args:
+            feed: the tokens, where they stand and the cache, opened for them.
+            hidden: (n, q, hidden) their states at depth `start`; None: from the embedding (start must be 0).
+            keep: (n, kept) indices into q whose logits are wanted; None: no logits.
+            kv_only: store K/V computed from `hidden` in each layer of the span and nothing else.
+            taps: depths in [start, stop) whose states are wanted too.
+        """
+        assert 0 <= start <= stop <= self.num_layers, (start, stop)
+        assert hidden is not None or start == 0, "states are needed to start above the embedding"
+        from_ids = feed.embeds is None
+        if from_ids and start == stop == 0 and keep is None and (states := self.embed(feed.ids)) is not None:
+            return PassOutputs(states, None, {})
+        task = _Task(start, stop, hidden, keep, kv_only, feed.cache, taps)
+        inputs: dict[str, Any] = dict(attention_mask=feed.mask, past_key_values=feed.cache, use_cache=feed.cache is not None)
+        inputs |= dict(input_ids=feed.ids) if from_ids else dict(inputs_embeds=feed.embeds)
+        if "position_ids" in self._forward_takes:
+            inputs["position_ids"] = feed.positions
+        output = self._forward(task, inputs)
+        assert task.states is not None, "the span was left before its last layer"
+        if keep is None:
+            return PassOutputs(task.states, None, task.tapped)
+        return PassOutputs(task.states, output.logits if self._head_is_patched else _pick(output.logits, keep), task.tapped)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """The states of token ids at depth 0, where the model's embedding alone gives them."""
+        embedding = None if self.fused is None else self.fused.embedding
+        if embedding is None:
+            return None
+        ids = ids.to(self.device)
+        return torch.embedding(embedding.weight, ids) if type(embedding) is nn.Embedding else embedding(ids)
+
+    def head(
+        self,
+        states: torch.Tensor,
+        vocabulary: torch.Tensor | None = None,
+        *,
+        with_grad: bool = False,
+    ) -> torch.Tensor:
+        """(n, hidden) states -> (n, vocabulary) logits by the model's final norm and LM head: the identity exit.
+
+        Args:
+            vocabulary: the token ids whose logits are wanted; None: all.
+            with_grad: let gradients through to `states`.
+        """
+        if not with_grad and self.fused is not None and self.fused.norm is not None:
+            return self._short_head(states, vocabulary)
+        n = states.shape[0]
+        keep = torch.zeros(n, 1, dtype=torch.long, device=states.device)
+        task = _Task(self.num_layers, self.num_layers, states[:, None], keep, False, None)
+        task.vocabulary, task.with_grad = vocabulary, with_grad
+        ids = torch.zeros(n, 1, dtype=torch.long, device=self.device)
+        logits = self._forward(task, dict(input_ids=ids, use_cache=False)).logits[:, 0]
+        if vocabulary is None or logits.shape[-1] == len(vocabulary):
+            return logits
+        return logits[:, vocabulary]
+
+    def int8_head(self, vocabulary: torch.Tensor | None) -> Any:
+        """The same for exits, in compiled code, where there is some for it: see engine/rough_head.py."""
+        weight = self.plain_head
+        return None if self.fused is None or weight is None else self.fused.int8_head(weight, vocabulary)
+
+    def _forward(self, task: _Task, inputs: dict[str, Any]) -> Any:
+        if not self.is_open:
+            raise RuntimeError("this engine is closed. Make a new one with TIDE.TIDE(model, ...).")
+        self._tasks.current = task
+        try:
+            with torch.enable_grad() if task.with_grad else self.grad_off():
+                return self.model(**inputs, return_dict=True)
+        finally:
+            self._tasks.current = None
+
+    def _layer(self, index: int, task: _Task, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What happens at the door of a decoder layer."""
+        given = args[0] if args else kwargs.pop("hidden_states")
+        states = task.hidden if index == 0 and task.hidden is not None else given
+        if index in task.taps and not task.is_through:
+            task.tapped[index] = states
+        if index == task.start < task.stop:
+            self._lend_shared_kv(task, kwargs)
+            fused = self.fused if self.fused is not None and self.fused.takes(states, task.cache) else None
+            if fused is not None and (fused.writes_skipped_kv or not task.kv_only):
+                span, angles = range(task.start, task.stop), kwargs["position_embeddings"]
+                if task.kv_only:
+                    fused.write_skipped_kv(span, states, angles, task.cache)
+                else:
+                    states, task.tapped = fused.run(span, states, angles, task.cache, task.taps)
+                task.is_through = True
+        if task.start <= index < task.stop and not task.is_through:
+            states = self._run_layer(index, task, functools.partial(call, states, *args[1:], **kwargs), states)
+        if index == task.stop - 1 or task.start == task.stop:
+            task.states = states
+        return (states, *[None] * (self.family.answers - 1)) if self.family.answers else states
+
+    def _run_layer(self, index: int, task: _Task, call: Callable[[], Any], states: torch.Tensor) -> torch.Tensor:
+        if not task.kv_only:
+            output = call()
+            return output[0] if isinstance(output, tuple) else output
+        if self.stores[index] is Store.KV:
+            task.cache.leave_after_write = True
+            try:
+                call()
+            except KVWritten:
+                pass
+            else:
+                raise RuntimeError(f"layer {index} of {type(self.model).__name__} ran without handing K/V to the cache.")
+            finally:
+                task.cache.leave_after_write = False
+        return states
+
+    def _lend_shared_kv(self, task: _Task, kwargs: dict[str, Any]) -> None:
+        """Layers that read another's K/V get it from the cache where that other layer is outside the span."""
+        for kind, source in self._sources.items():
+            if source < task.start:
+                kwargs["shared_kv_states"][kind] = task.cache.shared_view(source)
+
+    def _head(self, task: _Task, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What happens at the door of the LM head."""
+        if task.keep is None:
+            return args[0][..., :0]
+        picked = _pick(args[0], task.keep)
+        rows = None if task.vocabulary is None else self._head_rows(task.vocabulary)
+        if self.fused is not None and not task.with_grad:
+            weight = rows[0] if rows is not None and rows[1] is None else self.plain_head
+            if weight is not None and self.fused.multiplies(picked, weight):
+                return self.fused.linear(picked, weight)
+        return call(picked, *args[1:], **kwargs) if rows is None else nn.functional.linear(picked, *rows)
+
+    def _short_head(self, states: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
+        """`head` without the model's `forward` around norm and product."""
+        rows = None if vocabulary is None else self._head_rows(vocabulary)
+        weight = self.plain_head if rows is None else rows[0]
+        assert weight is not None
+        with self.grad_off():
+            normed = self.fused.norm(states)[None]
+            if not self.fused.multiplies(normed, weight):
+                return nn.functional.linear(normed[0], weight)
+            return self.fused.linear(normed, weight)[0]
+
+    @property
+    def plain_head(self) -> torch.Tensor | None:
+        """The weight of the LM head, where it is a linear layer without bias."""
+        head = self.model.get_output_embeddings()
+        return head.weight if self._head_is_linear and head.bias is None else None
+
+    @property
+    def _head_is_linear(self) -> bool:
+        head = self.model.get_output_embeddings()
+        return self.is_known and self._head_is_patched and type(head).__mro__[1] is nn.Linear and holds_numbers(head.weight)
+
+    def _head_rows(self, vocabulary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Weight and bias of the LM head for some tokens, kept for the next call; None where it is no plain linear layer."""
+        if not self._head_is_linear:
+            return None
+        head, kept = self.model.get_output_embeddings(), self._kept_rows
+        if kept is None or kept.vocabulary is not vocabulary or not kept.are_of(head.weight):
+            with torch.inference_mode(False), torch.no_grad():
+                bias = None if head.bias is None else head.bias[vocabulary].clone()
+                rows = head.weight[vocabulary].clone(), bias
+            self._kept_rows = kept = _Rows(vocabulary, head.weight, head.weight.data_ptr(), version(head.weight), rows)
+        return kept.rows
+
+
+def _pick(values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """(n, q, d) values and (n, kept) indices into q -> (n, kept, d)"""
+    return values.gather(1, keep.to(values.device)[..., None].expand(-1, -1, values.shape[-1]))
+
+
+def _refuse_what_cannot_work(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise TypeError(f"expected a Hugging Face model, found {name}. Load one with TIDE.load_model(name).")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder model; TIDE skips the layers of decoder-only (causal) models.")
+    if not hasattr(model, "generate") or not callable(getattr(model, "get_decoder", None)):
+        raise TypeError(f"{name} is not a causal LM. Load it with AutoModelForCausalLM.")
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"{name} keeps no K/V cache: its forward takes no past_key_values, so none of its layers can be caught up by "
+            f"position. Run it with model.generate."
+        )
+    if model.training:
+        raise ValueError(f"{name} is in train mode, where dropout makes every run different. Call model.eval() first.")

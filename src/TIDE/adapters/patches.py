@@ -1,0 +1,70 @@
+"""Doors: a module's class is exchanged for a subclass that looks the same and asks the door before it runs.
+
+Modules, parameters, hooks and names stay as they are. See window.py for what a door answers.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from TIDE.adapters.adapter import ModelAdapter
+
+
+class LayerPatch:
+    """Stands before a layer (or the LM head, index None). Knows its window weakly: an engine that is dropped closes."""
+
+    def __init__(self, adapter: ModelAdapter, index: int | None) -> None:
+        self._adapter = weakref.ref(adapter)
+        self._index = index
+
+    def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        adapter = self._adapter()
+        task = None if adapter is None else adapter._task
+        if adapter is None or task is None:
+            return call(*args, **kwargs)
+        if self._index is None:
+            return adapter._head(task, call, args, kwargs)
+        return adapter._layer(self._index, task, call, args, kwargs)
+
+
+def patch(module: nn.Module, adapter: ModelAdapter, index: int | None) -> None:
+    name = type(adapter.model).__name__
+    if "_tide_door" in module.__dict__:
+        raise RuntimeError(
+            f"this {name} already belongs to another TIDE engine. Close that one first (engine.close(), or leave its `with` "
+            f"block)."
+        )
+    try:
+        module.__class__ = _patched(type(module))  # type: ignore[arg-type]
+    except TypeError as problem:
+        raise TypeError(
+            f"the {type(module).__name__} of this {name} cannot be wrapped ({problem}). TIDE needs layers that are ordinary "
+            f"torch modules: load it unscripted, or quantized by a method that keeps modules."
+        ) from problem
+    module.__dict__["_tide_door"] = LayerPatch(adapter, index)
+
+
+def unpatch(module: nn.Module) -> None:
+    module.__class__ = type(module).__mro__[1]
+    del module.__dict__["_tide_door"]
+
+
+@functools.cache
+def _patched(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `cls` that looks the same and asks the door before it runs."""
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_tide_door"](functools.partial(cls.__call__, self), args, kwargs)
+
+    def __reduce__(self: nn.Module) -> tuple[Any, ...]:
+        """Copies and pickles are made without the door."""
+        return object.__new__, (cls,), {key: value for key, value in self.__dict__.items() if key != "_tide_door"}
+
+    look_alike = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (cls,), {"__call__": __call__, "__reduce__": __reduce__, **look_alike})

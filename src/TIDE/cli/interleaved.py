@@ -1,0 +1,46 @@
+"""Several ways to do the same, timed by turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ClippedMean(NamedTuple):
+    """What a run wrote, and how fast."""
+
+    ids: torch.Tensor  # prompt and answer
+    speeds: list[float]  # tokens per second of each round, prompt included
+
+    @property
+    def speed(self) -> float:
+        return statistics.median(self.speeds)
+
+
+def ways(engine: Any, options: dict[str, Any]) -> dict[str, Callable[[], torch.Tensor]]:
+    """A request by `model.generate`, by an engine with exits off, and by the engine as it is where it has exits."""
+
+    def exits_off() -> torch.Tensor:
+        with engine.using(engine.config, exits=False):
+            found: torch.Tensor = engine.generate(**options)
+            return found
+
+    found = {"generate": lambda: engine.model.generate(**options), "exits_off": exits_off}
+    return found if engine.policy is None else {**found, "exits": lambda: engine.generate(**options)}
+
+
+def interleaved(runs: dict[str, Callable[[], torch.Tensor]], prompt_tokens: int, rounds: int) -> dict[str, ClippedMean]:
+    """Each once to warm up, then in rounds, the order turned round each time."""
+    found = {name: ClippedMean(run(), []) for name, run in runs.items()}
+    for number in range(rounds):
+        for name in sorted(runs, reverse=bool(number % 2)):
+            began = time.perf_counter()
+            ids = runs[name]()
+            seconds = time.perf_counter() - began
+            found[name] = ClippedMean(ids, [*found[name].speeds, (ids.shape[1] - prompt_tokens) / seconds])
+    return found
