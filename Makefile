@@ -16,7 +16,7 @@ test-newest: $(VENV)/dev $(VENV)/warm
 
 # the families and exactness again, on the oldest transformers we support, through the models' own layers
 test-oldest: $(OLDEST)/ready
-	TIDE_NO_KERNELS=1 $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not real" -k "not any_policy and not random_drafts and not row_in_a_batch" tests/engine/test_exactness.py tests/adapters
+	TIDE_BACKEND=modules $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not real" -k "not any_policy and not random_drafts and not row_in_a_batch" tests/engine/test_exactness.py tests/adapters
 
 check: $(VENV)/dev
 	$(VENV)/bin/ruff check .

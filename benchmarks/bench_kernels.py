@@ -17,16 +17,16 @@ from collections.abc import Callable
 import torch
 
 from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_llama, timed
-from TIDE.adapters.features import layer_features
+from TIDE.adapters.layer_parts import layer_parts
 from TIDE.kernels import reference
 from TIDE.kernels.dispatch import compiled_ops
-from TIDE.kernels.layer import Layer, Pass, input_norm
+from TIDE.kernels.layer import Layer, Pass, no_norm
 
 LONGEST = 512
 WEIGHTS = {
     "project": ("q", "k", "v"),
     "o": ("o",),
-    "gated": ("gate", "up"),
+    "inner": ("gate", "up"),
     "down": ("down",),
     "layer": ("q", "k", "v", "o", "gate", "up", "down"),
 }
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=200)
     args = parser.parse_args()
     model = random_llama({**SHAPES[args.model], "num_hidden_layers": args.layers})
-    layers = [layer_features(layer, model.config) for layer in model.model.layers]
+    layers = [layer_parts(layer, model.config) for layer in model.model.layers]
     ops = (compiled_ops(model.device, model.dtype) if on_gpu() else None) or reference
     bandwidth, rows = copy_bandwidth() if on_gpu() else None, {}
     with torch.inference_mode():
@@ -52,32 +52,39 @@ def main() -> None:
 
 
 def measure(ops, layers: list[Layer], tokens: int, context: int, bandwidth: float | None) -> dict[str, tuple[float, str]]:
-    first = layers[0]
+    first, mlp = layers[0].attention, layers[0].mlp
+    none = torch.zeros(0)
     device, dtype, hidden = first.q.device, first.q.dtype, first.q.shape[1]
 
     def some(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device).to(dtype)
 
-    h, q, inner = some(tokens, hidden), some(tokens, len(first.q)), some(tokens, len(first.gate))
+    h, q, inner = some(tokens, hidden), some(tokens, len(first.q)), some(tokens, len(mlp.gate))
     kept = some(2, len(layers), 1, len(first.k) // first.head_dim, LONGEST, first.head_dim)
-    place = torch.zeros(1, dtype=torch.int32, device=device)
-    going = Pass(h.clone(), some(tokens, first.head_dim), some(tokens, first.head_dim), place, place, place + context, tokens)
+    rows = torch.zeros(tokens, dtype=torch.int32, device=device)
+    positions = torch.arange(context, context + tokens, dtype=torch.int32, device=device)
+    tables = some(2, LONGEST, first.head_dim)
+    going = Pass(h.clone(), *tables, rows, positions, positions, positions)
     each: dict[str, Callable[[Layer, torch.Tensor, torch.Tensor], object]] = {
-        "norm": lambda layer, keys, values: ops.norm(h, input_norm(layer)),
-        "project": lambda layer, keys, values: ops.project(layer, going, h, keys, values),
-        "attend": lambda layer, keys, values: ops.attend(layer, going, q, keys, values, LONGEST),
-        "o": lambda layer, keys, values: ops.linear(q, layer.o, base=going.x),
-        "gated": lambda layer, keys, values: ops.gated(h, layer.gate, layer.up, layer.activation),
-        "down": lambda layer, keys, values: ops.linear(inner, layer.down, base=going.x),
+        "norm": lambda layer, keys, values: ops.norm(h, layer.attention_norm),
+        "project": lambda layer, keys, values: ops.project(layer.attention, going, h, keys, values),
+        "attend": lambda layer, keys, values: ops.attend(layer.attention, going, q, keys, values, LONGEST),
+        "o": lambda layer, keys, values: ops.add_linear(going.x, q, layer.attention.o, none, no_norm(none), 1.0),
+        "inner": lambda layer, keys, values: ops.mlp_inner(h, layer.mlp),
+        "down": lambda layer, keys, values: ops.add_linear(going.x, inner, layer.mlp.down, none, no_norm(none), 1.0),
         "layer": lambda layer, keys, values: ops.decoder_layer(layer, going, keys, values, LONGEST),
     }
     found = {}
     for name, kernel in each.items():
         run = replayed(lambda kernel=kernel: [kernel(layer, *kept[:, index]) for index, layer in enumerate(layers)])
         seconds = statistics.median(timed(run)[0] for _ in range(9))
-        size = sum(getattr(layer, part).nbytes for layer in layers for part in WEIGHTS.get(name, ()))
+        size = sum(weight_of(layer, part).nbytes for layer in layers for part in WEIGHTS.get(name, ()))
         found[name] = 1e6 * seconds / len(layers), f"({size / seconds / bandwidth:.2f})" if bandwidth and size else ""
     return found
+
+
+def weight_of(layer: Layer, name: str) -> torch.Tensor:
+    return getattr(layer.attention if name in layer.attention._fields else layer.mlp, name)
 
 
 def replayed(work: Callable[[], object]) -> Callable[[], object]:

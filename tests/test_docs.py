@@ -126,7 +126,7 @@ def stand_ins(shelf, monkeypatch, tmp_path) -> None:
         few = given["prompts"][:4]
         return certify(given["engine"], few, 0.5, 0.8, tokenizer=given.get("tokenizer"), max_new_tokens=4)
 
-    monkeypatch.setenv("TIDE_NO_KERNELS", "1")  # nothing to compile
+    monkeypatch.setenv("TIDE_BACKEND", "modules")  # nothing to compile
     monkeypatch.setattr(TIDE, "load_model", lambda name="default", **options: Loaded(tiny(), characters(TEMPLATE)))
     monkeypatch.setattr(TIDE, "default_router", lambda: shelf / "router.safetensors")
     monkeypatch.setattr(TIDE, "calibrate", calibrated)
@@ -297,7 +297,7 @@ def test_the_configuration_table_is_the_configurations():
 def test_environment_variables_are_read_by_the_code():
     named = {name for page in PAGES for name in re.findall(r"\bTIDE_[A-Z_]+", page.read_text("utf-8"))}
     read = "".join(file.read_text("utf-8") for file in (ROOT / "src" / "TIDE").rglob("*.py"))
-    assert {"TIDE_CACHE", "TIDE_NO_KERNELS", "TIDE_NO_GRAPHS"} <= named
+    assert {"TIDE_CACHE", "TIDE_BACKEND", "TIDE_NO_GRAPHS"} <= named
     assert {name for name in named if f'"{name}"' not in read} == set()
 
 

@@ -21,22 +21,22 @@ def test_kv_after_catch_up_are_those_of_a_full_run(any_model):
     ids = torch.randint(3, 128, (2, 8), generator=torch.Generator().manual_seed(0))
     expected = any_model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     policy = Knowing(expected.tolist(), (1, 2, 3), seed=2, leaves=0.7, right=0.7)
-    decoder = decode(any_model, policy, ids, 12, compaction_threshold=1.0)
-    assert torch.equal(decoder.batch.output(0), expected)
-    assert decoder.stats.accepted > 0
+    stage = decode(any_model, policy, ids, 12, compaction_threshold=1.0)
+    assert [row.tokens for row in stage.rows] == expected.tolist()
+    assert any(row.stats.accepted for row in stage.rows)
     for row in range(2):
         text = expected[row : row + 1]
         whole = DynamicCache()  # without the config: windows keep all their columns, as ours do
-        layers = decoder.adapter.stores
+        layers = stage.runner.stores
         if Store.STATE in layers:
             whole = DynamicCache(config=any_model.config)
         any_model(text, past_key_values=whole, use_cache=True)
         for layer, store in enumerate(layers):
             if store is not Store.KV:
                 continue
-            keys, values = decoder.segments.cache.kv(layer, row)
+            keys, values = stage.segments.cache.kv(layer, row)
             length = keys.shape[1]
-            assert length >= text.shape[1] - 2 - decoder.plan.max_pending
+            assert length >= text.shape[1] - 2 - stage.plan.max_pending
             torch.testing.assert_close(keys, whole.layers[layer].keys[0, :, :length], atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(values, whole.layers[layer].values[0, :, :length], atol=1e-4, rtol=1e-4)
 

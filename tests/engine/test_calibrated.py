@@ -81,7 +81,7 @@ def test_what_a_router_sees_in_the_engine_is_what_it_saw_in_calibration(
     pending, kernels, llama, prompts, tmp_path, monkeypatch
 ):
     """The guesses of heads while decoding, against the unrolled ones of training; compiled ones have weights in 8 bits."""
-    monkeypatch.setenv("TIDE_NO_KERNELS", str(int(not kernels)))
+    monkeypatch.setenv("TIDE_BACKEND", "numba" if kernels else "modules")
     ids = prompts[0][2:]
     depth = 2
     file = a_file(llama, "memory", (depth,), 0.0)

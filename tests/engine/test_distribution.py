@@ -82,19 +82,19 @@ def draw(model, name: str, draws: int, seed: int) -> list[tuple[int, ...]]:
 
 def sample(model, name: str, draws: int, monkeypatch) -> Sample:
     """Texts of the engine, and the fate of their first drafts: all rows of a call have theirs judged together."""
-    judge, stood = Sampler.judge, []
+    verify, accepted = Sampler.verify, []
 
-    def noting(self, rows, sizes, logits, drafts):
-        found = judge(self, rows, sizes, logits, drafts)
-        if PROMPT + 1 in sizes:
-            assert set(sizes) == {PROMPT + 1}
-            stood.extend(own.token == token for own, token in zip(drafts, found, strict=True))
+    def noting(self, logits):
+        found = verify(self, logits)
+        if any(len(row.tokens) == PROMPT + 1 for row in logits):
+            assert all(len(row.tokens) == PROMPT + 1 and row.drafts for row in logits)
+            accepted.extend(row.drafts[0].token == tokens[0] for row, tokens in found.items())
         return found
 
-    monkeypatch.setattr(Sampler, "judge", noting)
+    monkeypatch.setattr(Sampler, "verify", noting)
     with TIDE(model, Elsewhere(1), TIDEConfig(max_pending=2, compaction_threshold=1.0)) as engine:
         texts = draw(engine, name, draws, seed=0)
-    return Sample(texts, stood, engine.total_stats)
+    return Sample(texts, accepted, engine.total_stats)
 
 
 def next_token(model, name: str) -> dict[tuple[int, ...], torch.Tensor]:
@@ -206,17 +206,17 @@ def accept_by_the_models_probability(probs: torch.Tensor, draft: Draft) -> torch
     return rest / rest.sum()
 
 
-def forget_processors_of_drafts(self, rows, logits, depth, choose=Sampler.draft):
+def forget_processors_of_drafts(self, rows, logits, depth, choose=Sampler.sample):
     """Drafts are drawn as they should be and judged as if they had been drawn from the plain logits."""
     return [own._replace(probs=plain) for own, plain in zip(choose(self, rows, logits, depth), logits.softmax(-1), strict=True)]
 
 
-def forget_processors_of_the_model(self, rows, sizes, logits, drafts, choose=Sampler.judge):
-    if not any(drafts):
-        return choose(self, rows, sizes, logits, drafts)
+def forget_processors_of_the_model(self, rows, step, logits, choose=Sampler._verify_one):
+    if not any(row.drafts for row in rows):
+        return choose(self, rows, step, logits)
     held, self.processors = self.processors, LogitsProcessorList()
     try:
-        return choose(self, rows, sizes, logits, drafts)
+        return choose(self, rows, step, logits)
     finally:
         self.processors = held
 
@@ -228,8 +228,8 @@ def forget_processors_of_the_model(self, rows, sizes, logits, drafts, choose=Sam
         (sampling, "_speculative", always_accept),
         (sampling, "_speculative", draw_anew_from_everything),
         (sampling, "_speculative", accept_by_the_models_probability),
-        (Sampler, "draft", forget_processors_of_drafts),
-        (Sampler, "judge", forget_processors_of_the_model),
+        (Sampler, "sample", forget_processors_of_drafts),
+        (Sampler, "_verify_one", forget_processors_of_the_model),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

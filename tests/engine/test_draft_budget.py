@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from TIDE.engine.schedule.draft_budget import FIRST_REST, LONGEST_REST, TRIAL, Costs, DraftBudget
-from TIDE.engine.schedule.means import ClippedMean
+from TIDE.engine.schedule.acceptance import FIRST_REST, LONGEST_REST
+from TIDE.engine.schedule.costs import ClippedMean, Costs
+from TIDE.engine.schedule.draft_budget import TRIAL, DraftBudget, Experience
 
 
-def a_pace(step=1.0, exit_=0.1, passes=(1.0, 1.1, 1.2, 1.3, 2.3)) -> Costs:
-    """Deep passes of 1 to 5 tokens; the fifth is dear. As many drafts were accepted before as anyone wants."""
+def some_costs(step=1.0, exit_=0.1, passes=(1.0, 1.1, 1.2, 1.3, 2.3)) -> Costs:
+    """Deep passes of 1 to 5 tokens; the fifth is dear."""
     costs = Costs()
-    costs.proven = 8
     costs.step.add(step)
     costs.exit.add(exit_)
     for tokens, seconds in enumerate(passes, 1):
@@ -23,53 +23,56 @@ def a_pace(step=1.0, exit_=0.1, passes=(1.0, 1.1, 1.2, 1.3, 2.3)) -> Costs:
     return costs
 
 
+def some_experience(longest=8) -> Experience:
+    """As many drafts were accepted before as anyone wants."""
+    experience = Experience()
+    experience.longest = longest
+    return experience
+
+
+def a_budget(costs=None, experience=None, weighs=True) -> DraftBudget:
+    return DraftBudget(0, costs or some_costs(), experience or some_experience(), weighs)
+
+
 def test_nothing_is_asked_before_a_full_step_was_timed():
-    budget = DraftBudget([0], Costs())
-    assert not budget.should_draft(0, 10)
+    budget = a_budget(Costs())
+    assert not budget.should_draft(10)
     budget.costs.step.add(1.0)
-    assert budget.should_draft(0, 10)
+    assert budget.should_draft(10)
 
 
 def test_a_token_becomes_a_draft_if_it_is_likely_to_save_more_than_its_place_costs():
-    budget = DraftBudget([0], a_pace())
-    assert not budget.should_exit(0, 0.09)
-    assert budget.should_exit(0, 0.5)
-    assert not budget.should_exit(0, 0.19)  # 0.5 · 0.19 of a step is less than 0.1
-    assert budget.should_exit(0, 0.9)
-    assert budget.should_exit(0, 0.9)
-    assert not budget.should_exit(0, 0.99)  # the fifth place costs a whole step
+    budget = a_budget()
+    assert not budget.should_exit(0.09)
+    assert budget.should_exit(0.5)
+    assert not budget.should_exit(0.19)  # 0.5 · 0.19 of a step is less than 0.1
+    assert budget.should_exit(0.9)
+    assert budget.should_exit(0.9)
+    assert not budget.should_exit(0.99)  # the fifth place costs a whole step
 
 
 def test_exits_are_asked_while_the_usual_score_pays_for_exit_and_place():
-    budget = DraftBudget([0], a_pace(exit_=0.3))
-    budget.costs.gain.mean = 0.4
-    assert budget.should_draft(0, 10)
-    assert budget.should_exit(0, 0.5)
-    assert not budget.should_draft(0, 11)  # 0.5 · 0.5 of a step is less than 0.3 + 0.1
-    budget.verified(0, 12, tokens=2)
-    assert budget.should_draft(0, 12)
-
-
-def test_rows_decide_for_themselves():
-    budget = DraftBudget([0, 0], a_pace(exit_=0.3))
-    budget.costs.gain.mean = 0.4
-    assert budget.should_exit(1, 0.5)
-    assert budget.should_draft(0, 10)
-    assert not budget.should_draft(1, 10)
+    budget = a_budget(some_costs(exit_=0.3))
+    budget.experience.gain.mean = 0.4
+    assert budget.should_draft(10)
+    assert budget.should_exit(0.5)
+    assert not budget.should_draft(11)  # 0.5 · 0.5 of a step is less than 0.3 + 0.1
+    budget.record_round(12, tokens=2)
+    assert budget.should_draft(12)
 
 
 def a_round(budget, size, score, tokens):
     """One exit asked and left, and what came of it."""
-    asked = budget.should_draft(0, size)
+    asked = budget.should_draft(size)
     if asked:
-        budget.should_exit(0, score)
-    budget.verified(0, size + tokens, tokens if asked else 1)
+        budget.should_exit(score)
+    budget.record_round(size + tokens, tokens if asked else 1)
     return asked
 
 
 def test_a_row_that_loses_rests_longer_each_time_and_tries_again():
     """Confident drafts that never stand: the scores say it pays, the balance does not."""
-    budget, asked = DraftBudget([0], a_pace()), []
+    budget, asked = a_budget(), []
     for size in range(2000):
         if a_round(budget, size, 0.9, tokens=1):
             asked.append(size)
@@ -78,86 +81,85 @@ def test_a_row_that_loses_rests_longer_each_time_and_tries_again():
 
 
 def test_what_drafting_can_lose_is_a_few_steps_for_every_rest():
-    budget, lost = DraftBudget([0], a_pace()), 0.0
+    budget, lost = a_budget(), 0.0
     for size in range(1000):
         lost += 0.2 * a_round(budget, size, 0.9, tokens=1)  # exit and place
     assert lost / 1000 < 0.03
 
 
 def test_a_row_that_wins_does_not_rest():
-    budget = DraftBudget([0], a_pace())
+    budget = a_budget()
     assert all(a_round(budget, size, 0.9, tokens=2) for size in range(0, 100, 2))
 
 
 def test_bad_rounds_among_good_ones_are_no_reason_to_rest():
-    budget = DraftBudget([0], a_pace())
+    budget = a_budget()
     for turn in range(50):
         assert a_round(budget, 10 * turn, 0.9, tokens=2)
         assert a_round(budget, 10 * turn + 2, 0.9, tokens=1)
 
 
 def test_a_row_that_wins_again_rests_shortly_next_time():
-    budget, size = DraftBudget([0], a_pace()), 0
-    while budget._rest[0] < 8 * FIRST_REST:
+    budget, size = a_budget(), 0
+    while budget._rest.length < 8 * FIRST_REST:
         a_round(budget, size, 0.9, tokens=1)
         size += 1
     size += LONGEST_REST
     for _ in range(5):
         assert a_round(budget, size, 0.9, tokens=2)
-    assert budget._rest[0] == FIRST_REST
+    assert budget._rest.length == FIRST_REST
 
 
 def test_exits_that_never_pay_are_asked_a_few_times_in_a_text_only():
     """A router that is never confident."""
-    costs, asked = a_pace(), 0
+    costs, experience, asked = some_costs(), some_experience(), 0
     for _ in range(10):
-        budget = DraftBudget([0], costs)
+        budget = a_budget(costs, experience)
         for size in range(128):
-            if budget.should_draft(0, size):
+            if budget.should_draft(size):
                 asked += 1
-                assert not budget.should_exit(0, 0.0)
-            budget.verified(0, size + 1, 1)
+                assert not budget.should_exit(0.0)
+            budget.record_round(size + 1, 1)
     assert 0 < asked <= 40  # of 1280 tokens
-    assert budget.should_exit(0, 0.9)
-    budget.verified(0, 130, tokens=2)  # one accepted draft, and the next text is a text like others
-    assert DraftBudget([0], costs).should_draft(0, 0)
+    assert budget.should_exit(0.9)
+    budget.record_round(130, tokens=2)  # one accepted draft, and the next text is a text like others
+    assert a_budget(costs, experience).should_draft(0)
 
 
 def test_no_more_drafts_are_made_than_were_ever_accepted_and_one():
-    budget = DraftBudget([0], a_pace())
-    budget.costs.proven = 0
+    budget = a_budget()
+    budget.experience.longest = 0
     for accepted in (0, 1, 2, 2):
         made = 0
-        while budget.should_exit(0, 0.99) and made < 8:
+        while budget.should_exit(0.99) and made < 8:
             made += 1
-        assert made == budget.costs.proven + 1
-        budget.verified(0, 10, tokens=accepted + 1)
-        assert budget.costs.proven == accepted
+        assert made == budget.experience.longest + 1
+        budget.record_round(10, tokens=accepted + 1)
+        assert budget.experience.longest == accepted
 
 
 def test_sure_scores_that_are_always_wrong_cost_little():
     """Routers that were trained on another question: every draft is made, none is ever accepted."""
-    costs, lost = a_pace(), 0.0
-    costs.proven = 0
+    costs, experience, lost = some_costs(), some_experience(longest=0), 0.0
     for _ in range(4):
-        budget = DraftBudget([0], costs)
+        budget = a_budget(costs, experience)
         for size in range(128):
             drafts = 0
-            while budget.should_draft(0, size) and drafts < 8 and budget.should_exit(0, 0.999):
+            while budget.should_draft(size) and drafts < 8 and budget.should_exit(0.999):
                 drafts += 1
-            lost += 0.1 * (budget.asked[0] + drafts)  # exits and places
-            budget.verified(0, size + 1, 1)
+            lost += 0.1 * (budget.asked + drafts)  # exits and places
+            budget.record_round(size + 1, 1)
     assert 0 < lost / (4 * 128) < 0.02
 
 
 def test_with_a_threshold_scores_decide_and_rows_that_lose_still_rest():
-    budget = DraftBudget([0], a_pace(exit_=5.0), weighs=False)
-    assert budget.should_draft(0, 0)
-    assert not budget.should_exit(0, 0.69, 0.7)
-    assert budget.should_exit(0, 0.7, 0.7)
-    budget.verified(0, 1, 1)  # an exit takes five steps here
-    assert not budget.should_draft(0, 1)
-    assert budget.should_draft(0, 1 + FIRST_REST)
+    budget = a_budget(some_costs(exit_=5.0), weighs=False)
+    assert budget.should_draft(0)
+    assert not budget.should_exit(0.69, 0.7)
+    assert budget.should_exit(0.7, 0.7)
+    budget.record_round(1, 1)  # an exit takes five steps here
+    assert not budget.should_draft(1)
+    assert budget.should_draft(1 + FIRST_REST)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=30))
@@ -173,19 +175,19 @@ def test_a_place_between_measured_passes_costs_its_part():
     costs.step.add(1.0)
     costs.saw_pass(1, 1.0)
     costs.saw_pass(5, 1.8)
-    assert costs.place(1) == costs.place(4) == pytest.approx(0.2)
-    assert costs.place(5) == pytest.approx(0.1)  # not measured: a guess
+    assert costs.marginal_cost(1) == costs.marginal_cost(4) == pytest.approx(0.2)
+    assert costs.marginal_cost(5) == pytest.approx(0.1)  # not measured: a guess
 
 
 def test_exits_that_seemed_too_slow_are_tried_again_after_a_rest():
     """The first time an exit runs may be its slowest; that must not stand for ever."""
-    budget = DraftBudget([0], a_pace(exit_=5.0))
-    asked = [size for size in range(40) if budget.should_draft(0, size)]
+    budget = a_budget(some_costs(exit_=5.0))
+    asked = [size for size in range(40) if budget.should_draft(size)]
     assert asked[:TRIAL] == list(range(TRIAL))
     assert asked[TRIAL] >= FIRST_REST
     budget.costs.exit.add(0.1)
-    assert budget.should_draft(0, 10**6)
-    assert budget.should_draft(0, 10**6 + 1)
+    assert budget.should_draft(10**6)
+    assert budget.should_draft(10**6 + 1)
 
 
 def test_a_short_time_counts_at_once_and_a_long_one_little():
@@ -197,12 +199,12 @@ def test_a_short_time_counts_at_once_and_a_long_one_little():
 
 def test_odds_that_turn_out_too_high_are_corrected_by_number_in_the_row():
     """Scores of 0.9 of which the second draft never stands: it is soon no longer made."""
-    budget = DraftBudget([0], a_pace())
+    budget = a_budget()
     for _ in range(60):
-        budget.should_exit(0, 0.9)
-        budget.should_exit(0, 0.9)
-        budget.verified(0, 10, tokens=2)
-    assert budget.trust(1) > 0.95
-    assert budget.trust(2) < 0.2
-    assert budget.should_exit(0, 0.9)
-    assert not budget.should_exit(0, 0.9)
+        budget.should_exit(0.9)
+        budget.should_exit(0.9)
+        budget.record_round(10, tokens=2)
+    assert budget.acceptance.share(1) > 0.95
+    assert budget.acceptance.share(2) < 0.2
+    assert budget.should_exit(0.9)
+    assert not budget.should_exit(0.9)

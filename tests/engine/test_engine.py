@@ -70,7 +70,7 @@ def test_min_layers_beyond_all_exits_says_which_there_are(llama, caplog):
 def test_a_missing_compiler_is_named_once_and_in_the_backend(llama, monkeypatch, caplog):
     from TIDE.engine.runners import select as fused
 
-    fused._say_once.cache_clear()
+    fused._warn_once.cache_clear()
     monkeypatch.setattr(dispatch, "_trouble", lambda package: "is not installed")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -96,13 +96,13 @@ def test_a_compiler_that_cannot_be_imported_is_no_crash(llama, monkeypatch):
 
 
 def test_other_reasons_for_the_models_own_layers_are_in_the_backend(llama, monkeypatch):
-    with TIDE(build("gemma2")) as engine:
-        assert engine.backend == "the model's own layers (there is no compiled layer for Gemma2DecoderLayer as it is here)"
+    with TIDE(build("gpt2")) as engine:
+        assert engine.backend == "the model's own layers (there is no compiled layer for GPT2Block as it is here)"
     with TIDE(llama.double()) as engine:
         assert "compiled layers on cpu are for float32, and the model is float64" in engine.backend
-    monkeypatch.setenv("TIDE_NO_KERNELS", "1")
+    monkeypatch.setenv("TIDE_BACKEND", "modules")
     with TIDE(build("llama")) as engine:
-        assert engine.backend == "the model's own layers (TIDE_NO_KERNELS=1 is set)"
+        assert engine.backend == "the model's own layers (TIDE_BACKEND=modules is set)"
 
 
 def test_cuda_kernels_can_be_forbidden(monkeypatch):
@@ -121,7 +121,10 @@ def test_cuda_kernels_can_be_forbidden(monkeypatch):
 def test_an_engine_says_what_it_is(llama):
     llama.config.name_or_path = "my-org/my-model"
     with TIDE(llama, Everyone(1, 3)) as engine:
-        assert repr(engine) == "TIDE(LlamaForCausalLM my-model, 4 layers; exits at depth 1, 3; mode exact; fused layers on cpu)"
+        assert (
+            repr(engine)
+            == "TIDE(LlamaForCausalLM my-model, 4 layers; exits at depth 1, 3; mode exact; compiled layers on cpu (numba))"
+        )
     assert repr(engine).endswith("; closed)")
     with TIDE(llama, None, TIDEConfig(mode="fast")) as engine:
         assert "; exits off; mode fast; " in repr(engine)

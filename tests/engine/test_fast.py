@@ -22,9 +22,9 @@ def ids():
     return torch.randint(3, 128, (1, 7), generator=torch.Generator().manual_seed(0))
 
 
-def forced(model, decoder, fill: str):
+def forced(model, stage, fill: str):
     """The same text token by token, by hand: layer outputs and K/V as the strategy defines them."""
-    ids = decoder.batch.ids[:, : decoder.batch.size[0]]
+    ids = torch.tensor([stage.rows[0].tokens])
     cache = DynamicCache()
     model(ids[:, :7], past_key_values=cache, use_cache=True)
     for position in range(7, ids.shape[1] - 1):
@@ -58,10 +58,10 @@ def forced(model, decoder, fill: str):
 @torch.no_grad()
 def test_filled_in_kv_are_what_the_strategy_says(llama, ids, strategy):
     even = Where(lambda depth, row, position: position % 2 == 0, EXIT)
-    decoder = decode(llama, even, ids, 8, mode="fast", kv_cache_strategy=strategy)
-    expected = forced(llama, decoder, strategy)
+    stage = decode(llama, even, ids, 8, mode="fast", kv_cache_strategy=strategy)
+    expected = forced(llama, stage, strategy)
     for layer in range(LAYERS):
-        keys, values = decoder.segments.cache.kv(layer, 0)
+        keys, values = stage.segments.cache.kv(layer, 0)
         assert keys.shape[1] == 14
         torch.testing.assert_close(keys, expected.layers[layer].keys[0], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(values, expected.layers[layer].values[0], atol=1e-4, rtol=1e-4)
@@ -72,14 +72,14 @@ def test_every_family_fills_in_the_layers_it_skips(any_model, ids, strategy):
     """After tokens that all left, the deeper layers have K/V of their own for each, and have run for none."""
     if Store.STATE in layer_stores(any_model):
         pytest.skip("refused for layers with a running state: see test_bad_input")
-    decoder = decode(any_model, Everyone(1), ids, 6, mode="fast", kv_cache_strategy=strategy)
+    stage = decode(any_model, Everyone(1), ids, 6, mode="fast", kv_cache_strategy=strategy)
     depth = any_model.config.num_hidden_layers
-    assert decoder.stats.exits_per_layer == {0: 5}
-    assert decoder.stats.layers_run == depth * ids.shape[1] + 5
-    assert decoder.segments.cache.lengths(0) == [12, 12]
+    assert stage.rows[0].stats.exits_per_layer == {0: 5}
+    assert stage.rows[0].stats.layers_run == depth * ids.shape[1] + 5
+    assert stage.segments.cache.lengths(0) == [12, 12]
     for layer in range(1, depth):
-        if decoder.adapter.stores[layer] is Store.KV:
-            keys, values = decoder.segments.cache.kv(layer, 0)
+        if stage.runner.stores[layer] is Store.KV:
+            keys, values = stage.segments.cache.kv(layer, 0)
             filled = [bool(states[:, ids.shape[1] :].any()) for states in (keys, values)]
             assert filled == [strategy == "propagate"] * 2
             assert keys[:, : ids.shape[1]].any()
@@ -98,7 +98,7 @@ def test_caught_up_layers_change_no_later_token(any_model, ids):
 
 
 @pytest.mark.parametrize("strategy", ["exact", "propagate", "zero_pad"])
-def test_calling_the_engine_gives_the_logits_the_decoder_chooses_from(llama, prompts, strategy):
+def test_calling_the_engine_gives_the_logits_the_stage_chooses_from(llama, prompts, strategy):
     ids, mask = prompts
     policy = Where(lambda depth, row, position: (position + depth) % 3 == 0, 1, 3)
     with TIDE(llama, policy, TIDEConfig(mode="fast", kv_cache_strategy=strategy, max_pending=2)) as engine:
@@ -206,8 +206,8 @@ def test_a_checkpoint_before_the_first_layer_changes_nothing_for_rows_that_may_n
     ids = prompts[0][2:]
     policy = Where(lambda depth, row, position: depth == 2 and position % 3 != 0, 0, 1, 2)
     found = []
-    for kernels in ("0", "1"):
-        monkeypatch.setenv("TIDE_NO_KERNELS", kernels)
+    for backend in ("modules", "numba"):
+        monkeypatch.setenv("TIDE_BACKEND", backend)
         with TIDE(llama, policy, TIDEConfig(mode=mode, max_pending=1, max_exit_share=1.0)) as engine:
             text = engine.generate(ids, max_new_tokens=24, **OPTIONS)
             stats = engine.last_stats

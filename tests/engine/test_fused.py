@@ -11,13 +11,13 @@ import torch
 
 import TIDE
 from families import FAMILIES, build
-from TIDE.adapters.features import LLAMA_LIKE, layer_features
+from TIDE.adapters.layer_parts import LAYERS, layer_parts
 from TIDE.engine.runners import select as fused
 
 pytest.importorskip("numba")
 
-FUSED = ["gemma", "granite", "llama", "mistral", "olmo", "phi3", "phi3-sliding"]
-FUSED += ["qwen2", "qwen2-sliding", "qwen3", "smollm3", "stablelm"]
+FUSED = ["gemma", "gemma2", "gemma3", "granite", "llama", "mistral", "olmo", "olmo2", "olmo3", "phi", "phi3", "phi3-sliding"]
+FUSED += ["qwen2", "qwen2-sliding", "qwen3", "smollm3", "stablelm", "starcoder2"]
 
 
 def written(engine, prompts, **options):
@@ -26,11 +26,11 @@ def written(engine, prompts, **options):
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_llama_like_families_are_fused_and_write_what_the_model_writes(name, prompts):
+def test_described_families_are_fused_and_write_what_the_model_writes(name, prompts):
     model = build(name)
     expected = written(model, prompts)
     with TIDE.TIDE(model) as engine:
-        assert engine.adapter.fused is not None
+        assert engine.runner.name == "numba"
         assert torch.equal(written(engine, prompts), expected)
 
 
@@ -38,19 +38,19 @@ def test_a_vocabulary_may_be_tiny():
     model, ids = build("llama", vocab_size=4), torch.tensor([[1, 3, 1]])
     options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     with TIDE.TIDE(model) as engine:
-        assert engine.adapter.fused is not None
+        assert engine.runner.name == "numba"
         assert torch.equal(engine.generate(ids, **options), model.generate(ids, **options))
 
 
 def test_the_table_is_covered():
-    assert {type(build(name).get_decoder().layers[0]).__name__ for name in FUSED} == LLAMA_LIKE
+    assert {type(build(name).get_decoder().layers[0]).__name__ for name in FUSED} == set(LAYERS)
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(FUSED)))
 def test_other_families_run_their_own_layers(name):
     model = build(name)
     with TIDE.TIDE(model) as engine:
-        assert engine.adapter.fused is None
+        assert engine.runner.name == "modules"
 
 
 def test_weights_are_read_in_place(llama, prompts):
@@ -58,7 +58,7 @@ def test_weights_are_read_in_place(llama, prompts):
         before = written(engine, prompts)
         with torch.no_grad():
             llama.model.layers[1].mlp.down_proj.weight.mul_(-2)
-        assert engine.adapter.fused is not None
+        assert engine.runner.name == "numba"
         after = written(engine, prompts)
         assert not torch.equal(before, after)
         assert torch.equal(after, written(llama, prompts))
@@ -94,15 +94,16 @@ def test_a_layer_that_was_exchanged_is_not_overlooked(llama, prompts):
 
 
 def test_a_fused_layer_that_differs_is_given_up_and_named(llama, prompts, monkeypatch, caplog):
-    right = layer_features
+    right = layer_parts
 
     def wrong(layer, config):
         found = right(layer, config)
-        return found._replace(scaling=2 * found.scaling) if layer is llama.model.layers[2] else found
+        wrong_attention = found.attention._replace(scaling=2 * found.attention.scaling)
+        return found._replace(attention=wrong_attention) if layer is llama.model.layers[2] else found
 
-    monkeypatch.setattr(fused, "layer_features", wrong)
+    monkeypatch.setattr(fused, "layer_parts", wrong)
     with caplog.at_level(logging.WARNING), TIDE.TIDE(llama) as engine:
-        assert engine.adapter.fused is None
+        assert engine.runner.name == "modules"
         assert torch.equal(written(engine, prompts), written(llama, prompts))
     assert "layer 2 (LlamaDecoderLayer)" in caplog.text
 
@@ -112,7 +113,7 @@ def test_compiled_code_uses_as_many_threads_as_torch(llama, prompts, monkeypatch
 
     asked = []
     with TIDE.TIDE(llama) as engine:
-        monkeypatch.setattr(engine.adapter.fused.ops, "set_num_threads", asked.append)
+        monkeypatch.setattr(engine.runner.ops, "set_num_threads", asked.append)
         monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 8)
         for threads in (1, 3, 64):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -122,32 +123,61 @@ def test_compiled_code_uses_as_many_threads_as_torch(llama, prompts, monkeypatch
 
 
 def test_who_waits_for_a_compiler_is_told(llama, monkeypatch, capsys):
-    check = fused.check_fused
+    check = fused.checked
     monkeypatch.setattr(fused, "PATIENCE", 600.0)
     with TIDE.TIDE(llama):
         assert capsys.readouterr().err == ""
     monkeypatch.setattr(fused, "PATIENCE", 0.01)
-    monkeypatch.setattr(fused, "check_fused", lambda adapter: (time.sleep(0.5), check(adapter)))
+    monkeypatch.setattr(fused, "checked", lambda runner: (time.sleep(0.5), check(runner))[1])
     with TIDE.TIDE(llama):
         assert "may take a minute the first time on a machine" in capsys.readouterr().err
 
 
 def test_kernels_can_be_forbidden(llama, monkeypatch):
-    monkeypatch.setenv("TIDE_NO_KERNELS", "1")
+    monkeypatch.setenv("TIDE_BACKEND", "modules")
     with TIDE.TIDE(llama) as engine:
-        assert engine.adapter.fused is None
+        assert engine.runner.name == "modules"
+
+
+ARRANGED = {
+    "attention and MLP side by side": ("stablelm", dict(use_parallel_residual=True)),
+    "biases in the MLP": ("llama", dict(mlp_bias=True)),
+    "biases in attention": ("llama", dict(attention_bias=True)),
+    "biases of q, k and v": ("stablelm", dict(use_qkv_bias=True)),
+    "low caps": ("gemma2", dict(attn_logit_softcapping=0.5, query_pre_attn_scalar=1)),
+    "no caps": ("gemma2", dict(attn_logit_softcapping=None, query_pre_attn_scalar=1)),
+    "angles by kind of layer": (
+        "gemma3",
+        dict(
+            rope_parameters={
+                "sliding_attention": dict(rope_type="default", rope_theta=100.0),
+                "full_attention": dict(rope_type="linear", factor=4.0, rope_theta=100000.0),
+            }
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("change", ARRANGED)
+def test_options_of_a_family_are_fused_too(change, prompts):
+    name, settings = ARRANGED[change]
+    model = build(name, **settings)
+    expected = written(model, prompts)
+    assert not torch.equal(expected, written(build(name), prompts)), "the option should matter"
+    with TIDE.TIDE(model) as engine:
+        assert engine.runner.name == "numba"
+        assert torch.equal(written(engine, prompts), expected)
 
 
 OTHERWISE = {
-    "parallel": ("stablelm", dict(use_parallel_residual=True)),
     "norms of heads": ("stablelm", dict(qk_layernorm=True)),
+    "layer norms of heads": ("phi", dict(qk_layernorm=True)),
     "clipped": ("olmo", dict(clip_qkv=0.01)),
-    "mlp bias": ("llama", dict(mlp_bias=True)),
 }
 
 
 @pytest.mark.parametrize("change", ["lora", "double", *OTHERWISE])
-def test_what_has_no_features_runs_as_it_is(change, prompts):
+def test_layers_without_parts_run_as_their_own_modules(change, prompts):
     name, settings = OTHERWISE.get(change, ("llama", {}))
     model = build(name, **settings)
     if change == "double":
@@ -155,5 +185,5 @@ def test_what_has_no_features_runs_as_it_is(change, prompts):
     if change == "lora":
         model.model.layers[1].self_attn.q_proj = torch.nn.Sequential(model.model.layers[1].self_attn.q_proj)
     with TIDE.TIDE(model) as engine:
-        assert engine.adapter.fused is None
+        assert engine.runner.name == "modules"
         assert torch.equal(written(engine, prompts), written(model, prompts))

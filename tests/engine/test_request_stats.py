@@ -212,11 +212,11 @@ def test_totals_are_the_sum_of_all_requests(llama, ids, prompts):
 def test_totals_have_streams_that_are_going_on_or_were_broken_off(llama, ids):
     with TIDE(llama, Everyone(1), TIDEConfig(max_pending=1)) as engine:
         first = engine.stream(ids, **OPTIONS)
-        one = engine.last_stats
+        (one,) = (row.stats for row in engine.last_rows)
         assert engine.total_stats.total_tokens == 0
         next(first)
         second = engine.stream(ids, **OPTIONS)
-        two = engine.last_stats
+        (two,) = (row.stats for row in engine.last_rows)
         next(second)
         next(first)
         assert one.total_tokens + two.total_tokens == engine.total_stats.total_tokens >= 3

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from TIDE.engine.gpu_layers import GPULayers
 
 import TIDE
 from families import build
 from layers import COLUMNS, DIM, FEATURES, KV_HEADS, ROWS, a_layer, a_pass, in_dtype
 from TIDE.config import TIDEConfig
-from TIDE.engine.runners.triton_runner import GPULayers
 from TIDE.kernels import reference
 from TIDE.routing.heads import IdentityHead, MemoryHead, build_head, head_sizes
 from TIDE.routing.router import SIGNALS, Router
@@ -22,8 +22,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest
 DTYPES = list(CLOSE)
-FUSED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "granite", "smollm3", "olmo", "stablelm"]
-CAPTURED = ["gpt2", "gpt_neox", "opt", "phi", "olmo2", "gemma2", "gemma3", "cohere", "starcoder2", "glm4", "llama4"]
+FUSED = ["llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "gemma", "gemma2", "gemma3", "granite", "smollm3"]
+FUSED += ["olmo", "olmo2", "olmo3", "stablelm", "starcoder2"]
+CAPTURED = ["gpt2", "gpt_neox", "opt", "cohere", "glm4", "llama4"]
 NOT_CAPTURED = ["bloom", "falcon", "gptj", "mpt"]  # they copy from the host in their forward, or have tables of one size
 OPTIONS = dict(max_new_tokens=40, do_sample=False, eos_token_id=None)
 
@@ -54,7 +55,7 @@ def with_exit(model, depth, strategy="memory", threshold=0.0, vocabulary=None):
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 def test_the_layer_is_the_references(features, dtype, ops):
     generator = torch.Generator().manual_seed(3)
-    layer, tokens = a_layer(generator, **features), a_pass(generator, [2, 0], 4, 9)
+    layer, tokens = a_layer(generator, **features), a_pass(generator, {2: 4, 0: 1}, 9)
     cache = torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator)
     ours, own = in_dtype(tokens, dtype, "cuda"), cache.to("cuda", dtype)
     ops.decoder_layer(in_dtype(layer, dtype, "cuda"), ours, own[0], own[1])
@@ -68,16 +69,16 @@ def test_the_layer_is_the_references(features, dtype, ops):
 @pytest.mark.parametrize("together", range(2, 17))
 def test_logits_have_the_same_bits_alone_and_among_others(dtype, together, ops):
     """Through all layers and the LM head of a model, as a deep pass computes them."""
-    from TIDE.engine.runners.select import _features, check_fused
+    from TIDE.engine.fused import _parts, check_fused
 
     model = build("llama").to("cuda", dtype)
     ids = torch.randint(3, 100, (together + 9,), generator=torch.Generator().manual_seed(1)).cuda()
 
     def logits(counts):
+        from TIDE.engine.batch import Batch
+        from TIDE.engine.segments import Segments
         from transformers import StoppingCriteriaList
 
-        from TIDE.engine.batch import Batch
-        from TIDE.engine.round.segments import Segments
         from TIDE.stats import ExitStats
 
         batch = Batch(ids[None], [0], StoppingCriteriaList(), None)
@@ -85,7 +86,7 @@ def test_logits_have_the_same_bits_alone_and_among_others(dtype, together, ops):
         return torch.cat([segments.run(0, {0: n}, {0: segments.length(0, 0)})[0] for n in counts])
 
     with TIDE.TIDE(model) as engine, torch.inference_mode():
-        assert _features(engine.adapter) is not None
+        assert _parts(engine.adapter) is not None
         check_fused(engine.adapter)
         assert engine.adapter.fused is not None
         alone, among = logits([9] + [1] * together), logits([9, together])
@@ -183,7 +184,7 @@ def test_kv_of_skipped_layers_are_those_the_model_would_make(name, ids, monkeypa
         with TIDE.TIDE(model, policy, config) as engine:
             options = {**OPTIONS, "attention_mask": torch.ones_like(both), "pad_token_id": 0}
             texts.append([engine.generate(ids, **OPTIONS).tolist(), engine.generate(both, **options).tolist()])
-            assert engine.adapter.fused is None or engine.adapter.fused.writes_skipped_kv
+            assert engine.adapter.fused is None or engine.adapter.fused.fills_in
     assert texts[0] == texts[1]
 
 

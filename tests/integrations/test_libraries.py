@@ -77,7 +77,7 @@ def test_adapters_may_come_and_go_and_be_merged_while_there_is_an_engine(modules
         assert assert_writes_what_the_model_writes(engine, prompts) == texts[1]
         assert adapted.merge_and_unload() is llama
         assert assert_writes_what_the_model_writes(engine, prompts) == texts[1]
-        assert engine.adapter.fused is not None or not has_numba, "a model that may be fused again is"
+        assert engine.runner.name == "numba" or not has_numba, "a model that may be fused again is"
     assert len({str(text) for text in texts}) == 3
 
 
@@ -155,7 +155,7 @@ def test_a_gguf_file_runs_fused_like_any_other_model(plain, llama, prompts, tmp_
     assert tokenizer.vocab_size == llama.config.vocab_size
     torch.testing.assert_close(model.lm_head.weight, llama.lm_head.weight, rtol=0, atol=0.01)
     with TIDE.TIDE(model, Everyone(2)) as engine:
-        assert engine.adapter.fused is not None or not has_numba
+        assert engine.runner.name == "numba" or not has_numba
         assert_writes_what_the_model_writes(engine, prompts)
 
 
@@ -165,7 +165,7 @@ def test_weights_quantized_by_torchao_stay_so(llama, prompts):
     kept = type(llama.model.layers[0].mlp.up_proj.weight)
     assert is_quantized(llama) and not is_quantized(build("llama"))
     with TIDE.TIDE(llama, Everyone(2)) as engine:
-        assert engine.adapter.fused is None
+        assert engine.runner.name == "modules"
         assert_writes_what_the_model_writes(engine, prompts)
     assert type(llama.model.layers[0].mlp.up_proj.weight) is kept is not nn.Parameter
 
@@ -184,7 +184,7 @@ def test_weights_quantized_by_bitsandbytes_stay_so(bits, llama, prompts, tmp_pat
     assert type(model.model.layers[0].mlp.up_proj) is kind and is_quantized(model)
     with warnings.catch_warnings(), TIDE.TIDE(model, Everyone(2)) as engine:
         warnings.simplefilter("ignore")  # it says on every call that it casts
-        assert engine.adapter.fused is None
+        assert engine.runner.name == "modules"
         assert_writes_what_the_model_writes(engine, prompts)
 
 
@@ -219,7 +219,7 @@ def test_offloaded_models_run_as_they_are(place, llama, prompts, tmp_path):
         layers = {f"model.layers.{layer}": "disk" if layer > 1 else "cpu" for layer in range(4)}
         accelerate.dispatch_model(llama, {**parts, **layers}, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
     with TIDE.TIDE(llama, Everyone(2)) as engine:
-        assert engine.adapter.fused is None
+        assert engine.runner.name == "modules"
         assert_writes_what_the_model_writes(engine, prompts)
     made("memory").save(tmp_path / "own.safetensors")
     with TIDE.TIDE(llama, tmp_path / "own.safetensors") as engine:  # its weights cannot be compared, its sizes fit

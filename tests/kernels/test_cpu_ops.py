@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layers import COLUMNS, DIM, FEATURES, KV_HEADS, ROWS, a_layer, a_pass
+from layers import COLUMNS, DIM, FEATURES, KV_HEADS, ROWS, a_layer, a_pass, some_of
 from TIDE.kernels import reference
 
 pytest.importorskip("numba")
@@ -19,7 +19,10 @@ from TIDE.routing.router import signals_of
 
 
 def arrays(values):
-    return type(values)(*[value.numpy().copy() if isinstance(value, torch.Tensor) else value for value in values])
+    """A layer or pass of numpy arrays; nothing is shared."""
+    if isinstance(values, torch.Tensor):
+        return values.numpy().copy()
+    return type(values)(*map(arrays, values)) if isinstance(values, tuple) else values
 
 
 def both(layer, tokens, generator):
@@ -39,27 +42,43 @@ def assert_same(layer, tokens, generator):
 
 @settings(deadline=None, max_examples=40)
 @given(
-    rows=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=ROWS, unique=True),
-    width=st.integers(1, 16),
-    start=st.integers(0, COLUMNS - 16),
+    counts=st.dictionaries(st.integers(0, ROWS - 1), st.integers(1, 8), min_size=1, max_size=ROWS),
+    starts=st.lists(st.integers(0, COLUMNS - 8), min_size=ROWS, max_size=ROWS),
+    window=st.sampled_from([0, 1, 3]),
     seed=st.integers(0, 100),
 )
-def test_any_rows_tokens_and_columns(rows, width, start, seed):
+def test_any_rows_with_any_number_of_tokens_each(counts, starts, window, seed):
     generator = torch.Generator().manual_seed(seed)
-    width = min(width, 16 // len(rows))
-    assert_same(a_layer(generator), a_pass(generator, rows, width, start), generator)
+    layer = a_layer(generator, window=window)
+    assert_same(layer, a_pass(generator, counts, dict(enumerate(starts))), generator)
+
+
+@pytest.mark.parametrize("heads", [2, 4, 6])  # 1, 2 and 3 queries to a key head
+@pytest.mark.parametrize("counts", [{0: 1, 1: 8}, {2: 8, 0: 1, 1: 1}, {1: 3, 2: 5}], ids=str)
+def test_a_row_among_others_is_the_row_alone(counts, heads):
+    generator = torch.Generator().manual_seed(2)
+    layer, tokens = a_layer(generator, heads=heads), a_pass(generator, counts, {0: 30, 1: 4, 2: 11})
+    cache = torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator).numpy()
+    together, all_kv = arrays(tokens), cache.copy()
+    cpu_ops.decoder_layer(arrays(layer), together, all_kv[0], all_kv[1])
+    for row in counts:
+        own = tokens.rows == row
+        alone, kv = arrays(some_of(tokens, own)), cache.copy()
+        cpu_ops.decoder_layer(arrays(layer), alone, kv[0], kv[1])
+        torch.testing.assert_close(torch.from_numpy(alone.x), torch.from_numpy(together.x)[own], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.from_numpy(kv[:, row]), torch.from_numpy(all_kv[:, row]), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 def test_every_feature(features, width):
     generator = torch.Generator().manual_seed(3)
-    assert_same(a_layer(generator, **features), a_pass(generator, [2, 0], width, 9), generator)
+    assert_same(a_layer(generator, **features), a_pass(generator, {2: width, 0: width}, 9), generator)
 
 
-def test_part_of_a_head_is_turned():
+def test_part_of_a_head_is_rotated():
     generator = torch.Generator().manual_seed(4)
-    assert_same(a_layer(generator), a_pass(generator, [1], 4, 9, rotary_dim=6), generator)
+    assert_same(a_layer(generator), a_pass(generator, {1: 4}, 9, rotary_dim=6), generator)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 16])
@@ -72,7 +91,7 @@ def test_products_of_odd_shapes(tokens, outputs):
 
 def test_what_a_row_does_not_see_does_not_matter():
     generator = torch.Generator().manual_seed(5)
-    layer, tokens = a_layer(generator), a_pass(generator, [0], 2, 9)._replace(origins=torch.tensor([4]))
+    layer, tokens = a_layer(generator), a_pass(generator, {0: 2}, 9, origins={0: 4})
     cache = torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator)
     found = []
     for junk in (0.0, float("nan")):
@@ -97,13 +116,15 @@ def test_products_with_weights_in_8_bits_are_little_off(tokens, columns):
     generator = torch.Generator().manual_seed(tokens)
     x, weight = torch.randn(tokens, columns, generator=generator), torch.randn(40, columns, generator=generator)
     x[:, 3] *= 30
-    found = torch.from_numpy(cpu_ops.linear(x.numpy(), cpu_ops.in_bytes(weight.numpy())))
+    found = torch.from_numpy(cpu_ops.linear(x.numpy(), cpu_ops.quantize_int8(weight.numpy())))
     expected = x @ weight.T
     assert ((found - expected).norm() / expected.norm()) < 0.03
     assert not torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("call", ["cpu_ops.linear(x, x)", "cpu_ops.linear(x, cpu_ops.in_bytes(x))", "cpu_exits.signals(x)"])
+@pytest.mark.parametrize(
+    "call", ["cpu_ops.linear(x, x)", "cpu_ops.linear(x, cpu_ops.quantize_int8(x))", "cpu_exits.signals(x)"]
+)
 def test_code_kept_compiled_runs_in_a_new_process(call):
     """It does not start the threads it needs by itself: without them the process dies."""
     code = f"import numpy; from TIDE.kernels import cpu_exits, cpu_ops; x = numpy.ones((3, 64), 'float32'); {call}"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layers import COLUMNS, DIM, FEATURES, HIDDEN, KV_HEADS, ROWS, a_layer, a_pass, in_dtype
+from layers import COLUMNS, DIM, FEATURES, HIDDEN, KV_HEADS, ROWS, a_layer, a_pass, in_dtype, some_of
 from TIDE.kernels import reference
 
 pytest.importorskip("triton")
-from TIDE.engine.cache.slots import gauge
+from TIDE.engine.cache.slots import score_params
 from TIDE.kernels import triton_exits, triton_ops, triton_propagate
+from TIDE.kernels.layer import GELU, no_norm
+from TIDE.kernels.result import ACCEPTED, FIELDS
 from TIDE.routing.heads import EPS
 from TIDE.routing.router import Router, signals_of
 
@@ -34,41 +36,26 @@ def assert_same_layer(layer, tokens, generator, dtype):
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 def test_every_feature(features):
     generator = torch.Generator().manual_seed(3)
-    assert_same_layer(a_layer(generator, **features), a_pass(generator, [2, 0], 4, 9), generator, torch.float32)
+    assert_same_layer(a_layer(generator, **features), a_pass(generator, {2: 4, 0: 4}, 9), generator, torch.float32)
 
 
-@pytest.mark.parametrize("rows", [[1], [2, 0, 1]])
-@pytest.mark.parametrize("width", [1, 5])
-def test_half_precision_any_rows_and_tokens(rows, width):
+@pytest.mark.parametrize("counts", [{1: 1}, {1: 5}, {2: 5, 0: 5, 1: 5}, {2: 1, 0: 8, 1: 2}], ids=str)
+def test_half_precision_any_rows_and_tokens(counts):
     generator = torch.Generator().manual_seed(5)
-    assert_same_layer(a_layer(generator), a_pass(generator, rows, width, 17), generator, torch.float16)
+    tokens = a_pass(generator, counts, {0: 21, 1: 3, 2: 17})
+    assert_same_layer(a_layer(generator), tokens, generator, torch.float16)
 
 
-def test_part_of_a_head_is_turned():
+def test_part_of_a_head_is_rotated():
     generator = torch.Generator().manual_seed(4)
-    assert_same_layer(a_layer(generator), a_pass(generator, [1], 4, 9, rotary_dim=6), generator, torch.float32)
-
-
-@pytest.mark.parametrize("features", [dict(), dict(norms=True)], ids=str)
-def test_angles_may_be_those_of_all_columns(features):
-    generator = torch.Generator().manual_seed(4)
-    layer, tokens = a_layer(generator, **features), a_pass(generator, [1], 4, 9)
-    angles = 6 * torch.rand(COLUMNS, DIM // 2, generator=generator).repeat(1, 2)
-    by_column = tokens._replace(x=tokens.x.clone(), cos=angles.cos(), sin=angles.sin())
-    by_token = tokens._replace(x=tokens.x.clone(), cos=angles[9:13].cos(), sin=angles[9:13].sin())
-    cache = torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator)
-    found = by_column._replace(x=tokens.x.clone())
-    for one in (found, by_token):
-        reference.decoder_layer(layer, one, *cache.clone())
-    assert torch.equal(found.x, by_token.x)
-    assert_same_layer(layer, by_column, generator, torch.float32)
+    assert_same_layer(a_layer(generator), a_pass(generator, {1: 4}, 9, rotary_dim=6), generator, torch.float32)
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 def test_kv_of_skipped_layers_in_one_launch(features):
     generator = torch.Generator().manual_seed(8)
-    layers, tokens = [a_layer(generator, **features) for _ in range(3)], a_pass(generator, [2, 0], 3, 9)
-    layers[1] = layers[1]._replace(rotary=False)
+    layers, tokens = [a_layer(generator, **features) for _ in range(3)], a_pass(generator, {2: 3, 0: 1}, {2: 9, 0: 14})
+    layers[1] = layers[1]._replace(attention=layers[1].attention._replace(rotary=False))
     found = torch.randn(3, 2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator)
     expected = found.clone()
     triton_propagate.propagate(layers, in_dtype(tokens, torch.float32), [(own[0], own[1]) for own in found])
@@ -78,24 +65,23 @@ def test_kv_of_skipped_layers_in_one_launch(features):
 
 def test_stretches_of_keys_are_joined(monkeypatch):
     monkeypatch.setattr(triton_ops, "SPLIT", 16)
-    monkeypatch.setattr(triton_ops, "TILE", 16)
     for features in (dict(), dict(window=5)):
         generator = torch.Generator().manual_seed(6)
-        tokens = a_pass(generator, [2, 0], 3, 21)._replace(origins=torch.tensor([2, 17]))
+        tokens = a_pass(generator, {2: 3, 0: 4}, 21, origins={2: 2, 0: 17})
         assert_same_layer(a_layer(generator, **features), tokens, generator, torch.float32)
 
 
-@pytest.mark.parametrize("together", [2, 5])
-def test_a_token_has_the_same_bits_alone_and_among_others(together):
+@pytest.mark.parametrize("features", [dict(), dict(head_norms=True), dict(head_norms="all"), dict(window=3)], ids=str)
+@pytest.mark.parametrize("counts", [{1: 2}, {1: 5}, {0: 1, 1: 8}, {2: 3, 0: 1, 1: 4}], ids=str)
+def test_a_token_has_the_same_bits_alone_and_among_others(counts, features):
     generator = torch.Generator().manual_seed(7)
-    layer, tokens = in_dtype(a_layer(generator), torch.float16), a_pass(generator, [1], together, 9)
-    tokens = in_dtype(tokens._replace(origins=torch.tensor([2])), torch.float16)
+    layer = in_dtype(a_layer(generator, **features), torch.float16)
+    tokens = in_dtype(a_pass(generator, counts, {0: 25, 1: 9, 2: 2}), torch.float16)
     cache = torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator).half()
     alone, states = cache.clone(), []
-    for at in range(together):
-        parts = {name: getattr(tokens, name)[at : at + 1].clone() for name in ("x", "cos", "sin")}
-        one = tokens._replace(**parts, start=tokens.start + at, width=1)
-        triton_ops.decoder_layer(layer, one, alone[0], alone[1], most=10 + at)
+    for index in range(len(tokens.x)):
+        one = some_of(tokens, slice(index, index + 1))
+        triton_ops.decoder_layer(layer, one, alone[0], alone[1], most=int(tokens.positions[index]) + 1)
         states.append(one.x)
     triton_ops.decoder_layer(layer, tokens, cache[0], cache[1])
     assert torch.equal(torch.cat(states), tokens.x)
@@ -105,7 +91,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(together):
 def test_what_is_not_asked_for_does_not_matter():
     """NaN in rows of no token, in columns before a row's first and after its last, and beyond the tokens of a product."""
     generator = torch.Generator().manual_seed(8)
-    layer, tokens = a_layer(generator), a_pass(generator, [1], 2, 9)._replace(origins=torch.tensor([4]))
+    layer, tokens = a_layer(generator), a_pass(generator, {1: 2}, 9, origins={1: 4})
     cache = torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator)
     cache[:, :, :, :4] = cache[:, :, :, 11:] = cache[:, 0] = cache[:, 2] = float("nan")
     ours = in_dtype(tokens, torch.float32)
@@ -119,9 +105,10 @@ def test_products_of_odd_shapes_and_rows_of_a_larger_weight(tokens, outputs):
     x, whole, bias = torch.randn(tokens, 19), torch.randn(2 * outputs, 19), torch.randn(outputs)
     weight = whole[outputs:]
     assert_close(triton_ops.linear(x, weight), x @ weight.T)
+    assert_close(triton_ops.linear(x, weight, bias, GELU), torch.nn.functional.gelu(x @ weight.T + bias))
     base = torch.randn(tokens, outputs)
     expected = base + 0.5 * (x @ weight.T + bias)
-    assert_close(triton_ops.linear(x, weight, bias, base, 0.5), expected)
+    triton_ops.add_linear(base, x, weight, bias, no_norm(torch.zeros(0)), 0.5)
     assert_close(base, expected)
 
 
@@ -151,12 +138,12 @@ def test_states_for_a_memory_head():
     spread, rows = 0.5 + torch.rand(HIDDEN, generator=generator), torch.tensor([4, 7])
     found, expected = torch.zeros(2, 2, 3 * HIDDEN)
     for ops, out in ((triton_exits, found), (reference, expected)):
-        ops.centred(table, rows, out[:, HIDDEN : 2 * HIDDEN], 1e-6, center, spread)
-        ops.centred(table[:2], None, out[:, 2 * HIDDEN :], 1e-6)
+        ops.normalize_into(table, rows, out[:, HIDDEN : 2 * HIDDEN], 1e-6, center, spread)
+        ops.normalize_into(table[:2], None, out[:, 2 * HIDDEN :], 1e-6)
     assert_close(found, expected)
     rings = torch.zeros(2, 4, HIDDEN)
     for ops, out in ((triton_exits, rings[0]), (reference, rings[1])):
-        ops.centred(table, rows, out, 1e-6, center, spread, torch.tensor([7]))  # behind the last row comes the first
+        ops.normalize_into(table, rows, out, 1e-6, center, spread, torch.tensor([7]))  # behind the last row comes the first
     assert_close(*rings)
     assert_close(rings[1][[3, 0]], expected[:, HIDDEN : 2 * HIDDEN])
     tables = table.clone(), table.clone()
@@ -164,7 +151,7 @@ def test_states_for_a_memory_head():
         ops.linear_into(table[5:8], spread[:, None] * table[:1], own, torch.tensor([1]))
     assert_close(*tables)
     arguments = table[:1], center, spread, torch.tensor([3])
-    assert_close(triton_exits.outward(*arguments, tables[0]), reference.outward(*arguments, tables[1]))
+    assert_close(triton_exits.denormalize(*arguments, tables[0]), reference.denormalize(*arguments, tables[1]))
     assert_close(*tables)
 
 
@@ -172,14 +159,18 @@ def test_states_for_a_memory_head():
 @pytest.mark.parametrize("verifies", [True, False])
 def test_drafts_stand_up_to_the_first_that_is_wrong_or_unsure(drafts, wrong, verifies):
     def after(ops, worst, unsure=16):
-        tokens, found = torch.arange(10, 27), torch.zeros(16, dtype=torch.long)
+        """Two rows, all of whose drafts are right in the other; a third one stands still."""
+        tokens, found = torch.arange(10, 27)[:, None].repeat(1, 3), torch.zeros(16, 3, dtype=torch.long)
         found[: drafts + 1] = tokens[1 : drafts + 2]
-        found[wrong] = 99
-        best, starts, out = torch.full((16,), worst), torch.arange(5, 21, dtype=torch.int32), torch.zeros(18, dtype=torch.long)
-        scores = torch.full((17,), 0.8)
-        scores[unsure] = 0.3
-        ops.accept(found, best, tokens, starts, scores, out, drafts, 0.5, verifies)
-        return [*out.tolist(), *tokens.tolist(), *starts.tolist()]
+        found[wrong, 0] = 99
+        best, starts = torch.full((16, 3), worst), torch.arange(5, 21, dtype=torch.int32)[:, None].repeat(1, 3)
+        scores, result = torch.full((17, 3), 0.8), torch.zeros(3, FIELDS)
+        scores[unsure, 0] = 0.3
+        active = torch.tensor([1, 1, 0], dtype=torch.int32)
+        ops.accept(found, best, tokens, starts, scores[:16], active, result, drafts, 0.5, verifies)
+        assert result[1, ACCEPTED] == (drafts if worst == 1.0 else -1)
+        assert tokens[0, 2] == 10 and starts[0, 2] == 5
+        return [*result.flatten().tolist(), *tokens.flatten().tolist(), *starts.flatten().tolist()]
 
     for case in ((1.0,), (float("inf"),), (1.0, 0), (1.0, 3)):
         assert after(triton_exits, *case) == after(reference, *case)
@@ -200,5 +191,5 @@ def test_routers_and_their_signals(signals):
     torch.testing.assert_close(seen, signals_of(logits), rtol=1e-4, atol=1e-5)
     weights = router.down.weight, router.down.bias, router.up.weight
     for ops in (triton_exits, reference):
-        ops.router_score(guess, seen, *weights, gauge(router), EPS, score)
+        ops.router_score(guess, seen, *weights, score_params(router), EPS, score)
         torch.testing.assert_close(score, router(guess, logits), rtol=1e-4, atol=1e-5)

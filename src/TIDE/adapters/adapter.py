@@ -1,17 +1,16 @@
-"""The window: any span of a model's decoder layers, run through the model's own `forward`.
+"""The adapter: any span of a model's decoder layers, run through the model's own `forward`.
 
-Families differ in how they embed, place positions, mask, norm and scale logits; `forward` knows all that. So
-each decoder layer gets a *door*: its class is exchanged for a subclass whose `__call__` asks the window first.
+Families differ in how they embed, place positions, mask, norm and scale logits; `forward` knows all that. So each decoder layer
+gets a *patch*: its class is exchanged for a subclass whose `__call__` asks the adapter first.
 
-    window.run(start=2, stop=4, hidden=h)
+    adapter.run(start=2, stop=4, hidden=h)
 
     forward:  embed → [0] → [1] → [2] → [3] → [4] → [5] → norm → LM head
-    doors:      h takes over at 0, closed  run   run  closed closed      only the positions asked for
+    patches:    h takes over at 0, skip   run   run  skip  skip          only the positions asked for
 
-A closed door hands on what it was given, so a skipped layer costs one Python call and its hooks do not fire.
-The LM head has a door too: it computes the logits of the positions asked for, or none. Modules, parameters,
-hooks and names stay as they are; outside `run` every door is open and the model behaves as ever; `close` puts
-the classes back.
+A skipped layer hands on what it was given, so it costs one Python call and its hooks do not fire. The LM head is patched
+too: it computes the logits of the positions asked for, or none. Modules, parameters, hooks and names stay as they are. Outside
+`run` every layer runs and the model behaves as ever; `close` puts the classes back.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class _Task:
     vocabulary: torch.Tensor | None = None
     with_grad: bool = False
     states: torch.Tensor | None = None
-    is_through: bool = False  # fused layers have taken the whole span at its first door
     tapped: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -86,7 +84,7 @@ class _Rows(NamedTuple):
 
 
 class ModelAdapter:
-    """Opens a model's decoder layers to be run span by span. A model has one window at a time."""
+    """A model whose decoder layers can be run span by span. A model has one adapter at a time."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._fitted: list[nn.Module] = []
@@ -105,14 +103,11 @@ class ModelAdapter:
         self.layers = self._own_layers()
         self._kept_rows: _Rows | None = None
         self._forward_takes = set(inspect.signature(model.forward).parameters)
-        self.fused: Any = None  # runs spans in compiled code: see engine/fused.py
-        self.parts: Any = None  # of the model when that was decided; None: there is no compiled code
-        self.why_plain: str | None = None  # what came out when that was checked, where it is not used
         self._tasks = threading.local()  # another thread may use the model as ever while we run
         self._patch_all()
 
     def follow(self) -> None:
-        """Fit doors anew where layers or the LM head were exchanged since: adapters put modules of theirs around some."""
+        """Patch again if layers or the LM head were exchanged since: PEFT puts modules of its own around some."""
         layers, head = self._own_layers(), self.model.get_output_embeddings()
         if self.layers == layers and (self._fitted[-1] is head or not self._head_is_patched):
             return
@@ -164,7 +159,7 @@ class ModelAdapter:
         return bool(self._fitted)
 
     def close(self) -> None:
-        """Take the doors out again: the model is as it was handed in."""
+        """Remove the patches: the model is as it was handed in."""
         while self._fitted:
             unpatch(self._fitted.pop())
 
@@ -179,7 +174,7 @@ class ModelAdapter:
         self,
         start: int,
         stop: int,
-        feed: PassInputs,
+        inputs: PassInputs,
         *,
         hidden: torch.Tensor | None = None,
         keep: torch.Tensor | None = None,
@@ -189,7 +184,7 @@ class ModelAdapter:
         """Take tokens through the layers [start, stop).
 
         Args:
-            feed: the tokens, where they stand and the cache, opened for them.
+            inputs: the tokens, where they stand and the cache, opened for them.
             hidden: (n, q, hidden) their states at depth `start`; None: from the embedding (start must be 0).
             keep: (n, kept) indices into q whose logits are wanted; None: no logits.
             kv_only: store K/V computed from `hidden` in each layer of the span and nothing else.
@@ -197,27 +192,19 @@ class ModelAdapter:
         """
         assert 0 <= start <= stop <= self.num_layers, (start, stop)
         assert hidden is not None or start == 0, "states are needed to start above the embedding"
-        from_ids = feed.embeds is None
-        if from_ids and start == stop == 0 and keep is None and (states := self.embed(feed.ids)) is not None:
-            return PassOutputs(states, None, {})
-        task = _Task(start, stop, hidden, keep, kv_only, feed.cache, taps)
-        inputs: dict[str, Any] = dict(attention_mask=feed.mask, past_key_values=feed.cache, use_cache=feed.cache is not None)
-        inputs |= dict(input_ids=feed.ids) if from_ids else dict(inputs_embeds=feed.embeds)
+        from_ids = inputs.embeds is None
+        task = _Task(start, stop, hidden, keep, kv_only, inputs.cache, taps)
+        given: dict[str, Any] = dict(
+            attention_mask=inputs.mask, past_key_values=inputs.cache, use_cache=inputs.cache is not None
+        )
+        given |= dict(input_ids=inputs.ids) if from_ids else dict(inputs_embeds=inputs.embeds)
         if "position_ids" in self._forward_takes:
-            inputs["position_ids"] = feed.positions
-        output = self._forward(task, inputs)
+            given["position_ids"] = inputs.positions
+        output = self._forward(task, given)
         assert task.states is not None, "the span was left before its last layer"
         if keep is None:
             return PassOutputs(task.states, None, task.tapped)
         return PassOutputs(task.states, output.logits if self._head_is_patched else _pick(output.logits, keep), task.tapped)
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor | None:
-        """The states of token ids at depth 0, where the model's embedding alone gives them."""
-        embedding = None if self.fused is None else self.fused.embedding
-        if embedding is None:
-            return None
-        ids = ids.to(self.device)
-        return torch.embedding(embedding.weight, ids) if type(embedding) is nn.Embedding else embedding(ids)
 
     def head(
         self,
@@ -232,8 +219,6 @@ class ModelAdapter:
             vocabulary: the token ids whose logits are wanted; None: all.
             with_grad: let gradients through to `states`.
         """
-        if not with_grad and self.fused is not None and self.fused.norm is not None:
-            return self._short_head(states, vocabulary)
         n = states.shape[0]
         keep = torch.zeros(n, 1, dtype=torch.long, device=states.device)
         task = _Task(self.num_layers, self.num_layers, states[:, None], keep, False, None)
@@ -243,11 +228,6 @@ class ModelAdapter:
         if vocabulary is None or logits.shape[-1] == len(vocabulary):
             return logits
         return logits[:, vocabulary]
-
-    def int8_head(self, vocabulary: torch.Tensor | None) -> Any:
-        """The same for exits, in compiled code, where there is some for it: see engine/rough_head.py."""
-        weight = self.plain_head
-        return None if self.fused is None or weight is None else self.fused.int8_head(weight, vocabulary)
 
     def _forward(self, task: _Task, inputs: dict[str, Any]) -> Any:
         if not self.is_open:
@@ -260,22 +240,14 @@ class ModelAdapter:
             self._tasks.current = None
 
     def _layer(self, index: int, task: _Task, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What happens at the door of a decoder layer."""
+        """Run a decoder layer, or skip it."""
         given = args[0] if args else kwargs.pop("hidden_states")
         states = task.hidden if index == 0 and task.hidden is not None else given
-        if index in task.taps and not task.is_through:
+        if index in task.taps:
             task.tapped[index] = states
         if index == task.start < task.stop:
             self._lend_shared_kv(task, kwargs)
-            fused = self.fused if self.fused is not None and self.fused.takes(states, task.cache) else None
-            if fused is not None and (fused.writes_skipped_kv or not task.kv_only):
-                span, angles = range(task.start, task.stop), kwargs["position_embeddings"]
-                if task.kv_only:
-                    fused.write_skipped_kv(span, states, angles, task.cache)
-                else:
-                    states, task.tapped = fused.run(span, states, angles, task.cache, task.taps)
-                task.is_through = True
-        if task.start <= index < task.stop and not task.is_through:
+        if task.start <= index < task.stop:
             states = self._run_layer(index, task, functools.partial(call, states, *args[1:], **kwargs), states)
         if index == task.stop - 1 or task.start == task.stop:
             task.states = states
@@ -304,31 +276,22 @@ class ModelAdapter:
                 kwargs["shared_kv_states"][kind] = task.cache.shared_view(source)
 
     def _head(self, task: _Task, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What happens at the door of the LM head."""
+        """Run the LM head for the positions asked for."""
         if task.keep is None:
             return args[0][..., :0]
         picked = _pick(args[0], task.keep)
         rows = None if task.vocabulary is None else self._head_rows(task.vocabulary)
-        if self.fused is not None and not task.with_grad:
-            weight = rows[0] if rows is not None and rows[1] is None else self.plain_head
-            if weight is not None and self.fused.multiplies(picked, weight):
-                return self.fused.linear(picked, weight)
         return call(picked, *args[1:], **kwargs) if rows is None else nn.functional.linear(picked, *rows)
 
-    def _short_head(self, states: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
-        """`head` without the model's `forward` around norm and product."""
-        rows = None if vocabulary is None else self._head_rows(vocabulary)
-        weight = self.plain_head if rows is None else rows[0]
-        assert weight is not None
-        with self.grad_off():
-            normed = self.fused.norm(states)[None]
-            if not self.fused.multiplies(normed, weight):
-                return nn.functional.linear(normed[0], weight)
-            return self.fused.linear(normed, weight)[0]
+    def head_rows(self, vocabulary: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the LM head's weight for some tokens, where it is a linear layer without bias."""
+        rows = self._head_rows(vocabulary)
+        assert rows is not None and rows[1] is None
+        return rows[0]
 
     @property
     def plain_head(self) -> torch.Tensor | None:
-        """The weight of the LM head, where it is a linear layer without bias."""
+        """The weight of the LM head, if it is a linear layer without bias."""
         head = self.model.get_output_embeddings()
         return head.weight if self._head_is_linear and head.bias is None else None
 

@@ -1,6 +1,6 @@
-"""Doors: a module's class is exchanged for a subclass that looks the same and asks the door before it runs.
+"""Patches: a module's class is exchanged for a subclass that looks the same and asks the adapter before it runs.
 
-Modules, parameters, hooks and names stay as they are. See window.py for what a door answers.
+Modules, parameters, hooks and names stay as they are. `adapter.py` decides what a patched layer does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LayerPatch:
-    """Stands before a layer (or the LM head, index None). Knows its window weakly: an engine that is dropped closes."""
+    """The patch of a layer (or of the LM head, index None). It holds its adapter weakly: an engine that is dropped closes."""
 
     def __init__(self, adapter: ModelAdapter, index: int | None) -> None:
         self._adapter = weakref.ref(adapter)
@@ -35,7 +35,7 @@ class LayerPatch:
 
 def patch(module: nn.Module, adapter: ModelAdapter, index: int | None) -> None:
     name = type(adapter.model).__name__
-    if "_tide_door" in module.__dict__:
+    if "_tide_patch" in module.__dict__:
         raise RuntimeError(
             f"this {name} already belongs to another TIDE engine. Close that one first (engine.close(), or leave its `with` "
             f"block)."
@@ -47,24 +47,24 @@ def patch(module: nn.Module, adapter: ModelAdapter, index: int | None) -> None:
             f"the {type(module).__name__} of this {name} cannot be wrapped ({problem}). TIDE needs layers that are ordinary "
             f"torch modules: load it unscripted, or quantized by a method that keeps modules."
         ) from problem
-    module.__dict__["_tide_door"] = LayerPatch(adapter, index)
+    module.__dict__["_tide_patch"] = LayerPatch(adapter, index)
 
 
 def unpatch(module: nn.Module) -> None:
     module.__class__ = type(module).__mro__[1]
-    del module.__dict__["_tide_door"]
+    del module.__dict__["_tide_patch"]
 
 
 @functools.cache
 def _patched(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `cls` that looks the same and asks the door before it runs."""
+    """Return a subclass of `cls` that looks the same and asks the patch before it runs."""
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_tide_door"](functools.partial(cls.__call__, self), args, kwargs)
+        return self.__dict__["_tide_patch"](functools.partial(cls.__call__, self), args, kwargs)
 
     def __reduce__(self: nn.Module) -> tuple[Any, ...]:
-        """Copies and pickles are made without the door."""
-        return object.__new__, (cls,), {key: value for key, value in self.__dict__.items() if key != "_tide_door"}
+        """Make copies and pickles without the patch."""
+        return object.__new__, (cls,), {key: value for key, value in self.__dict__.items() if key != "_tide_patch"}
 
     look_alike = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(cls.__name__, (cls,), {"__call__": __call__, "__reduce__": __reduce__, **look_alike})

@@ -31,6 +31,12 @@ def rope_of(model: PreTrainedModel) -> Rope:
     return Rope(min(known), config.model_type in STARTS_OVER)
 
 
+def rope_kinds(config: Any) -> tuple[str, ...]:
+    """Return the layer types that have angles of their own, for models in which layers differ; otherwise nothing."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return tuple(sorted(kind for kind, own in found.items() if isinstance(own, dict))) if "rope_type" not in found else ()
+
+
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     """The rope parameters of the model, or those of each of its layer types."""
     found = getattr(config, "rope_parameters", None) or {}

@@ -17,18 +17,17 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from TIDE.adapters.adapter import ModelAdapter
-from TIDE.engine.batch import Batch
-from TIDE.engine.plan import Plan
 from TIDE.engine.round.sampler import Sampler
 from TIDE.engine.round.segments import Segments
+from TIDE.engine.row import Row
+from TIDE.engine.runners.modules import ModuleRunner
+from TIDE.engine.stop import StopRule
 from TIDE.models.default import cache_folder
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.policy import Candidates
 from TIDE.routing.storage import write_atomically
-from TIDE.stats import ExitStats
 
 COUNTS = (1, 2, 4, 8, 16)
 CONTEXT = 128  # tokens before
@@ -117,21 +116,19 @@ def machine(adapter: ModelAdapter) -> str:
 
 def _passes(adapter: ModelAdapter) -> tuple[float, dict[int, float]]:
     """Time of a pass of one token through no layer, and of passes of some tokens through all."""
-    ids = torch.arange(CONTEXT + max(COUNTS))[None] % 97 + 1
-    batch = Batch(ids, [0], StoppingCriteriaList(), None)
     layers = adapter.num_layers
-    plan = Plan(True, "exact", 1.0, 1, 0.0, {}, (range(0), range(layers)))
-    segments = Segments(adapter, plan, batch, ids.shape[1], ExitStats(layers))
+    row = Row([i % 97 + 1 for i in range(CONTEXT + max(COUNTS))], StopRule(), layers)
+    segments = Segments(ModuleRunner(adapter), (range(0), range(layers)), [row], row.size)
     for segment in (0, 1):
-        segments.run(segment, {0: CONTEXT})
+        segments.run(segment, {row: CONTEXT})
 
     def enter(count: int) -> None:
-        segments.rollback(0, CONTEXT)
-        segments.run(0, {0: count})
+        segments.rollback(row, CONTEXT)
+        segments.run(0, {row: count})
 
     def through(count: int) -> None:
         enter(count)
-        segments.run(1, {0: count}, {0: CONTEXT})
+        segments.run(1, {row: count}, {row: CONTEXT})
 
     entry = timed(adapter, lambda: enter(1))
     counts = tqdm(COUNTS, desc="timing passes of 1 to 16 tokens", unit="pass")
@@ -139,10 +136,10 @@ def _passes(adapter: ModelAdapter) -> tuple[float, dict[int, float]]:
 
 
 def _choice(adapter: ModelAdapter) -> float:
-    batch = Batch(torch.ones(1, 4, dtype=torch.long, device=adapter.device), [0], StoppingCriteriaList(), None)
-    sampler = Sampler(LogitsProcessorList(), False, batch)
+    row = Row([1] * 4, StopRule(), adapter.num_layers)
+    sampler = Sampler([row], adapter.device)
     logits = adapter.head(_states(adapter, 1))
-    return timed(adapter, lambda: sampler.draft([0], logits, 0))
+    return timed(adapter, lambda: sampler.sample([row], logits, 0))
 
 
 def _states(adapter: ModelAdapter, count: int) -> torch.Tensor:

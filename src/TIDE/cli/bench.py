@@ -9,7 +9,7 @@ import typer
 
 from TIDE.cli.files import PromptFile
 from TIDE.cli.generate import read_prompts
-from TIDE.cli.interleaved import interleaved, ways
+from TIDE.cli.interleaved import contenders, interleaved
 from TIDE.cli.model import MaxNewTokens, ModelOption, load
 from TIDE.cli.router import NoExits, Router, exits_path
 from TIDE.cli.settings import RUNNING, with_settings
@@ -71,7 +71,7 @@ def _time(engine: Any, inputs: Any, max_new_tokens: int, rounds: int) -> dict[st
     inputs = inputs.to(engine.model.device)
     options = dict(inputs, max_new_tokens=max_new_tokens, do_sample=False)
 
-    found = interleaved(ways(engine, options), inputs["input_ids"].shape[1], rounds)
+    found = interleaved(contenders(engine, options), inputs["input_ids"].shape[1], rounds)
     same = {f"{name}_same_text": torch.equal(found[name].ids, found["generate"].ids) for name in OURS if name in found}
     return {**{name: timed.speed for name, timed in found.items()}, **same}
 

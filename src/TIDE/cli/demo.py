@@ -12,7 +12,7 @@ import typer
 
 from TIDE.cli.colours import Pieces, has_colours, legend, painted, show
 from TIDE.cli.errors import checked
-from TIDE.cli.interleaved import ClippedMean, interleaved, ways
+from TIDE.cli.interleaved import Timing, contenders, interleaved
 from TIDE.cli.model import MaxNewTokens, ModelOption, load
 from TIDE.cli.router import Router, router_path
 from TIDE.plots.report import check_report, write_report
@@ -76,21 +76,21 @@ def demo(
     raise typer.Exit(0 if all(same.values()) else 1)
 
 
-def _compare(engine: Any, options: dict[str, Any], prompt_tokens: int, rounds: int) -> dict[str, ClippedMean]:
+def _compare(engine: Any, options: dict[str, Any], prompt_tokens: int, rounds: int) -> dict[str, Timing]:
     """Each way, timed; afterwards the engine knows the middle round of the last of them as its latest."""
-    runs = ways(engine, options)
+    runs = contenders(engine, options)
     last, notes = list(runs)[-1], list[Any]()
     runs[last] = _noting(engine, runs[last], notes)
     timed = interleaved(runs, prompt_tokens, rounds)
     speeds, (_, *noted) = timed[last].speeds, notes  # the first was to warm up
-    engine.last_stats, engine.last_decided = noted[speeds.index(statistics.median_low(speeds))]
+    engine.last_rows = noted[speeds.index(statistics.median_low(speeds))]
     return timed
 
 
 def _noting(engine: Any, run: Callable[[], torch.Tensor], notes: list[Any]) -> Callable[[], torch.Tensor]:
     def noted() -> torch.Tensor:
         ids = run()
-        notes.append((engine.last_stats, engine.last_decided))
+        notes.append(engine.last_rows)
         return ids
 
     return noted

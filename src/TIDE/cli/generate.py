@@ -137,12 +137,12 @@ def write(engine: Any, tokens: Iterator[int], pieces: Pieces, depth: bool, quiet
         for number, token in enumerate(tokens):
             piece = pieces.add(token)
             if not quiet:
-                show(painted(piece, engine.last_decided[0][number].depth, layers) if depth else piece, nl=False)
+                show(painted(piece, engine.last_rows[0].decided[number].depth, layers) if depth else piece, nl=False)
     finally:
         if pieces.ids and not quiet:
             typer.echo("\n")
     if depth:
-        depths = [decided.depth for decided in engine.last_decided[0]]
+        depths = [decided.depth for decided in engine.last_rows[0].decided]
         show(f"{legend(depths, layers)}\n{engine.last_stats.summary()}\n")
 
 
@@ -158,6 +158,6 @@ def record(engine: Any, prompt: str, answer: str) -> dict[str, Any]:
         exit_rate=stats.exit_rate,
         drafted=stats.drafted,
         accepted=stats.accepted,
-        depths=[decided.depth for decided in engine.last_decided[0]],
+        depths=[decided.depth for decided in engine.last_rows[0].decided],
         backend=engine.backend,
     )

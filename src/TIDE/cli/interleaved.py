@@ -1,4 +1,4 @@
-"""Several ways to do the same, timed by turns."""
+"""Contenders timed interleaved: A, B, A, B in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class ClippedMean(NamedTuple):
+class Timing(NamedTuple):
     """What a run wrote, and how fast."""
 
     ids: torch.Tensor  # prompt and answer
@@ -22,7 +22,7 @@ class ClippedMean(NamedTuple):
         return statistics.median(self.speeds)
 
 
-def ways(engine: Any, options: dict[str, Any]) -> dict[str, Callable[[], torch.Tensor]]:
+def contenders(engine: Any, options: dict[str, Any]) -> dict[str, Callable[[], torch.Tensor]]:
     """A request by `model.generate`, by an engine with exits off, and by the engine as it is where it has exits."""
 
     def exits_off() -> torch.Tensor:
@@ -34,13 +34,13 @@ def ways(engine: Any, options: dict[str, Any]) -> dict[str, Callable[[], torch.T
     return found if engine.policy is None else {**found, "exits": lambda: engine.generate(**options)}
 
 
-def interleaved(runs: dict[str, Callable[[], torch.Tensor]], prompt_tokens: int, rounds: int) -> dict[str, ClippedMean]:
+def interleaved(runs: dict[str, Callable[[], torch.Tensor]], prompt_tokens: int, rounds: int) -> dict[str, Timing]:
     """Each once to warm up, then in rounds, the order turned round each time."""
-    found = {name: ClippedMean(run(), []) for name, run in runs.items()}
+    found = {name: Timing(run(), []) for name, run in runs.items()}
     for number in range(rounds):
         for name in sorted(runs, reverse=bool(number % 2)):
             began = time.perf_counter()
             ids = runs[name]()
             seconds = time.perf_counter() - began
-            found[name] = ClippedMean(ids, [*found[name].speeds, (ids.shape[1] - prompt_tokens) / seconds])
+            found[name] = Timing(ids, [*found[name].speeds, (ids.shape[1] - prompt_tokens) / seconds])
     return found

@@ -25,25 +25,22 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import is_quantized, unwrapped
 from TIDE.config import TIDEConfig
-from TIDE.engine.batch import Batch, Decided
-from TIDE.engine.forward import forward
+from TIDE.engine.forward import forward, laid_out, rows_of
 from TIDE.engine.inputs import as_keywords, check_embeds, check_ids, context_of, left_padding
-from TIDE.engine.loop import Decoder
 from TIDE.engine.plan import make_plan
 from TIDE.engine.request import Request, prepare, refuse_ropes_that_change
-from TIDE.engine.round.rounds import suits
-from TIDE.engine.round.sampler import Sampler
-from TIDE.engine.runners.base import RoundLayers
+from TIDE.engine.round.decoding import Decoding
+from TIDE.engine.row import Row, total
+from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.check import check_unknown, warn_where_tokens_are_not_alone
-from TIDE.engine.runners.own_layers import OwnLayers
-from TIDE.engine.runners.select import fuse
-from TIDE.engine.schedule.draft_budget import Costs
+from TIDE.engine.runners.device import DeviceRunner
+from TIDE.engine.runners.select import select_runner
+from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router_file import RouterFile
 from TIDE.stats import ExitStats
 
 logger = logging.getLogger(__name__)
-FIRST_ROOM = 256  # new tokens a cache has room for before it grows
 
 
 class TIDE:
@@ -81,46 +78,43 @@ class TIDE:
                 check_unknown(self.adapter)
             elif is_quantized(model):
                 warn_where_tokens_are_not_alone(self.adapter)
-            fuse(self.adapter)
-            self.policy = file.policy(self.adapter) if file else policy
+            self.runner = select_runner(self.adapter)
+            self.policy = file.policy(self.adapter, self.runner.head) if file else policy
             self.plan = make_plan(self.config, self.policy, self.adapter)
         except BaseException:
             self.adapter.close()
             raise
-        self.costs = Costs()
-        self.last_stats = ExitStats(self.adapter.num_layers)
-        self.last_decided: list[list[Decided]] = []  # of each row of the last request: where its new tokens were decided
+        self.scheduler = Scheduler()
+        self.last_rows: list[Row] = []
         self._over = ExitStats(self.adapter.num_layers)  # of all requests that are over
-        self._going: dict[int, ExitStats] = {}  # of those that are not, by id
+        self._running: list[list[Row]] = []  # of requests that are not
+
+    @property
+    def last_stats(self) -> ExitStats:
+        """Counts of the last request: those of its rows together. `last_rows` has them one by one."""
+        return total(self.last_rows, self.adapter.num_layers)
 
     @property
     def total_stats(self) -> ExitStats:
-        """Counts of all requests so far, those included that are going on or were broken off."""
-        return sum(self._going.values(), start=self._over)
+        """Counts of all requests so far, those included that are running or were broken off."""
+        return sum((total(rows, self.adapter.num_layers) for rows in self._running), start=self._over)
 
     @property
     def capture_seconds(self) -> float:
-        """Spent so far on capturing CUDA graphs."""
-        return self.adapter.fused.slot_pool.capture_seconds if isinstance(self.adapter.fused, RoundLayers) else 0.0
+        """Seconds spent so far on capturing CUDA graphs."""
+        return self.runner.capture_seconds if isinstance(self.runner, DeviceRunner) else 0.0
 
     @property
     def without_graphs(self) -> str | None:
         """Why the model is not run in CUDA graphs; None: it is. On a GPU the first request tells."""
-        fused = self.adapter.fused
-        if not isinstance(fused, RoundLayers):
-            return self.adapter.why_plain or f"there are none for it on {self.adapter.device.type}"
-        return fused.without_rounds or fused.slot_pool.without_graphs
+        if not isinstance(self.runner, DeviceRunner):
+            return self.runner.reason or f"there are none for it on {self.adapter.device.type}"
+        return self.runner.failed or self.runner.without_graphs
 
     @property
     def backend(self) -> str:
-        """What runs the model's layers, in words. On a GPU the first request tells."""
-        fused, plain = self.adapter.fused, self.adapter.why_plain
-        if fused is None:
-            return "the model's own layers" + (f" ({plain})" if plain else "")
-        layers = "the model's own layers" if isinstance(fused, OwnLayers) else f"fused layers on {self.adapter.device.type}"
-        if not isinstance(fused, RoundLayers):
-            return layers
-        return f"{layers}, without graphs: {self.without_graphs}" if self.without_graphs else f"{layers}, in CUDA graphs"
+        """What runs the model's layers, in words, and why nothing faster does. On a GPU the first request tells."""
+        return self.runner.words
 
     def generate(
         self,
@@ -161,19 +155,20 @@ class TIDE:
     def _answer(
         self, request: Request, streamer: BaseStreamer | None, began: float
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        decoder = self._decoder(request, began)
+        decoding = self._decoding(request, began)
+        rows = list(decoding.rows)
         if streamer is None:
-            self._finish(decoder)
+            self._finish(decoding)
         else:
-            for column in self._columns(decoder, request):
+            for column in self._columns(decoding):
                 streamer.put(column.cpu())
             streamer.end()
-        ids, config = decoder.batch.output(request.pad_token_id).to(request.ids.device), request.config
+        ids, config = request.output(rows), request.config
         if not config.return_dict_in_generate:
             return ids
         asked = dict(scores=config.output_scores, logits=config.output_logits)
         return GenerateDecoderOnlyOutput(
-            sequences=ids, **{name: decoder.sampler.columns_of(name) for name, wanted in asked.items() if wanted}
+            sequences=ids, **{name: decoding.sampler.columns_of(name) for name, wanted in asked.items() if wanted}
         )
 
     def stream(
@@ -181,7 +176,7 @@ class TIDE:
         inputs: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
         generation_config: GenerationConfig | None = None,
         *,
-        after: Callable[[Decoder], None] | None = None,
+        after: Callable[[Decoding], None] | None = None,
         **options: Any,
     ) -> Iterator[int]:
         """Yield the new tokens of one prompt as they become final. Takes what `generate` takes.
@@ -195,10 +190,10 @@ class TIDE:
             raise ValueError(
                 f"stream takes one prompt, found {len(request.ids)}. Use generate(..., streamer=...) or one stream per prompt."
             )
-        decoder = self._decoder(request, began)
+        decoding = self._decoding(request, began)
         if after is not None:
-            after(decoder)
-        return (int(column) for column in self._columns(decoder, request))
+            after(decoding)
+        return (int(column) for column in self._columns(decoding))
 
     def __call__(
         self,
@@ -223,9 +218,9 @@ class TIDE:
         ids = check_ids(self.model, input_ids)
         padding = left_padding(attention_mask, ids.shape)
         self._context.check(ids.shape[1] - min(padding), room_for=0)
-        stats = self.last_stats = ExitStats(self.adapter.num_layers)
-        with self._counted(stats), stats.seconds.measured():
-            logits = forward(self.adapter, self.plan, self.policy, ids, padding, stats)
+        rows = self.last_rows = rows_of(self.plan, self.policy, ids, padding, self.adapter.num_layers)
+        with self._counted(rows), rows[0].stats.seconds.measured():
+            logits = laid_out(forward(self.runner, self.plan, self.policy, rows), ids, padding)
         loss = None if labels is None else self._loss(logits, labels, padding)
         output = CausalLMOutputWithPast(loss=loss, logits=logits)
         return output.to_tuple() if return_dict is False else output
@@ -307,57 +302,60 @@ class TIDE:
         if self.model.training:
             raise ValueError("the model is in train mode, where dropout makes every run different. Call model.eval() first.")
         self.adapter.follow()
-        if self.adapter.parts is not None and not self.adapter.parts.matches(self.model):
-            fuse(self.adapter)  # weights may have been exchanged; hooks keep a model as it is
+        if self.runner.snapshot is not None and not self.runner.snapshot.matches(self.model):
+            self.runner = select_runner(self.adapter)  # weights may have been exchanged; hooks keep a model as it is
 
-    def _decoder(self, request: Request, began: float) -> Decoder:
-        """What runs a request. In rounds the device has a text of its own, so the host keeps the other."""
-        ids = request.ids.cpu() if suits(self.adapter, self.plan, self.policy, request) else request.ids
-        batch = Batch(ids, request.padding, request.criteria, self._context, request.embeds)
-        sampler = Sampler(request.processors, request.config.do_sample, batch, request.keeps_scores)
-        capacity = min(request.columns, request.prompt_columns + FIRST_ROOM) + self.plan.max_pending
-        decoder = Decoder(self.adapter, self.plan, self.policy, batch, sampler, capacity, self.costs, request=request)
-        self.last_stats, self.last_decided = decoder.stats, batch.decided
-        self.last_stats.seconds.whole = time.perf_counter() - began
-        return decoder
+    def _use(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def _decoding(self, request: Request, began: float) -> Decoding:
+        """Return what decodes a request."""
+        rows = self.last_rows = request.rows(self.adapter.num_layers, self._context)
+        rows[0].stats.seconds.whole = time.perf_counter() - began
+        return Decoding(self.runner, self.plan, self.policy, request, rows, self.scheduler, self._use)
 
     @contextmanager
-    def _counted(self, stats: ExitStats) -> Iterator[None]:
-        """A request is part of `total_stats` from its first step on, however it ends."""
-        self._going[id(stats)] = stats
+    def _counted(self, rows: list[Row]) -> Iterator[None]:
+        """Count a request in `total_stats` from its first step on, however it ends."""
+        self._running.append(rows)
         try:
             yield
         finally:
-            del self._going[id(stats)]
-            self._over += stats
+            self._running.remove(rows)
+            self._over += total(rows, self.adapter.num_layers)
 
-    def _columns(self, decoder: Decoder, request: Request) -> Iterator[torch.Tensor]:
-        """The columns of new tokens, each as soon as it is final in every row. What happens between them is not timed."""
-        columns = self._final_columns(decoder, request)
-        with self._counted(decoder.stats):
+    def _columns(self, decoding: Decoding) -> Iterator[torch.Tensor]:
+        """Yield the columns of new tokens, each as soon as it is final in every row. Time between them is not counted."""
+        columns = self._final_columns(decoding)
+        rows = list(decoding.rows)
+        with self._counted(rows):
             while True:
-                with decoder.stats.seconds.measured():
+                with rows[0].stats.seconds.measured():
                     column = next(columns, None)
                 if column is None:
                     return
                 yield column
 
-    def _finish(self, decoder: Decoder) -> None:
+    def _finish(self, decoding: Decoding) -> None:
         """Decode to the end, with nobody looking on."""
-        with self._counted(decoder.stats), decoder.stats.seconds.measured():
-            for _ in decoder.run():
+        rows = list(decoding.rows)
+        with self._counted(rows), rows[0].stats.seconds.measured():
+            for _ in decoding.run():
                 pass
-        self._warn_where_cut_short(decoder)
+        _warn_where_cut_short(rows)
 
-    def _final_columns(self, decoder: Decoder, request: Request) -> Iterator[torch.Tensor]:
-        batch, shown = decoder.batch, request.prompt_columns
-        for _ in decoder.run():
-            for column in range(shown, batch.final_columns()):
-                yield batch.column(column, request.pad_token_id)
-            shown = max(shown, batch.final_columns())
-        self._warn_where_cut_short(decoder)
+    def _final_columns(self, decoding: Decoding) -> Iterator[torch.Tensor]:
+        rows, request = list(decoding.rows), decoding.request
+        shown = request.prompt_columns
+        for _ in decoding.run():
+            for column in range(shown, request.final_columns(rows)):
+                yield request.column(rows, column)
+            shown = max(shown, request.final_columns(rows))
+        _warn_where_cut_short(rows)
 
-    def _warn_where_cut_short(self, decoder: Decoder) -> None:
-        rows = [row for row, cut in enumerate(decoder.batch.cut_short) if cut]
-        if rows:
-            logger.warning("stopped at the model's context of %d tokens in rows %s.", max(decoder.batch.size), rows)
+
+def _warn_where_cut_short(rows: list[Row]) -> None:
+    cut = [row.index for row in rows if row.cut_short]
+    if cut:
+        longest = max(len(row.tokens) for row in rows)
+        logger.warning("stopped at the model's context of %d tokens in rows %s.", longest, cut)

@@ -1,97 +1,107 @@
 """One forward over given tokens, with an exit decision for each of them.
 
-Mode "exact": the model's logits, in one pass. Mode "fast": for every token the logits the decoder would choose
-from at that place, which is found out by letting the decoder itself write the given tokens, one after the other.
-The first token of a row runs all layers, as a prompt does.
+Mode "exact": the model's logits, in one pass. Mode "fast": for every token the logits the engine would choose from at that
+place, which is found out by letting the engine itself write the given tokens, one after the other. The first token of a row
+runs all layers, as a prompt does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from TIDE.adapters.adapter import ModelAdapter
-from TIDE.engine.batch import Batch
-from TIDE.engine.loop import Decoder
+from TIDE.engine.loop import Loop
 from TIDE.engine.plan import Plan
-from TIDE.engine.round.sampler import Draft, Sampler
+from TIDE.engine.round.host_stage import HostStage
+from TIDE.engine.round.sampler import Sampler
 from TIDE.engine.round.segments import Segments
+from TIDE.engine.row import Draft, Row
+from TIDE.engine.runners.base import Runner
+from TIDE.engine.schedule.scheduler import Scheduler
+from TIDE.engine.stop import StopRule
 from TIDE.routing.policy import ExitPolicy
-from TIDE.stats import Clock, ExitStats
+from TIDE.stats import Clock, Seconds
 
 
-def forward(
-    adapter: ModelAdapter, plan: Plan, policy: ExitPolicy | None, ids: torch.Tensor, padding: list[int], stats: ExitStats
-) -> torch.Tensor:
-    """Run left-padded rows of tokens and count in `stats` what that took.
+def rows_of(plan: Plan, policy: ExitPolicy | None, ids: torch.Tensor, padding: list[int], num_layers: int) -> list[Row]:
+    """Return a row for each of (rows, columns) texts; in mode "fast" it begins with the first token, and the others follow."""
+    seconds = Seconds()
+    is_script = policy is not None and not plan.exact
+    return [
+        Row(text[:1] if is_script else text, _Script(text), num_layers, index=index, seconds=seconds)
+        for index, text in enumerate(row[pad:] for row, pad in zip(ids.tolist(), padding, strict=True))
+    ]
 
-    Returns:
-        (rows, columns, vocabulary) logits, zeros where there is padding.
-    """
-    with adapter.grad_off():
-        if plan.exact or policy is None:
-            found = _in_one_pass(adapter, plan, ids, padding, stats)
-        else:
-            found = _as_decoded(adapter, plan, policy, ids, padding, stats)
+
+def forward(runner: Runner, plan: Plan, policy: ExitPolicy | None, rows: list[Row]) -> list[torch.Tensor]:
+    """Run the texts of rows; return (tokens, vocabulary) logits for each."""
+    with runner.grad_off():
+        is_script = policy is not None and not plan.exact
+        found = _as_decoded(runner, plan, policy, rows) if is_script else _in_one_pass(runner, plan, rows)
+    return found
+
+
+def laid_out(logits: list[torch.Tensor], ids: torch.Tensor, padding: list[int]) -> torch.Tensor:
+    """Return (rows, columns, vocabulary) logits, zeros where there is padding."""
+    found = logits[0].new_zeros(*ids.shape, logits[0].shape[-1])
+    for row, own in enumerate(logits):
+        found[row, padding[row] :] = own
     return found.clone()  # an ordinary tensor, whatever mode it was made in
 
 
-def _in_one_pass(adapter: ModelAdapter, plan: Plan, ids: torch.Tensor, padding: list[int], stats: ExitStats) -> torch.Tensor:
-    clock = Clock(stats.seconds)
-    batch = Batch(ids, padding, StoppingCriteriaList(), None)
-    segments = Segments(adapter, plan, batch, batch.width, stats)
-    counts = dict(enumerate(batch.size))
+def _in_one_pass(runner: Runner, plan: Plan, rows: list[Row]) -> list[torch.Tensor]:
+    clock = Clock(rows[0].stats.seconds)
+    segments = Segments(runner, plan.spans, rows, max(row.size for row in rows))
+    counts = {row: row.size for row in rows}
     for segment in range(segments.last):
         segments.run(segment, counts)
-    found = segments.run(segments.last, counts, dict.fromkeys(counts, 0))
-    for _ in range(sum(batch.size)):
-        stats.count_token(adapter.num_layers)
+    found = segments.run(segments.last, counts, dict.fromkeys(rows, 0))
+    for row in rows:
+        for _ in row.tokens:
+            row.stats.count_token(runner.num_layers)
     clock.lap("prompt")
-    return _laid_out(list(found.values()), ids, padding)
+    return [found[row] for row in rows]
 
 
-def _as_decoded(
-    adapter: ModelAdapter, plan: Plan, policy: ExitPolicy, ids: torch.Tensor, padding: list[int], stats: ExitStats
-) -> torch.Tensor:
-    script = _Script(ids, padding)
-    sampler = _Reader(script)
-    decoder = Decoder(adapter, plan, policy, script, sampler, ids.shape[1] + 1, stats=stats)
-    for _ in decoder.run():
+def _as_decoded(runner: Runner, plan: Plan, policy: ExitPolicy | None, rows: list[Row]) -> list[torch.Tensor]:
+    sampler = _Reader(rows)
+    scheduler = Scheduler()
+    longest = max(len(text_of(row)) for row in rows)
+    stage = HostStage(runner, plan, policy, rows, sampler, longest + 1, scheduler.costs)
+    for _ in Loop(stage, rows, plan, scheduler).run():
         pass
-    return _laid_out([torch.stack(own) for own in sampler.seen], ids, padding)
+    return [torch.stack(own) for own in sampler.seen]
 
 
-class _Script(Batch):
-    """Rows that start with the first of their given tokens and end when the last one has been continued."""
+class _Script(StopRule):
+    """Ends a row when the last of its given tokens has been continued."""
 
-    def __init__(self, ids: torch.Tensor, padding: list[int]) -> None:
-        self.given = [ids[row, pad:].tolist() for row, pad in enumerate(padding)]
-        first = torch.tensor([[own[0]] for own in self.given], device=ids.device)
-        super().__init__(first, [0] * len(first), StoppingCriteriaList(), None)
+    def __init__(self, text: list[int]) -> None:
+        super().__init__()
+        self.text = text
 
-    def stops(self, rows: list[int]) -> set[int]:
-        return {row for row in rows if self.size[row] > len(self.given[row])}
+    def ends(self, row: Row) -> bool:
+        return len(row.tokens) > len(self.text)
+
+
+def text_of(row: Row) -> list[int]:
+    """Return the given tokens of a scripted row."""
+    assert isinstance(row.stop, _Script)
+    return row.stop.text
 
 
 class _Reader(Sampler):
     """Notes the logits it is shown and continues with the given tokens."""
 
-    def __init__(self, script: _Script) -> None:
-        super().__init__(LogitsProcessorList(), False, script)
-        self.script = script
-        self.seen: list[list[torch.Tensor]] = [[] for _ in script.given]
+    def __init__(self, rows: Sequence[Row]) -> None:
+        super().__init__(rows)
+        self.seen: list[list[torch.Tensor]] = [[] for _ in rows]
 
-    def draft(self, rows: list[int], logits: torch.Tensor, depth: int) -> list[Draft]:
+    def sample(self, rows: list[Row], logits: torch.Tensor, depth: int) -> list[Draft]:
         drafts = []
         for row, own in zip(rows, logits, strict=True):
-            self.seen[row].append(own)
-            at = self.script.size[row]
-            drafts.append(Draft(self.script.given[row][at] if at < len(self.script.given[row]) else 0, depth, None))
+            self.seen[row.index].append(own)
+            text = text_of(row)
+            drafts.append(Draft(text[row.size] if row.size < len(text) else 0, depth))
         return drafts
-
-
-def _laid_out(rows: list[torch.Tensor], ids: torch.Tensor, padding: list[int]) -> torch.Tensor:
-    logits = rows[0].new_zeros(*ids.shape, rows[0].shape[-1])
-    for row, own in enumerate(rows):
-        logits[row, padding[row] :] = own
-    return logits

@@ -19,6 +19,7 @@ from TIDE.routing.certificate import Certificate, Settings
 from TIDE.routing.policy import ExitPolicy
 
 logger = logging.getLogger(__name__)
+DRAFT_OVERHEAD = 0.25  # of a step: an exit head, its LM head and the draft's place in the deep pass
 ROUNDING = 1e-9  # 0.29 * 100 is 28.999999999999996
 
 
@@ -36,6 +37,7 @@ class Plan:
     weighs: bool = False  # drafts are made where they are worth their time, whatever the thresholds
     rests: bool = False  # rows whose drafts lose time go on without for a while
     max_exit_share: float = 1.0  # mode "fast": of a row's new tokens
+    checkpoint: int | None = None  # the one that rounds launched as a whole draft from
 
     def threshold(self, depth: int) -> float:
         """The score needed to exit at a checkpoint."""
@@ -82,7 +84,22 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, adapter: ModelAdapt
         weighs=rests and config.exit_threshold is None,
         rests=rests,
         max_exit_share=config.max_exit_share,
+        checkpoint=_draft_checkpoint(policy, checkpoints, mode, adapter.num_layers),
     )
+
+
+def _draft_checkpoint(policy: ExitPolicy | None, checkpoints: list[int], mode: str, num_layers: int) -> int | None:
+    """Return the checkpoint that brings most for the layers it takes. Mode "fast" must ask all of them, so there it is the only
+    one or none."""
+    if not checkpoints or (mode == "fast" and len(checkpoints) > 1):
+        return None
+    exits: Mapping[int, Any] = getattr(policy, "exits", {})
+
+    def worth(depth: int) -> float:
+        agreement = exits[depth].figures.get("agreement_by_step") if depth in exits else None
+        return (agreement[0] if agreement else 0.5) / (depth / num_layers + DRAFT_OVERHEAD)
+
+    return max(checkpoints, key=worth)
 
 
 def _checkpoints(config: TIDEConfig, policy: ExitPolicy, num_layers: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the user asked for, prepared by transformers itself.
+"""A request: prompts and how to continue them, prepared by transformers itself.
 
 `model.generate` resolves generation configs, keywords, special tokens, processors and stopping criteria, and
 hands them to a `custom_generate` callable. Ours takes them and returns; decoding happens outside. What TIDE
@@ -24,7 +24,10 @@ from transformers import (
 )
 from transformers.generation import GenerationMode, MaxLengthCriteria, PrefixConstrainedLogitsProcessor
 
-from TIDE.engine.inputs import USE_GENERATE, left_padding
+from TIDE.engine.inputs import USE_GENERATE, Context, left_padding
+from TIDE.engine.row import Row, Sampling
+from TIDE.engine.stop import StopRule
+from TIDE.stats import Seconds
 
 
 @dataclass
@@ -59,6 +62,49 @@ class Request:
     def keeps_scores(self) -> bool:
         """True if the answer is to come with the logits or scores of its tokens."""
         return bool(self.config.return_dict_in_generate and (self.config.output_scores or self.config.output_logits))
+
+    def rows(self, num_layers: int, context: Context) -> list[Row]:
+        """Return a row for each prompt."""
+        stop = StopRule(self.criteria, context, self.ids.device)
+        sampling = Sampling(self.processors, bool(self.config.do_sample), self.keeps_scores)
+        unseen = self.prompt_columns - self.ids.shape[1]
+        seconds = Seconds()
+        stop.warn_past_context(self.longest)
+        return [
+            Row(
+                ([0] * unseen + ids)[pad:],
+                stop,
+                num_layers,
+                index=index,
+                padding=([0] * unseen + ids)[:pad],
+                embeds=None if self.embeds is None else self.embeds[index, pad:],
+                unseen=unseen,
+                sampling=sampling,
+                seconds=seconds,
+            )
+            for index, (ids, pad) in enumerate(zip(self.ids.tolist(), self.padding, strict=True))
+        ]
+
+    def final_columns(self, rows: list[Row]) -> int:
+        """Return how many columns are final in every row."""
+        ends = {row: len(row.padding) + len(row.tokens) for row in rows}
+        going = [ends[row] for row in rows if not row.finished]
+        return min(going) if going else max(ends.values())
+
+    def column(self, rows: list[Row], column: int) -> torch.Tensor:
+        """Return the (rows,) ids of a final column, padding where a row ended before it."""
+        ids = [self._id_at(row, column - len(row.padding)) for row in rows]
+        return torch.tensor(ids, device=self.ids.device)
+
+    def _id_at(self, row: Row, position: int) -> int:
+        return row.tokens[position] if position < len(row.tokens) else self.pad_token_id
+
+    def output(self, rows: list[Row]) -> torch.Tensor:
+        """Return (rows, columns) prompts and continuations, padded on the right where rows ended early."""
+        texts = [row.shown() for row in rows]
+        width = max(map(len, texts))
+        texts = [text + [self.pad_token_id] * (width - len(text)) for text in texts]
+        return torch.tensor(texts, dtype=torch.long, device=self.ids.device)
 
     @property
     def pad_token_id(self) -> int:

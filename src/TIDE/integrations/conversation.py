@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from TIDE.engine.engine import TIDE
-from TIDE.engine.loop import Decoder
+from TIDE.engine.round.decoding import Decoding
 from TIDE.engine.runners.snapshot import ModelSnapshot
 
 
@@ -23,14 +23,14 @@ class Conversation:
 
     def __init__(self, engine: TIDE) -> None:
         self.engine = engine
-        self._last: tuple[Decoder, ModelSnapshot] | None = None
+        self._last: tuple[Decoding, ModelSnapshot] | None = None
 
     def stream(self, *inputs: Any, **options: Any) -> Iterator[int]:
         """Yield the new tokens of the next text. Takes what `TIDE.stream` takes."""
         return self.engine.stream(*inputs, after=self._follow, **options)
 
-    def _follow(self, decoder: Decoder) -> None:
+    def _follow(self, decoding: Decoding) -> None:
         last, model = self._last, self.engine.model
         if last is not None and last[1].matches(model):
-            decoder.reuse_prefix(last[0])
-        self._last = decoder, ModelSnapshot(model, values=True)
+            decoding.reuse_prefix(last[0])
+        self._last = decoding, ModelSnapshot(model, values=True)

@@ -24,7 +24,7 @@ def record(engine: TIDE, tokenizer: Any, prompt: str, *, raw: bool = False, **op
 
 def last_run(engine: TIDE, tokenizer: Any, prompt: str, ids: torch.Tensor, new: list[int]) -> Run:
     """What an engine did last: it continued `ids` with `new`."""
-    stats, decided = engine.last_stats, engine.last_decided[0]
+    stats, decided = engine.last_stats, engine.last_rows[0].decided
     full = _full_models(engine, ids, new)
     special = _special_ids(tokenizer)
     tokens = tuple(

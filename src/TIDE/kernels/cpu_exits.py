@@ -1,6 +1,6 @@
-"""Exits in compiled CPU code (numba), fp32, weights in 8 bits: the memory head's block, and what comes of its guess.
+"""Exits in compiled CPU code (numba), fp32, weights in 8 bits: the memory head's block, and logits and score of its guess.
 
-`MemoryHead` and `Router` say in torch what is computed here.
+`MemoryHead` and `Router` define in torch what is computed here.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import numpy as np
 from numba import njit, prange
 
 from TIDE.kernels import cpu_ops, cpu_products
-from TIDE.kernels.cpu_ops import _decoder_layer, _linear, _norm, _turn, _write
+from TIDE.kernels.cpu_ops import _decoder_layer, _linear, _normed, _write_kv
 from TIDE.kernels.cpu_products import ZERO, _dot, _padded, _products
-from TIDE.kernels.layer import UNLIKELY, Bytes, Entry, Layer, Norm, Pass
+from TIDE.kernels.layer import UNLIKELY, Entry, Int8Weight, Layer, Norm, Pass
 
 FAINT = np.float32(-16)  # tokens so far below the best one do not count in signals
 PARTS = 8
 
-# Compiled code is kept for as long as this file does not change, so this file says what it was compiled for.
-assert (cpu_ops.VERSION, cpu_products.VERSION, UNLIKELY) == (5, 2, 20)
+# numba caches compiled code until this file changes, so this file states the versions it was compiled for.
+assert (cpu_ops.VERSION, cpu_products.VERSION, UNLIKELY) == (9, 3, 20)
 assert " ".join(Entry._fields) == "shallow_center shallow_spread deep_center deep_spread fuse recall eps"
 
 
@@ -42,17 +42,17 @@ def memory_block(
     keys: np.ndarray,
     values: np.ndarray,
 ) -> np.ndarray:
-    """A memory head for the positions [start, stop) of a row: the guess (hidden,) for the last one; K/V of all are kept.
+    """Run a memory head for the positions [start, stop) of a row: its guess (hidden,) for the last one; K/V of all are kept.
 
     Args:
         cos, sin: of all positions.
-        shallow, before, keys, values: what the head remembers of all rows and positions.
+        shallow, before, keys, values: the head's inputs and K/V, for all rows and positions.
     """
-    return _memory_block(entry, layer, cos, sin, row, start, stop, shallow, before, keys, values)
+    return _memory_block(entry, layer[:-1], cos, sin, row, start, stop, shallow, before, keys, values)
 
 
 def judge(
-    states: np.ndarray, norm: Norm, likely: Bytes, others: Bytes, sure: float, router: tuple[Any, ...]
+    states: np.ndarray, norm: Norm, likely: Int8Weight, others: Int8Weight, sure: float, router: tuple[Any, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(n, hidden) guesses of an exit head -> (n, tokens) logits by norm and LM head, and (n,) scores of the router.
 
@@ -62,7 +62,7 @@ def judge(
             others are not looked at: they get logits `UNLIKELY` below the worst likely one.
         router: `Router.arrays`.
     """
-    return _judge(states, *norm, likely, others, np.float32(sure), router)
+    return _judge(states, norm, likely, others, np.float32(sure), router)
 
 
 def signals(logits: np.ndarray) -> np.ndarray:
@@ -71,9 +71,8 @@ def signals(logits: np.ndarray) -> np.ndarray:
 
 
 @njit(fastmath=True, cache=True)
-def _judge(states, gain, eps, offset, centred, bias, likely, others, sure, router):  # type: ignore[no-untyped-def]
-    h = _padded(states)
-    _norm(h, h, gain, np.float32(eps), np.float32(offset), centred, bias)
+def _judge(states, norm, likely, others, sure, router):  # type: ignore[no-untyped-def]
+    h = _normed(states, norm)
     first, found = len(likely.values), _products(h, likely)
     logits = np.empty((len(states), first + len(others.values)), np.float32)
     logits[:, :first] = found[: len(states)]
@@ -103,11 +102,10 @@ def _router_scores(states, signals, router):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=True, cache=True)
-def _memory_block(entry, layer, cos, sin, row, start, stop, shallow, before, keys, values):  # type: ignore[no-untyped-def]
+def _memory_block(entry, parts, cos, sin, row, start, stop, shallow, before, keys, values):  # type: ignore[no-untyped-def]
     dim, width, eps = before.shape[2], shallow.shape[2], np.float32(entry.eps)
     x = np.empty((stop - start, dim), np.float32)
-    rows, origins = np.array([row]), np.array([0])
-    tokens = Pass(x, cos[start:stop], sin[start:stop], rows, origins, start, stop - start)
+    rows, positions = np.full(len(x), row), np.arange(start, stop)
     joined = np.zeros((len(x), width + dim), np.float32)
     _normed_parts(shallow[row, start:stop], joined[:, :width], dim, eps)
     first = 1 if start == 0 else 0  # there is nothing before the first token
@@ -120,24 +118,13 @@ def _memory_block(entry, layer, cos, sin, row, start, stop, shallow, before, key
     x[:] = _linear(_padded(joined), entry.fuse, entry.deep_center[:0])[: len(x)]
     last = len(x) - 1
     if last:
-        _keep(layer, tokens, last, keys, values)
-    newest = Pass(x[last:], tokens.cos[last:], tokens.sin[last:], tokens.rows, tokens.origins, tokens.start + last, 1)
-    _decoder_layer(layer, newest, keys, values)
+        before_last = Pass(x[:last], cos, sin, rows[:last], positions[:last], positions[:last], positions[:last])
+        _write_kv(parts[1], _normed(before_last.x, parts[0]), before_last, keys, values)
+    newest = Pass(x[last:], cos, sin, rows[last:], positions[last:], positions[last:], positions[last:])
+    _decoder_layer(parts, newest, keys, values)
     for k in range(dim):
         x[last, k] = x[last, k] * entry.deep_spread[k] + entry.deep_center[k]
     return x[last]
-
-
-@njit(fastmath=True, cache=True)
-def _keep(layer, tokens, count, keys, values):  # type: ignore[no-untyped-def]
-    """K/V of the first tokens of a pass, and nothing else."""
-    h = _padded(tokens.x[:count])
-    _norm(h, h, layer.input_norm, np.float32(layer.eps), np.float32(layer.norm_offset), layer.centred, layer.input_norm_bias)
-    k, v = _linear(h, layer.k, layer.k_bias), _linear(h, layer.v, layer.v_bias)
-    _turn(k, tokens.cos[:count], tokens.sin[:count], keys.shape[3])
-    first = Pass(tokens.x[:count], tokens.cos[:count], tokens.sin[:count], tokens.rows, tokens.origins, tokens.start, count)
-    _write(k, keys, first)
-    _write(v, values, first)
 
 
 @njit(fastmath=True, cache=True)
@@ -149,7 +136,7 @@ def _remember(entry, deep):  # type: ignore[no-untyped-def]
 
 @njit(fastmath=True, cache=True)
 def _normed_parts(x, out, dim, eps):  # type: ignore[no-untyped-def]
-    """Each `dim` columns scaled to a root mean square of 1."""
+    """Scale each `dim` columns to a root mean square of 1."""
     for t in range(len(x)):
         for start in range(0, x.shape[1], dim):
             part = x[t, start : start + dim]
@@ -182,7 +169,8 @@ def _highest(x):  # type: ignore[no-untyped-def]
 
 @njit(fastmath=True, parallel=True, cache=True)
 def _gather(logits, best, parts):  # type: ignore[no-untyped-def]
-    """For each part of the tokens, weighed e^gap: sum of weights, of weight times gap, how many are best, the second best."""
+    """Gather, for each part of the tokens, with weights e^gap: the sums of weights and of weight times gap, the number of best
+    tokens, and the second best weight."""
     for part in prange(PARTS):
         total = mixed = tops = second = ZERO
         for k in range(part * len(logits) // PARTS, (part + 1) * len(logits) // PARTS):

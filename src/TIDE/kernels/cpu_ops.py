@@ -9,67 +9,90 @@ from numba import config, njit, prange, set_num_threads
 
 from TIDE.kernels import cpu_products
 from TIDE.kernels.cpu_products import ZERO, _dot, _padded, _products
-from TIDE.kernels.layer import GELU_TANH, GROUP, SILU, Bytes, Layer, Pass
+from TIDE.kernels.layer import GELU_TANH, GROUP, MLP, SILU, Attention, Int8Weight, Layer, Norm, Pass
 
-VERSION = 5  # counts changes of what is compiled here, for those who keep it compiled into their own code
+VERSION = 9  # counts changes of the code compiled here, for modules that compile it into their own
 
-# Compiled code is kept for as long as this file does not change, so this file says what it was compiled for.
+# numba caches compiled code until this file changes, so this file states the types it was compiled for.
+assert " ".join(Norm._fields) == "weight eps offset layer_norm bias"
+assert " ".join(Attention._fields) == ("q k v o q_bias k_bias v_bias o_bias q_norm k_norm head_dim scaling window cap rotary")
+assert " ".join(MLP._fields) == "gate up down gate_bias up_bias down_bias activation"
 assert " ".join(Layer._fields) == (
-    "input_norm mlp_norm q k v o gate up down q_bias k_bias v_bias o_bias q_norm k_norm input_norm_bias mlp_norm_bias head_dim "
-    "eps scaling norm_offset residual window activation rotary centred"
+    "attention_norm attention attention_out_norm mlp_norm mlp mlp_out_norm residual parallel rope"
 )
-assert " ".join(Pass._fields) == "x cos sin rows origins start width"
-assert cpu_products.VERSION == 2
+assert " ".join(Pass._fields) == "x cos sin rows columns positions angles"
+assert cpu_products.VERSION == 3
 
 
 def use_threads(count: int) -> None:
-    """Compiled code runs on so many threads from now on, or on as many as there are."""
+    """Run compiled code on `count` threads from now on, or on as many as there are."""
     set_num_threads(max(1, min(count, config.NUMBA_NUM_THREADS)))
 
 
 def decoder_layer(layer: Layer, tokens: Pass, keys: np.ndarray, values: np.ndarray) -> None:
-    """One layer for the tokens of a pass, all numpy views: `reference.decoder_layer` says what it computes."""
-    _decoder_layer(layer, tokens, keys, values)
+    """Run one layer for the tokens of a pass, all numpy views, as `reference.decoder_layer` does."""
+    _decoder_layer(layer[:-1], tokens, keys, values)
 
 
-def linear(x: np.ndarray, weight: np.ndarray | Bytes) -> np.ndarray:
+def linear(x: np.ndarray, weight: np.ndarray | Int8Weight) -> np.ndarray:
     """(n, k), (m, k) -> (n, m)"""
     return _linear(_padded(x), weight, x[:0, 0])[: len(x)]
 
 
-def in_bytes(weight: np.ndarray) -> Bytes:
-    """A weight in 8 bits, a scale for each row."""
+def quantize_int8(weight: np.ndarray) -> Int8Weight:
+    """Return a weight in 8 bits, with a scale for each row."""
     rows, columns = weight.shape
     scales = np.maximum(np.abs(weight).max(1, initial=0), np.float32(1e-30)) / np.float32(127)
     groups = -(-columns // GROUP)
     values = np.zeros((rows, groups * GROUP), np.int8)
     values[:, :columns] = np.rint(weight / scales[:, None])
-    return Bytes(values.reshape(rows, groups, GROUP), scales)
+    return Int8Weight(values.reshape(rows, groups, GROUP), scales)
 
 
 @njit(fastmath=True, cache=True)
-def _decoder_layer(layer, tokens, keys, values):  # type: ignore[no-untyped-def]
-    x, dim, eps, offset = tokens.x, keys.shape[3], np.float32(layer.eps), np.float32(layer.norm_offset)
-    h, none = _padded(x), layer.o_bias[:0]
-    _norm(h, h, layer.input_norm, eps, offset, layer.centred, layer.input_norm_bias)
-    q = _linear(h, layer.q, layer.q_bias)
-    k = _linear(h, layer.k, layer.k_bias)
-    v = _linear(h, layer.v, layer.v_bias)
-    if len(layer.q_norm):
-        _norm(q.reshape(-1, dim), q.reshape(-1, dim), layer.q_norm, eps, offset, False, none)
-        _norm(k.reshape(-1, dim), k.reshape(-1, dim), layer.k_norm, eps, offset, False, none)
-    if layer.rotary:
-        _turn(q, tokens.cos, tokens.sin, dim)
-        _turn(k, tokens.cos, tokens.sin, dim)
+def _decoder_layer(parts, tokens, keys, values):  # type: ignore[no-untyped-def]
+    """Run a layer given by its fields up to `parallel`: passing a string takes numba half a millisecond."""
+    attention_norm, attention, attention_out_norm, mlp_norm, mlp, mlp_out_norm, residual, parallel = parts
+    x = tokens.x
+    h = _normed(x, attention_norm)
+    beside = _normed(x, mlp_norm) if parallel and len(mlp_norm.weight) else h
+    attended = _attention(attention, h, tokens, keys, values)
+    _add(x, _linear(attended, attention.o, attention.o_bias), attention_out_norm, residual)
+    if not parallel:
+        beside = _normed(x, mlp_norm)
+    _add(x, _linear(_mlp_inner(mlp, beside, len(x)), mlp.down, mlp.down_bias), mlp_out_norm, residual)
+
+
+@njit(fastmath=True, cache=True)
+def _attention(attention, h, tokens, keys, values):  # type: ignore[no-untyped-def]
+    q = _linear(h, attention.q, attention.q_bias)
+    _normalize_heads(q, attention.q_norm)
+    if attention.rotary:
+        _rotate(q, tokens, keys.shape[3])
+    _write_kv(attention, h, tokens, keys, values)
+    _attend(q, keys, values, tokens, np.float32(attention.scaling), attention.window, np.float32(attention.cap))
+    return q
+
+
+@njit(fastmath=True, cache=True)
+def _write_kv(attention, h, tokens, keys, values):  # type: ignore[no-untyped-def]
+    k = _linear(h, attention.k, attention.k_bias)
+    _normalize_heads(k, attention.k_norm)
+    if attention.rotary:
+        _rotate(k, tokens, keys.shape[3])
     _write(k, keys, tokens)
-    _write(v, values, tokens)
-    _attend(q, keys, values, tokens, np.float32(layer.scaling), layer.window)
-    _add(x, _linear(q, layer.o, layer.o_bias), np.float32(layer.residual))
-    h[: len(x)] = x
-    _norm(h, h, layer.mlp_norm, eps, offset, layer.centred, layer.mlp_norm_bias)
-    gate, up = _linear(h, layer.gate, none), _linear(h, layer.up, none)
-    _activate(gate, up, len(x), layer.activation)
-    _add(x, _linear(gate, layer.down, none), np.float32(layer.residual))
+    _write(_linear(h, attention.v, attention.v_bias), values, tokens)
+
+
+@njit(fastmath=True, cache=True)
+def _mlp_inner(mlp, h, count):  # type: ignore[no-untyped-def]
+    up = _linear(h, mlp.up, mlp.up_bias)
+    if len(mlp.gate):
+        gate = _linear(h, mlp.gate, mlp.gate_bias)
+        _activate(gate, up, count, mlp.activation)
+        return gate
+    _activate(up, np.ones((1, up.shape[1]), np.float32), count, mlp.activation)
+    return up
 
 
 @njit(fastmath=True, cache=True)
@@ -83,69 +106,113 @@ def _linear(x, weight, bias):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=True, cache=True)
-def _norm(x, out, weight, eps, offset, centred, bias):  # type: ignore[no-untyped-def]
-    for t in range(len(x)):
-        mean = x[t].sum() / np.float32(x.shape[1]) if centred else ZERO
-        for k in range(x.shape[1]):
-            out[t, k] = x[t, k] - mean
-        scale = np.float32(1) / math.sqrt(_dot(out[t], out[t]) / np.float32(x.shape[1]) + eps)
-        for k in range(x.shape[1]):
-            out[t, k] = out[t, k] * scale * (weight[k] + offset)
-        for k in range(len(bias)):
-            out[t, k] += bias[k]
+def _normed(x, norm):  # type: ignore[no-untyped-def]
+    """Return a copy of states with as many rows as products want, normed."""
+    out = _padded(x)
+    _normalize(out, norm)
+    return out
 
 
 @njit(fastmath=True, cache=True)
-def _turn(x, cos, sin, dim):  # type: ignore[no-untyped-def]
-    half = cos.shape[1] // 2
-    for t in range(len(cos)):
+def _normalize_heads(x, norm):  # type: ignore[no-untyped-def]
+    """Norm queries or keys, each head or all of them together, as wide as the norm is."""
+    if len(norm.weight):
+        _normalize(x.reshape(-1, len(norm.weight)), norm)
+
+
+@njit(fastmath=True, cache=True)
+def _normalize(x, norm):  # type: ignore[no-untyped-def]
+    weight, bias, eps, offset = norm.weight, norm.bias, np.float32(norm.eps), np.float32(norm.offset)
+    if not len(weight):
+        return
+    for t in range(len(x)):
+        own = x[t]
+        if norm.layer_norm:
+            mean = own.sum() / np.float32(len(own))
+            for k in range(len(own)):
+                own[k] -= mean
+        scale = np.float32(1) / math.sqrt(_dot(own, own) / np.float32(len(own)) + eps)
+        for k in range(len(own)):
+            own[k] = own[k] * scale * (weight[k] + offset)
+        for k in range(len(bias)):
+            own[k] += bias[k]
+
+
+@njit(fastmath=True, cache=True)
+def _rotate(x, tokens, dim):  # type: ignore[no-untyped-def]
+    half = tokens.cos.shape[1] // 2
+    for t in range(len(tokens.x)):
+        cos, sin = tokens.cos[tokens.angles[t]], tokens.sin[tokens.angles[t]]
         for head in range(0, x.shape[1], dim):
             for k in range(half):
                 a, b = x[t, head + k], x[t, head + half + k]
-                x[t, head + k] = a * cos[t, k] - b * sin[t, k]
-                x[t, head + half + k] = b * cos[t, half + k] + a * sin[t, half + k]
+                x[t, head + k] = a * cos[k] - b * sin[k]
+                x[t, head + half + k] = b * cos[half + k] + a * sin[half + k]
 
 
 @njit(cache=True)
 def _write(new, cache, tokens):  # type: ignore[no-untyped-def]
-    """K or V of the pass into (rows, kv_heads, columns, dim)."""
+    """Write K or V of the pass into (rows, kv_heads, columns, dim)."""
     dim = cache.shape[3]
     for t in range(len(tokens.x)):
-        row, column = tokens.rows[t // tokens.width], tokens.start + t % tokens.width
+        row, column = tokens.rows[t], tokens.columns[t]
         for head in range(cache.shape[1]):
             for k in range(dim):
                 cache[row, head, column, k] = new[t, head * dim + k]
 
 
+@njit(cache=True)
+def _pairs(rows, group):  # type: ignore[no-untyped-def]
+    """Pair the queries of one key head, numbered token * group + query: two neighbours of one row, or one with itself."""
+    count, found = len(rows) * group, 0
+    pairs = np.empty((count, 2), np.int64)
+    one = 0
+    while one < count:
+        other = one + 1 if one + 1 < count and rows[one // group] == rows[(one + 1) // group] else one
+        pairs[found, 0], pairs[found, 1] = one, other
+        found += 1
+        one = other + 1
+    return pairs[:found]
+
+
 @njit(fastmath=True, parallel=True, cache=True)
-def _attend(q, keys, values, tokens, scaling, window):  # type: ignore[no-untyped-def]
-    """Queries are replaced by what they see; those of a row that look at the same K/V do it two by two."""
-    dim, width, first, group = keys.shape[3], tokens.width, tokens.origins, q.shape[1] // keys.shape[3] // keys.shape[1]
-    pairs = (width * group + 1) // 2
-    for job in prange(len(first) * keys.shape[1] * pairs):
-        r, head, one = job // pairs // keys.shape[1], job // pairs % keys.shape[1], 2 * (job % pairs)
-        other = min(one + 1, width * group - 1)
-        begin = max(first[r], tokens.start + 1 + one // group - window) if window else first[r]
-        own_keys = keys[tokens.rows[r], head, begin : tokens.start + 1 + other // group]
-        own_values = values[tokens.rows[r], head, begin : tokens.start + 1 + other // group]
+def _attend(q, keys, values, tokens, scaling, window, cap):  # type: ignore[no-untyped-def]
+    """Replace queries by what they attend to; two queries of one row share a pass over its K/V."""
+    dim, heads, group = keys.shape[3], keys.shape[1], q.shape[1] // keys.shape[3] // keys.shape[1]
+    pairs = _pairs(tokens.rows, group)
+    for job in prange(len(pairs) * heads):
+        head, one, other = job // len(pairs), pairs[job % len(pairs), 0], pairs[job % len(pairs), 1]
+        row, begin = tokens.rows[one // group], _first_column(tokens, one // group, window)
+        other_begin = _first_column(tokens, other // group, window)
+        low, stop = min(begin, other_begin), tokens.columns[other // group] + 1
+        own_keys, own_values = keys[row, head, low:stop], values[row, head, low:stop]
         weights = np.zeros((2, (len(own_keys) + 3) // 4 * 4), np.float32)
         two = np.empty((2, dim), np.float32)
         for i, which in enumerate((one, other)):
             place = (head * group + which % group) * dim
-            two[i] = q[r * width + which // group, place : place + dim]
+            two[i] = q[which // group, place : place + dim]
         _compare(two, own_keys, weights)
-        for i, which in enumerate((one, other)):
-            stop = tokens.start + 1 + which // group
-            _softmax(weights[i], max(0, stop - window - begin) if window else 0, stop - begin, scaling)
+        if cap > ZERO:
+            _cap(weights, scaling, cap)
+        factor = np.float32(1) if cap > ZERO else scaling
+        _softmax(weights[0], begin - low, tokens.columns[one // group] + 1 - low, factor)
+        _softmax(weights[1], other_begin - low, stop - low, factor)
         _mix(two, own_values, weights)
         for i, which in enumerate((one, other)):
             place = (head * group + which % group) * dim
-            q[r * width + which // group, place : place + dim] = two[i]
+            q[which // group, place : place + dim] = two[i]
+
+
+@njit(inline="always", cache=True)
+def _first_column(tokens, t, window):  # type: ignore[no-untyped-def]
+    """Return the first column that a token attends to."""
+    first = tokens.columns[t] - tokens.positions[t]
+    return max(first, tokens.columns[t] + 1 - window) if window else first
 
 
 @njit(fastmath=True, inline="always", cache=True)
 def _compare(two, keys, out):  # type: ignore[no-untyped-def]
-    """Products of two queries with keys, four at a time; past the last one, with it."""
+    """Multiply two queries with keys, four at a time; past the last key, with the last."""
     last, p, q = len(keys) - 1, two[0], two[1]
     for c in range(0, out.shape[1], 4):
         k0, k1, k2, k3 = keys[c], keys[min(c + 1, last)], keys[min(c + 2, last)], keys[min(c + 3, last)]
@@ -166,7 +233,7 @@ def _compare(two, keys, out):  # type: ignore[no-untyped-def]
 
 @njit(fastmath=True, inline="always", cache=True)
 def _mix(two, values, weights):  # type: ignore[no-untyped-def]
-    """The weighed sums of values, four at a time; weights past the last one are 0."""
+    """Sum values by their weights, four at a time; weights past the last one are 0."""
     last, p, q = len(values) - 1, two[0], two[1]
     for k in range(len(p)):
         p[k] = q[k] = ZERO
@@ -179,9 +246,21 @@ def _mix(two, values, weights):  # type: ignore[no-untyped-def]
             q[k] += b0 * v0[k] + b1 * v1[k] + b2 * v2[k] + b3 * v3[k]
 
 
+@njit(fastmath=True, cache=True)
+def _cap(x, scaling, cap):  # type: ignore[no-untyped-def]
+    """x becomes cap · tanh(scaling · x / cap); tanh(y) is 1 - 2 / (1 + e^2y)."""
+    for t in range(len(x)):
+        own = x[t]
+        for c in range(len(own)):
+            own[c] *= np.float32(2) * scaling / cap
+        _exp(own)
+        for c in range(len(own)):
+            own[c] = cap - np.float32(2) * cap / (np.float32(1) + own[c])
+
+
 @njit(fastmath=True, inline="always", cache=True)
 def _softmax(x, first, stop, scaling):  # type: ignore[no-untyped-def]
-    """Those from first up to stop become shares, the others 0."""
+    """Turn scores from `first` up to `stop` into weights; the others become 0."""
     highest = x[first]
     for c in range(first, stop):
         highest = max(highest, x[c])
@@ -199,8 +278,8 @@ def _softmax(x, first, stop, scaling):  # type: ignore[no-untyped-def]
 
 @njit(fastmath=True, inline="always", cache=True)
 def _exp(x):  # type: ignore[no-untyped-def]
-    """e^x in place, to the last digit or two of fp32: 2^whole · 2^rest, the latter by its series. A loop that runs in vectors,
-    which a call of math.exp would not."""
+    """Compute e^x in place, to the last digit or two of fp32: 2^whole · 2^rest, the latter by its series. The loop runs in
+    vectors, which it would not with math.exp."""
     powers = np.empty(len(x), np.int32)
     for c in range(len(x)):
         y = min(max(x[c] * np.float32(1.4426950408889634), np.float32(-126)), np.float32(126))
@@ -221,12 +300,12 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 @njit(fastmath=True, parallel=True, cache=True)
 def _activate(gate, up, count, kind):  # type: ignore[no-untyped-def]
-    """gate becomes activation(gate) * up."""
+    """gate becomes activation(gate) * up; `up` has a row for each token, or one for all."""
     inner = gate.shape[1]
     for job in prange(count * 8):
         t, part = job // 8, job % 8
         start, stop = part * inner // 8, (part + 1) * inner // 8
-        own, other = gate[t, start:stop], up[t, start:stop]
+        own, other = gate[t, start:stop], up[t % len(up), start:stop]
         if kind == SILU:
             _gate(own, other, own.copy())
         elif kind == GELU_TANH:
@@ -248,7 +327,9 @@ def _gate(x, up, inner):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=True, cache=True)
-def _add(x, more, residual):  # type: ignore[no-untyped-def]
+def _add(x, more, out_norm, residual):  # type: ignore[no-untyped-def]
+    _normalize(more, out_norm)
+    scale = np.float32(residual)
     for t in range(len(x)):
         for k in range(x.shape[1]):
-            x[t, k] += residual * more[t, k]
+            x[t, k] += scale * more[t, k]

@@ -1,12 +1,12 @@
-"""Products of a few tokens with a weight, in compiled CPU code (numba), arranged by how memory likes to be read.
+"""Products of a few tokens with a weight, in compiled CPU code (numba), arranged by how memory is best read.
 
     1 token           a thread streams through the rows of a weight, one after the other
     2 to 6, 8         two rows from the two halves of the matrix: two streams, and all sums of two rows in registers
     more              four neighbouring rows and four tokens at a time: arithmetic is the limit here
 
-The sums are spelt out, a variable each, because that is what makes them registers. Tokens are padded to the next count there
-is; what is computed for padding is thrown away. Exits have their weights in 8 bits: their products are of whole numbers, for
-which a CPU has instructions, and read a quarter of the memory.
+The sums are spelt out, a variable each, so that the compiler keeps them in registers. Tokens are padded to the next count
+there is, and results for padding are dropped. Exits have int8 weights: CPUs have instructions for their products, which read a
+quarter of the memory.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import numpy as np
 from numba import config, njit, prange, set_num_threads, types
 from numba.extending import overload
 
-from TIDE.kernels.layer import GROUP, Bytes
+from TIDE.kernels.layer import GROUP, Int8Weight
 
-VERSION = 2  # counts changes of what is compiled here, for those who keep it compiled into their own code
+VERSION = 3  # counts changes of the code compiled here, for modules that compile it into their own
 ZERO = np.float32(0)
 
-# Compiled code is kept for as long as this file does not change, so this file says what it was compiled for.
-assert (Bytes._fields, GROUP) == (("values", "scales"), 64)
+# numba caches compiled code until this file changes, so this file states the types it was compiled for.
+assert (Int8Weight._fields, GROUP) == (("values", "scales"), 64)
 
 set_num_threads(config.NUMBA_NUM_THREADS)  # starts the threads: code that is kept compiled relies on it
 
 
 @njit(cache=True)
 def _padded(x):  # type: ignore[no-untyped-def]
-    """A copy with as many rows as products want."""
+    """Return a copy with as many rows as products want."""
     count = len(x) if len(x) <= 6 else (len(x) + 3) // 4 * 4
     out = np.zeros((count, x.shape[1]), np.float32)
     out[: len(x)] = x
@@ -36,15 +36,15 @@ def _padded(x):  # type: ignore[no-untyped-def]
 
 
 def _products(x, weight):  # type: ignore[no-untyped-def]
-    """For compiled callers only: by the kind of weight."""
+    """Return (n, rows) products, by the kind of weight. Only compiled code can call it."""
 
 
 @overload(_products)
 def _products_by_kind(x, weight):  # type: ignore[no-untyped-def]
-    return _of_floats if isinstance(weight, types.Array) else _of_bytes
+    return _products_of_floats if isinstance(weight, types.Array) else _products_of_int8
 
 
-def _of_floats(x, weight):  # type: ignore[no-untyped-def]
+def _products_of_floats(x, weight):  # type: ignore[no-untyped-def]
     out = np.empty((len(x), len(weight)), np.float32)
     if len(x) == 1:
         _products_1(x, weight, out)
@@ -68,9 +68,9 @@ def _of_floats(x, weight):  # type: ignore[no-untyped-def]
     return out
 
 
-def _of_bytes(x, weight):  # type: ignore[no-untyped-def]
+def _products_of_int8(x, weight):  # type: ignore[no-untyped-def]
     out = np.empty((len(x), len(weight.values)), np.float32)
-    _products_bytes(x, weight.values, weight.scales, out)
+    _products_int8(x, weight.values, weight.scales, out)
     return out
 
 
@@ -256,7 +256,7 @@ def _dot(a, b):  # type: ignore[no-untyped-def]
 
 @njit(fastmath=True, inline="always", cache=True)
 def _four_by_four(x, weight, t, o, out):  # type: ignore[no-untyped-def]
-    """Rows o to o + 3 with tokens t to t + 3."""
+    """Multiply rows o to o + 3 with tokens t to t + 3."""
     w0, w1, w2, w3 = weight[o], weight[o + 1], weight[o + 2], weight[o + 3]
     x0, x1, x2, x3 = x[t], x[t + 1], x[t + 2], x[t + 3]
     a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = ZERO
@@ -289,7 +289,7 @@ def _four_by_four(x, weight, t, o, out):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=True, parallel=True, cache=True)
-def _products_bytes(x, values, scales, out):  # type: ignore[no-untyped-def]
+def _products_int8(x, values, scales, out):  # type: ignore[no-untyped-def]
     steps, sizes = _rounded(x, values.shape[1])
     for o in prange(len(values)):
         for t in range(len(x)):
@@ -305,7 +305,7 @@ def _products_bytes(x, values, scales, out):  # type: ignore[no-untyped-def]
 
 @njit(fastmath=True, cache=True)
 def _rounded(x, groups):  # type: ignore[no-untyped-def]
-    """(n, groups, GROUP) states as whole numbers from -127 to 127, and (n, groups) what one is worth."""
+    """Return (n, groups, GROUP) states as whole numbers from -127 to 127, and their (n, groups) scales."""
     steps, sizes = np.zeros((len(x), groups, GROUP), np.int8), np.zeros((len(x), groups), np.float32)
     for t in range(len(x)):
         for group in range(groups):

@@ -1,4 +1,4 @@
-"""Which compiled code serves a device and dtype."""
+"""The choice of compiled code by device and dtype."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from TIDE.kernels.cards import card_of, why_not
+
 NEEDS = {  # by kind of device: the compiler, and the dtypes there is code for
     "cpu": ("numba", (torch.float32,)),
     "cuda": ("triton", (torch.float32, torch.float16, torch.bfloat16)),
@@ -19,25 +21,25 @@ NEEDS = {  # by kind of device: the compiler, and the dtypes there is code for
 
 
 def compiled_ops(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """The module with compiled layers, or None: then everything runs as torch has it."""
+    """Return the module with compiled layers; None if there is none and models run their own modules."""
     return _module(device, dtype, "cpu_ops", "triton_ops")
 
 
 def compiled_exits(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """The module with compiled exits for a CPU, or None."""
+    """Return the module with compiled exits for a CPU, or None."""
     return _module(device, dtype, "cpu_exits", None)
 
 
 def compiled_rounds() -> tuple[ModuleType, Any]:
-    """What there is on a GPU beside its layers: the module with what rounds need, and `propagate`."""
+    """Return what a GPU has beside its layers: the module with exits and acceptance, and `propagate`."""
     exits, propagation = (importlib.import_module(f"TIDE.kernels.triton_{name}") for name in ("exits", "propagate"))
     return exits, propagation.propagate
 
 
 def why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why no compiled code serves a device and dtype, and what would change that; None: some does."""
-    if os.environ.get("TIDE_NO_KERNELS") == "1":
-        return "TIDE_NO_KERNELS=1 is set"
+    if os.environ.get("TIDE_BACKEND") == "modules":
+        return "TIDE_BACKEND=modules is set"
     if device.type == "cuda" and os.environ.get("TIDE_NO_CUDA") == "1":
         return "TIDE_NO_CUDA=1 is set"
     if device.type not in NEEDS:
@@ -45,6 +47,8 @@ def why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     _, dtypes = NEEDS[device.type]
     if dtype not in dtypes:
         return f"compiled layers on {device.type} are for {_names(dtypes)}, and the model is {_names([dtype])}"
+    if device.type == "cuda" and torch.cuda.is_available() and (trouble := why_not(card_of(device), dtype)) is not None:
+        return trouble
     return missing_compiler(device)
 
 
@@ -58,7 +62,7 @@ def missing_compiler(device: torch.device) -> str | None:
 
 
 def _module(device: torch.device, dtype: torch.dtype, cpu: str, gpu: str | None) -> ModuleType | None:
-    """Import what serves a device: compilers take a second, so only where they are used."""
+    """Import the module for a device: compilers take a second to import, so only those that are used are."""
     name = cpu if device.type == "cpu" else gpu
     if name is None or why_no_kernels(device, dtype) is not None:
         return None
@@ -81,5 +85,7 @@ def _trouble(package: str) -> str | None:
 
 
 def arrays(values: Any) -> Any:
-    """A named tuple with its tensors as numpy arrays, in place."""
-    return values._replace(**{name: x.detach().numpy() for name, x in values._asdict().items() if isinstance(x, torch.Tensor)})
+    """Return a named tuple with its tensors, and those of its parts, as numpy arrays that share their memory."""
+    if isinstance(values, torch.Tensor):
+        return values.detach().numpy()
+    return type(values)(*map(arrays, values)) if isinstance(values, tuple) else values

@@ -1,11 +1,14 @@
 """The fused layer: 1 to 16 tokens of one or more rows through one decoder layer, on the engine's cache.
 
-    x  →  norm → q, k, v → rotary → K/V into the cache → attention → o  →  + x
-       →  norm → gate, up → activation → down                           →  + x
+    x  →  norm → q, k, v → (norms) → rotary → K/V into the cache → attention → o  →  (norm)  →  + x
+       →  norm → gate, up → activation → down                                     →  (norm)  →  + x
 
-What Llama-like families do differently is a few features, kept in `Layer`; the tokens of a pass are in `Pass`. Backends
-are functions `decoder_layer(layer, tokens, keys, values)` that change `tokens.x`, `keys` and `values` in place:
-`reference.py` says in torch what they compute, `cpu_ops.py` and `triton_ops.py` do it in compiled code.
+A `Layer` describes one decoder layer by its parts: norms, attention and MLP, each with its weights and numbers. A part that a
+layer does not have is a `Norm`, weight or bias without elements. Attention and MLP follow each other as drawn or, in parallel
+layers, both start from the same x. The tokens are in `Pass`.
+
+Backends are functions `decoder_layer(layer, tokens, keys, values)` that change `tokens.x`, `keys` and `values` in place:
+`reference.py` defines in torch what they compute, `cpu_ops.py` and `triton_ops.py` do it in compiled code.
 """
 
 from __future__ import annotations
@@ -13,21 +16,24 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 MOST_TOKENS = 16
-UNLIKELY = 20  # how far below an exit's worst token those lie that it did not look at
-GROUP = 64  # columns of a weight in 8 bits that share a scale of the states
+UNLIKELY = 20  # logit gap between the worst token an exit head scored and those it did not score
+GROUP = 64  # columns of an int8 weight that share a scale of the states
 
 SILU, GELU_TANH, GELU = range(3)
 
 
-class Bytes(NamedTuple):
-    """A weight in 8 bits, for exits: what they say is verified or certified, so it may be a little off. Columns are padded."""
+class Int8Weight(NamedTuple):
+    """A weight in 8 bits, for exits: their results are verified or certified, so small errors are allowed.
+
+    Columns are padded to whole groups.
+    """
 
     values: Any  # (rows, groups, GROUP) int8
     scales: Any  # (rows,)
 
 
 class Entry(NamedTuple):
-    """How a memory head joins what it sees: see `routing/heads.py`."""
+    """Weights that join a memory head's inputs: see `routing/heads.py`."""
 
     shallow_center: Any  # (inputs * hidden,)
     shallow_spread: Any
@@ -38,62 +44,84 @@ class Entry(NamedTuple):
     eps: float
 
 
-class Layer(NamedTuple):
-    """Weights and features of one decoder layer. Arrays that a layer does not have are empty; matrices may be `Bytes`."""
+class Norm(NamedTuple):
+    """A norm over the last dimension; one without a weight leaves states as they are."""
 
-    input_norm: Any  # (hidden,)
-    mlp_norm: Any
+    weight: Any  # (width,), or empty
+    eps: float
+    offset: float  # added to the weight: 1 in Gemma
+    layer_norm: bool  # LayerNorm, which takes the mean away; otherwise RMSNorm
+    bias: Any  # (width,), or empty
+
+
+class Attention(NamedTuple):
+    """Self-attention: projections, norms of queries and keys, and how scores are made."""
+
     q: Any  # (heads * head_dim, hidden)
     k: Any  # (kv_heads * head_dim, hidden)
     v: Any
     o: Any  # (hidden, heads * head_dim)
-    gate: Any  # (inner, hidden)
-    up: Any
-    down: Any  # (hidden, inner)
     q_bias: Any
-    k_bias: Any
+    k_bias: Any  # q, k and v have biases together
     v_bias: Any
     o_bias: Any
-    q_norm: Any  # (head_dim,)
-    k_norm: Any
-    input_norm_bias: Any  # (hidden,), only where norms are centred
-    mlp_norm_bias: Any
+    q_norm: Norm  # over each head (head_dim,), or over all of them (heads * head_dim,)
+    k_norm: Norm
     head_dim: int
-    eps: float
-    scaling: float  # of attention scores
-    norm_offset: float = 0.0  # added to the weights of norms: 1 in Gemma
-    residual: float = 1.0  # what is added to the states is multiplied by it
+    scaling: float  # of scores
     window: int = 0  # columns a token sees; 0: all
-    activation: int = SILU
+    cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they stay
     rotary: bool = True
-    centred: bool = False  # norms take the mean away: LayerNorm, not RMSNorm
 
 
-class Norm(NamedTuple):
-    """What a norm computes with."""
+class MLP(NamedTuple):
+    """A gated MLP, down(activation(gate(x)) * up(x)), or without a gate a plain one, down(activation(up(x)))."""
 
-    weight: Any  # (hidden,)
-    eps: float
-    offset: float  # added to the weight
-    centred: bool
-    bias: Any  # (hidden,), or empty
-
-
-def input_norm(layer: Layer) -> Norm:
-    return Norm(layer.input_norm, layer.eps, layer.norm_offset, layer.centred, layer.input_norm_bias)
+    gate: Any  # (inner, hidden), or (0, hidden)
+    up: Any  # (inner, hidden)
+    down: Any  # (hidden, inner)
+    gate_bias: Any  # gate and up have biases together
+    up_bias: Any
+    down_bias: Any
+    activation: int = SILU
 
 
-def mlp_norm(layer: Layer) -> Norm:
-    return Norm(layer.mlp_norm, layer.eps, layer.norm_offset, layer.centred, layer.mlp_norm_bias)
+class Layer(NamedTuple):
+    """A decoder layer. Weights are those of the model, in place; matrices may be `Int8Weight` on a CPU."""
+
+    attention_norm: Norm
+    attention: Attention
+    attention_out_norm: Norm  # of what attention gives, before it is added to x
+    mlp_norm: Norm  # in a parallel layer without it the MLP takes what attention takes
+    mlp: MLP
+    mlp_out_norm: Norm
+    residual: float = 1.0  # multiplies what is added to x
+    parallel: bool = False  # attention and MLP both start from the layer's input
+    rope: str = ""  # kind of rotary table: "" if the model has one; compiled CPU code does not get it
 
 
 class Pass(NamedTuple):
-    """The tokens of a pass: `rows` of `width` tokens each, token i of a row at column start + i."""
+    """The tokens of a pass, up to MOST_TOKENS, of any rows; tokens of one row follow each other in rising columns."""
 
-    x: Any  # (rows * width, hidden) states, changed in place
-    cos: Any  # (rows * width, rotary_dim); on a GPU also of all columns, for a single row: more than there are tokens
+    x: Any  # (n, hidden) states, changed in place
+    cos: Any  # (m, rotary_dim) tables of cosines and sines
     sin: Any
-    rows: Any  # (n,) rows of the cache
-    origins: Any  # (n,) the first column of each row
-    start: Any  # a number, or where a GPU finds it
-    width: int
+    rows: Any  # (n,) the row of the cache each token belongs to
+    columns: Any  # (n,) the column of the cache its K/V go to
+    positions: Any  # (n,) tokens of its row before it: it attends to the columns from column - position to column
+    angles: Any  # (n,) its row of cos and sin (usually the same array as positions)
+
+
+def no_norm(empty: Any) -> Norm:
+    """Return the norm of layers that have none, given an array without elements."""
+    return Norm(empty, 0.0, 0.0, False, empty)
+
+
+def only_kv(attention: Attention) -> Attention:
+    """Return attention without queries: projecting with it writes K/V and nothing else."""
+    return attention._replace(q=attention.q[:0], q_bias=attention.q_bias[:0])
+
+
+def leaves(part: Any) -> list[Any]:
+    """Return the arrays and numbers of a part, those of its own parts included."""
+    return [leaf for own in part for leaf in leaves(own)] if isinstance(part, tuple) else [part]

@@ -1,112 +1,128 @@
-"""What fused layers and the machinery of exits compute, in torch."""
+"""The meaning of the compiled code: fused layers and exits, written in torch. Backends have functions of the same names."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional as F
 
-from TIDE.kernels.layer import GELU, GELU_TANH, SILU, Layer, Norm, Pass, input_norm, mlp_norm
+from TIDE.kernels.layer import GELU, GELU_TANH, MLP, SILU, Attention, Layer, Norm, Pass, only_kv
+from TIDE.kernels.result import ACCEPTED, DRAFTED, SCORES, TOKENS
 
 EMPTY = torch.zeros(0)
 ACTIVATIONS = {SILU: F.silu, GELU_TANH: lambda x: F.gelu(x, approximate="tanh"), GELU: F.gelu}
 
 
 def decoder_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor, most: int | None = None) -> None:
-    """One layer for the tokens of a pass; `tokens.x`, `keys` and `values`, (rows, kv_heads, columns, head_dim), change.
+    """Run one layer for the tokens of a pass: `tokens.x`, `keys` and `values`, (rows, kv_heads, columns, head_dim), change.
 
-    `most` is for backends that have to plan: no row has more tokens.
+    `most` is for backends that have to plan: no token attends to more columns.
     """
-    x = tokens.x
-    h = norm(x, input_norm(layer))
-    queries = project(layer, tokens, h, keys, values)
-    seen = attend(layer, tokens, queries, keys, values, most or keys.shape[2])
-    linear(seen, layer.o, layer.o_bias, x, layer.residual)
-    h = norm(x, mlp_norm(layer))
-    linear(gated(h, layer.gate, layer.up, layer.activation), layer.down, EMPTY, x, layer.residual)
+    x, attention, mlp = tokens.x, layer.attention, layer.mlp
+    h = norm(x, layer.attention_norm)
+    beside = norm(x, layer.mlp_norm) if layer.parallel and len(layer.mlp_norm.weight) else h
+    queries = project(attention, tokens, h, keys, values)
+    seen = attend(attention, tokens, queries, keys, values, most or keys.shape[2])
+    add_linear(x, seen, attention.o, attention.o_bias, layer.attention_out_norm, layer.residual)
+    if not layer.parallel:
+        beside = norm(x, layer.mlp_norm)
+    add_linear(x, mlp_inner(beside, mlp), mlp.down, mlp.down_bias, layer.mlp_out_norm, layer.residual)
 
 
 def norm(x: torch.Tensor, own: Norm) -> torch.Tensor:
-    """RMS norm over the last dimension; layer norm where it is centred."""
-    if own.centred:
-        return F.layer_norm(x, x.shape[-1:], own.weight, own.bias if len(own.bias) else None, own.eps)
+    """Return normed states (n, width); the states themselves if the norm has no weight."""
+    if not len(own.weight):
+        return x
+    if own.layer_norm:
+        return F.layer_norm(x, x.shape[-1:], own.weight + own.offset, own.bias if len(own.bias) else None, own.eps)
     return F.rms_norm(x, x.shape[-1:], eps=own.eps) * (own.weight + own.offset)
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor = EMPTY, base: torch.Tensor | None = None, scale: float = 1.0
-) -> torch.Tensor:
-    """(n, width), (height, width) -> (n, height); with a base, `scale` times that is added to it, in place."""
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor = EMPTY, activation: int | None = None) -> torch.Tensor:
+    """(n, width), (height, width) -> (n, height)"""
     found = x @ weight.T + bias if len(bias) else x @ weight.T
-    return found if base is None else base.add_(scale * found)
+    return found if activation is None else ACTIVATIONS[activation](found)
+
+
+def add_linear(
+    base: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out_norm: Norm, scale: float
+) -> None:
+    """Add `scale` times a product, (n, width) by (height, width), to (n, height) base, in place; normed before, with a norm."""
+    base.add_(scale * norm(linear(x, weight, bias), out_norm))
 
 
 def linear_into(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, start: torch.Tensor) -> None:
-    """(n, width), (height, width) -> n rows of a table, behind row `start`."""
+    """(n, width), (height, width) -> n rows of a table, after row `start`."""
     table[int(start) + 1 : int(start) + 1 + len(x)] = x @ weight.T
 
 
-def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
-    """(n, hidden) -> (n, inner)"""
-    return ACTIVATIONS[activation](x @ gate.T) * (x @ up.T)
+def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:
+    """(n, hidden) -> (n, inner), what the MLP's last product takes."""
+    if not len(mlp.gate):
+        return linear(x, mlp.up, mlp.up_bias, mlp.activation)
+    return linear(x, mlp.gate, mlp.gate_bias, mlp.activation) * linear(x, mlp.up, mlp.up_bias)
 
 
-def project(layer: Layer, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """(n, heads * dim) queries of normed states; keys and values go into the cache."""
-    q, k, v = (
-        linear(h, weight, bias).view(len(h), len(weight) // layer.head_dim, layer.head_dim)
-        for weight, bias in ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
-    )
-    if len(layer.k_norm):
-        q, k = (
-            norm(states, Norm(weight, layer.eps, layer.norm_offset, False, EMPTY))
-            for states, weight in ((q, layer.q_norm), (k, layer.k_norm))
-        )
-    start = int(tokens.start)
-    if layer.rotary:
-        first = start if len(tokens.cos) > len(h) else 0
-        cos, sin = (part[first : first + len(h)] for part in (tokens.cos, tokens.sin))
-        q, k = (_turn(states, cos, sin) for states in (q, k))
-    for index, row in enumerate(tokens.rows.tolist()):
-        own = slice(index * tokens.width, (index + 1) * tokens.width)
-        keys[row, :, start : start + tokens.width] = k[own].transpose(0, 1)
-        values[row, :, start : start + tokens.width] = v[own].transpose(0, 1)
+def project(attention: Attention, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return (n, heads * dim) queries of normed states; keys and values go into the cache."""
+    q = _normed_heads(linear(h, attention.q, attention.q_bias), attention.q_norm, attention.head_dim)
+    k = _normed_heads(linear(h, attention.k, attention.k_bias), attention.k_norm, attention.head_dim)
+    v = linear(h, attention.v, attention.v_bias).view(len(h), -1, attention.head_dim)
+    if attention.rotary:
+        cos, sin = tokens.cos[tokens.angles], tokens.sin[tokens.angles]
+        q, k = (_rotate(states, cos, sin) for states in (q, k))
+    keys[tokens.rows, :, tokens.columns] = k
+    values[tokens.rows, :, tokens.columns] = v
     return q.flatten(1)
 
 
+def _normed_heads(states: torch.Tensor, own: Norm, dim: int) -> torch.Tensor:
+    """(n, heads * dim) -> (n, heads, dim), normed as wide as the norm is."""
+    heads = states.shape[1] // dim
+    if len(own.weight) and heads:
+        states = norm(states.view(len(states), -1, len(own.weight)), own)
+    return states.reshape(len(states), heads, dim)
+
+
 def propagate(layers: list[Layer], tokens: Pass, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Keys and values of tokens in layers that they skip, made of the states they left with."""
+    """Write keys and values of tokens in layers that they skip, made of the states they left with."""
     for layer, (keys, values) in zip(layers, caches, strict=True):
-        h = norm(tokens.x, input_norm(layer))
-        project(layer._replace(q=layer.q[:0], q_bias=layer.q_bias[:0]), tokens, h, keys, values)
+        project(only_kv(layer.attention), tokens, norm(tokens.x, layer.attention_norm), keys, values)
 
 
 def attend(
-    layer: Layer, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, most: int
+    attention: Attention, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, most: int
 ) -> torch.Tensor:
-    """(n, heads * dim) queries -> what they see."""
-    q = queries.view(len(queries), -1, layer.head_dim)
-    return torch.stack([_attend(layer, tokens, place, states, keys, values) for place, states in enumerate(q)]).flatten(1)
+    """(n, heads * dim) queries -> (n, heads * dim), the values that they attend to, mixed."""
+    q = queries.view(len(queries), -1, attention.head_dim)
+    each = [_attend(attention, tokens, index, states, keys, values) for index, states in enumerate(q)]
+    return torch.stack(each).flatten(1)
 
 
-def _attend(layer: Layer, tokens: Pass, place: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """(heads, dim) queries of one token -> what they see."""
-    index, column = place // tokens.width, int(tokens.start) + place % tokens.width
-    first = int(tokens.origins[index])
-    if layer.window:
-        first = max(first, column + 1 - layer.window)
+def _attend(
+    attention: Attention, tokens: Pass, index: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """(heads, dim) queries of one token -> (heads, dim)"""
+    column = int(tokens.columns[index])
+    first = column - int(tokens.positions[index])
+    if attention.window:
+        first = max(first, column + 1 - attention.window)
     row, groups = int(tokens.rows[index]), len(q) // keys.shape[1]
     seen = keys[row, :, first : column + 1].repeat_interleave(groups, 0)
-    weights = (seen @ q[..., None] * layer.scaling).softmax(1)
-    return (weights * values[row, :, first : column + 1].repeat_interleave(groups, 0)).sum(1)
+    scores = seen @ q[..., None] * attention.scaling
+    if attention.cap:
+        scores = attention.cap * (scores / attention.cap).tanh()
+    return (scores.softmax(1) * values[row, :, first : column + 1].repeat_interleave(groups, 0)).sum(1)
 
 
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """(tokens, heads, dim): the first rotary_dim of dim are turned."""
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """(tokens, heads, dim): the first rotary_dim of dim are rotated."""
     size = cos.shape[-1]
-    turned, rest = x[..., :size], x[..., size:]
-    first, second = turned.chunk(2, -1)
-    turned = turned * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
-    return torch.cat([turned, rest], -1)
+    rotated, rest = x[..., :size], x[..., size:]
+    first, second = rotated.chunk(2, -1)
+    rotated = rotated * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+    return torch.cat([rotated, rest], -1)
 
 
 def best_tokens(
@@ -117,7 +133,7 @@ def best_tokens(
     signals: torch.Tensor | None = None,
     vocabulary: torch.Tensor | None = None,
 ) -> None:
-    """The best token of normed states (n, hidden) and its logit, by an LM head; infinity where a logit is NaN.
+    """Find the best token of normed states (n, hidden) and its logit, by an LM head; infinity if a logit is NaN.
 
     `signals`, (n, 4), are those of `TIDE.routing.router`: best probability, its logarithm, its lead over the second, entropy.
     With a vocabulary, rising token ids, there are no others.
@@ -132,7 +148,7 @@ def best_of(
     signals: torch.Tensor | None = None,
     vocabulary: torch.Tensor | None = None,
 ) -> None:
-    """The same of logits."""
+    """Find the same from logits."""
     logits = torch.where(logits.isnan(), float("inf"), logits.float())
     best.copy_(logits.amax(-1))
     found = logits.argmax(-1)
@@ -150,19 +166,22 @@ def router_score(
     down: torch.Tensor,
     bias: torch.Tensor | None,
     up: torch.Tensor,
-    gauge: torch.Tensor,
+    score_params: torch.Tensor,
     eps: float,
     score: torch.Tensor,
 ) -> None:
-    """The score of a router for one guess (1, hidden), normed where it takes signals; gauge: bias, temperature, offset."""
+    """Score one guess (1, hidden) by a router, normed if the router takes signals.
+
+    `score_params` are the router's last bias, its temperature and its offset.
+    """
     states = guess.float()
     if down.shape[1] > guess.shape[-1]:
         states = torch.cat([F.rms_norm(states, states.shape[-1:], eps=eps), signals], -1)
     inner = F.silu(F.linear(states, down, bias))
-    score.copy_(torch.sigmoid((F.linear(inner, up)[0] + gauge[0]) / gauge[1] + gauge[2]))
+    score.copy_(torch.sigmoid((F.linear(inner, up)[:, 0] + score_params[0]) / score_params[1] + score_params[2]))
 
 
-def centred(
+def normalize_into(
     table: torch.Tensor,
     rows: torch.Tensor | None,
     out: torch.Tensor,
@@ -171,9 +190,9 @@ def centred(
     spread: torch.Tensor | None = None,
     at: torch.Tensor | None = None,
 ) -> None:
-    """States (all, or some rows of a table), normed and in coordinates of a centre and a spread, as memory heads take them.
+    """Write states (all, or some rows of a table) to `out`, normed and then by center and spread, as memory heads take them.
 
-    With a place `at`, the first goes into that row of `out`, and so on; behind the last row comes the first.
+    With `at`, the first goes into that row of `out`, and so on; after the last row comes the first.
     """
     states = (table if rows is None else table[rows.long()]).float()
     states = F.rms_norm(states, states.shape[-1:], eps=eps)
@@ -182,13 +201,18 @@ def centred(
     out[places.to(out.device)] = states.to(out.dtype)
 
 
-def outward(
+def denormalize(
     x: torch.Tensor, center: torch.Tensor, spread: torch.Tensor, start: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
-    """(1, hidden) out of a memory head's block -> its guess, which also goes into a table, behind row `start`."""
+    """(1, hidden) out of a memory head's block -> its guess, which also goes into a table, after row `start`."""
     guess = (x.float() * spread.float() + center.float()).to(x.dtype)
     table[int(start) + 1] = guess[0]
     return guess
+
+
+def accepted(drafts: Sequence[int], found: Sequence[int]) -> int:
+    """Return how many drafts are accepted: the longest run from the first that equals what was found in their places."""
+    return next((i for i, (draft, token) in enumerate(zip(drafts, found, strict=False)) if draft != token), len(drafts))
 
 
 def accept(
@@ -197,22 +221,26 @@ def accept(
     tokens: torch.Tensor,
     starts: torch.Tensor,
     scores: torch.Tensor,
-    out: torch.Tensor,
+    active: torch.Tensor,
+    result: torch.Tensor,
     drafts: int,
     threshold: float,
     verifies: bool,
 ) -> None:
-    """See how many drafts, tokens[1:], stand, and begin the next round.
+    """Accept drafts, tokens[1:], and begin the next round. Everything is (steps, rows), the result (rows, fields).
 
-    A draft stands if its score reaches the threshold and, where that is verified, it is what was found for the token before
-    it. `out` gets how many stood (-1: a logit is NaN), those, and what was found after them; its last place, how many were sure
-    enough. tokens[0] becomes the newest final token, `starts` where it and those after it stand.
+    A draft is accepted if its score reaches the threshold and, with `verifies`, it equals the token found in its place.
+    `result.py` has the layout of the result. tokens[0] becomes the newest final token, and `starts` the positions of it and of
+    those after it; rows that are not active stand still.
     """
-    sure = next((i for i in range(drafts) if scores[i] < threshold), drafts)
-    stood = next((i for i in range(sure) if verifies and found[i] != tokens[i + 1]), sure)
-    out[-1] = sure
-    out[0] = -1 if bool(best[: drafts + 1].isinf().any()) else stood
-    out[1 : drafts + 2] = found[: drafts + 1]
-    out[1 : stood + 1] = tokens[1 : stood + 1]
-    tokens[0] = found[stood]
-    starts += stood + 1
+    for row in range(tokens.shape[1]):
+        sure = next((i for i in range(drafts) if scores[i, row] < threshold), drafts)
+        drafted, full = tokens[1 : sure + 1, row].tolist(), found[: drafts + 1, row].tolist()
+        kept = accepted(drafted, full) if verifies else sure
+        result[row, ACCEPTED] = -1 if bool(best[: drafts + 1, row].isinf().any()) else kept
+        result[row, DRAFTED] = sure
+        result[row, TOKENS : TOKENS + kept + 1] = torch.tensor([*drafted[:kept], full[kept]], dtype=result.dtype)
+        result[row, SCORES : SCORES + drafts] = scores[:drafts, row]
+        if active[row]:
+            tokens[0, row] = full[kept]
+            starts[:, row] += kept + 1

@@ -1,4 +1,5 @@
-"""What exits and the choice of tokens need on a GPU, in Triton; namesakes in `reference.py` say what is computed."""
+"""Exits, the choice of tokens and the acceptance of drafts on a GPU, in Triton. Functions of the same names in `reference.py`
+define what each computes."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -8,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from TIDE.kernels.triton_products import EMPTY, _launch_linear, _product, _tile, counted
+from TIDE.kernels.cards import card_of, head_tile
+from TIDE.kernels.result import ACCEPTED, DRAFTED, FIELDS, SCORES, TOKENS
+from TIDE.kernels.triton_products import EMPTY, _launch_linear, _product, counted
 
 
 @counted
@@ -16,7 +19,7 @@ def _peaks(
     x, weight, vocabulary, peaks, tokens_at, sums, tokens, height, width, blocks,
     CHOSEN: tl.constexpr, SIGNALS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The best of a block of tokens, for each state. NaN counts as infinity, which is how the host notices."""
+    """Find the best of a block of tokens, for each state. NaN counts as infinity, so that the host notices it."""
     block, place = tl.program_id(0), tl.arange(0, 16)
     rows = block * BN + tl.arange(0, BN)
     inside = rows < height
@@ -71,8 +74,9 @@ def best_tokens(
     signals: torch.Tensor | None = None,
     vocabulary: torch.Tensor | None = None,
 ) -> None:
-    """Logits themselves are never written."""
-    width, tile = weight.shape[1], _tile(weight, 64, 256, 4)
+    """Two launches; logits themselves are never written."""
+    width = weight.shape[1]
+    tile = head_tile(card_of(weight.device), len(weight), width, weight.element_size())
     chosen = weight if vocabulary is None else vocabulary
     height = len(chosen)
     blocks = triton.cdiv(height, tile.rows)
@@ -93,10 +97,10 @@ def _router(
     guess, signals, down, bias, up, parts, width, height, eps,
     SIGNALS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A few of the bottleneck's rows. With signals the guess is normed; routers without see it as it is."""
-    rows, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    """Sum a few of the bottleneck's rows. With signals the guess is normed; routers without signals take it as it is."""
+    rows, column, one = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.program_id(1)
     inside, known = rows < height, column < width
-    states = tl.load(guess + column, mask=known, other=0.0).to(tl.float32)
+    states = tl.load(guess + one * width + column, mask=known, other=0.0).to(tl.float32)
     if SIGNALS > 0:
         states *= tl.rsqrt(tl.sum(states * states, 0) / width + eps)
     start = rows[:, None] * (width + SIGNALS)
@@ -105,18 +109,18 @@ def _router(
     if SIGNALS > 0:
         for signal in tl.static_range(SIGNALS):
             found += tl.load(down + rows * (width + SIGNALS) + width + signal, mask=inside, other=0.0) * tl.load(
-                signals + signal
+                signals + one * SIGNALS + signal
             )
         found += tl.load(bias + rows, mask=inside, other=0.0)
     found *= tl.sigmoid(found) * tl.load(up + rows, mask=inside, other=0.0)
-    tl.store(parts + tl.program_id(0), tl.sum(found, 0))
+    tl.store(parts + one * tl.num_programs(0) + tl.program_id(0), tl.sum(found, 0))
 
 
 @counted
-def _score(parts, gauge, score, count, BLOCK: tl.constexpr):
-    part = tl.arange(0, BLOCK)
-    raw = tl.sum(tl.load(parts + part, mask=part < count, other=0.0), 0) + tl.load(gauge)
-    tl.store(score, tl.sigmoid(raw / tl.load(gauge + 1) + tl.load(gauge + 2)))
+def _score(parts, score_params, score, count, BLOCK: tl.constexpr):
+    part, one = tl.arange(0, BLOCK), tl.program_id(0)
+    raw = tl.sum(tl.load(parts + one * count + part, mask=part < count, other=0.0), 0) + tl.load(score_params)
+    tl.store(score + one, tl.sigmoid(raw / tl.load(score_params + 1) + tl.load(score_params + 2)))
 
 
 def router_score(
@@ -125,23 +129,23 @@ def router_score(
     down: torch.Tensor,
     bias: torch.Tensor | None,
     up: torch.Tensor,
-    gauge: torch.Tensor,
+    score_params: torch.Tensor,
     eps: float,
     score: torch.Tensor,
 ) -> None:
     height, count = len(down), triton.cdiv(len(down), 8)
-    parts, width = guess.new_empty(count, dtype=torch.float32), guess.shape[-1]
-    _router[(count,)](
+    parts, width = guess.new_empty(len(guess), count, dtype=torch.float32), guess.shape[-1]
+    _router[(count, len(guess))](
         guess, signals, down, down if bias is None else bias, up, parts, width, height, eps,
         down.shape[1] - width, 8, triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
-    _score[(1,)](parts, gauge, score, count, triton.next_power_of_2(count), num_warps=1)
+    _score[(len(guess),)](parts, score_params, score, count, triton.next_power_of_2(count), num_warps=1)
 
 
 @counted
-def _centred(
+def _normalize_into(
     table, rows, center, spread, out, at, stride, out_stride, width, eps,
-    HAS_ROWS: tl.constexpr, CENTRE: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_ROWS: tl.constexpr, HAS_CENTER: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, column = tl.program_id(0), tl.arange(0, BLOCK)
     row, place, known = token.to(tl.int64), token.to(tl.int64), column < width
@@ -151,13 +155,13 @@ def _centred(
         row = tl.load(rows + token).to(tl.int64)
     states = tl.load(table + row * stride + column, mask=known, other=0.0).to(tl.float32)
     states *= tl.rsqrt(tl.sum(states * states, 0) / width + eps)
-    if CENTRE:
+    if HAS_CENTER:
         states -= tl.load(center + column, mask=known, other=0.0).to(tl.float32)
         states /= tl.load(spread + column, mask=known, other=1.0).to(tl.float32)
     tl.store(out + place * out_stride + column, states.to(out.dtype.element_ty), mask=known)
 
 
-def centred(
+def normalize_into(
     table: torch.Tensor,
     rows: torch.Tensor | None,
     out: torch.Tensor,
@@ -167,7 +171,7 @@ def centred(
     at: torch.Tensor | None = None,
 ) -> None:
     width, ring = table.shape[1], 0 if at is None else len(out)
-    _centred[(len(table if rows is None else rows),)](
+    _normalize_into[(len(table if rows is None else rows),)](
         table, table if rows is None else rows, table if center is None else center, table if spread is None else spread,
         out, table if at is None else at, table.stride(0), out.stride(0), width, eps,
         rows is not None, center is not None, ring, triton.next_power_of_2(width), num_warps=4,
@@ -179,7 +183,7 @@ def linear_into(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, star
 
 
 @counted
-def _outward(x, center, spread, start, table, guess, width, BLOCK: tl.constexpr):
+def _denormalize(x, center, spread, start, table, guess, width, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     known = column < width
     states = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
@@ -190,33 +194,40 @@ def _outward(x, center, spread, start, table, guess, width, BLOCK: tl.constexpr)
     tl.store(guess + column, found, mask=known)
 
 
-def outward(
+def denormalize(
     x: torch.Tensor, center: torch.Tensor, spread: torch.Tensor, start: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
     guess, width = torch.empty_like(x), x.shape[1]
-    _outward[(1,)](x, center, spread, start, table, guess, width, triton.next_power_of_2(width), num_warps=4)
+    _denormalize[(1,)](x, center, spread, start, table, guess, width, triton.next_power_of_2(width), num_warps=4)
     return guess
 
 
 @counted
-def _accept(found, best, tokens, starts, scores, out, drafts, threshold, VERIFIES: tl.constexpr):
-    place = tl.arange(0, 16)
-    drafting = place < drafts
-    said = tl.load(found + place, mask=place <= drafts, other=0)
-    drafted = tl.load(tokens + 1 + place, mask=drafting, other=0)
-    falls = drafting & (tl.load(scores + place, mask=drafting, other=0.0) < threshold)
-    tl.store(out + 17, tl.min(tl.where(falls, place, drafts), 0).to(tl.int64))
+def _accept(
+    found, best, tokens, starts, scores, active, result, drafts, threshold, rows, VERIFIES: tl.constexpr,
+    FIELDS: tl.constexpr, ACCEPTED: tl.constexpr, DRAFTED: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr,
+):  # fmt: skip
+    """One row: everything is (steps, rows), the result (rows, fields)."""
+    row, step = tl.program_id(0), tl.arange(0, 16)
+    at, own, drafting = step * rows + row, result + row * FIELDS, step < drafts
+    full = tl.load(found + at, mask=step <= drafts, other=0)
+    drafted = tl.load(tokens + rows + at, mask=drafting, other=0)
+    score = tl.load(scores + at, mask=drafting, other=0.0)
+    ends = drafting & (score < threshold)
+    tl.store(own + DRAFTED, tl.min(tl.where(ends, step, drafts), 0).to(tl.float32))
     if VERIFIES:
-        falls = falls | (drafting & (said != drafted))
-    stood = tl.min(tl.where(falls, place, drafts), 0)
-    worst = tl.max(tl.load(best + place, mask=place <= drafts, other=0.0), 0)
-    tl.store(out, tl.where(worst == float("inf"), -1, stood).to(tl.int64))
-    tl.store(out + 1 + place, tl.where(place < stood, drafted, said), mask=place <= drafts)
-    newest = tl.sum(tl.where(place == stood, said, 0), 0)
-    at = tl.load(starts + place)
+        ends = ends | (drafting & (full != drafted))
+    kept = tl.min(tl.where(ends, step, drafts), 0)
+    worst = tl.max(tl.load(best + at, mask=step <= drafts, other=0.0), 0)
+    tl.store(own + ACCEPTED, tl.where(worst == float("inf"), -1, kept).to(tl.float32))
+    tl.store(own + TOKENS + step, tl.where(step < kept, drafted, full).to(tl.float32), mask=step <= kept)
+    tl.store(own + SCORES + step, score, mask=drafting)
+    newest = tl.sum(tl.where(step == kept, full, 0), 0)
+    moves = tl.load(active + row)
+    position, before = tl.load(starts + at), tl.load(tokens + row)
     tl.debug_barrier()
-    tl.store(tokens, newest)
-    tl.store(starts + place, at + stood + 1)
+    tl.store(tokens + row, tl.where(moves != 0, newest, before))
+    tl.store(starts + at, position + moves * (kept + 1))
 
 
 def accept(
@@ -225,9 +236,14 @@ def accept(
     tokens: torch.Tensor,
     starts: torch.Tensor,
     scores: torch.Tensor,
-    out: torch.Tensor,
+    active: torch.Tensor,
+    result: torch.Tensor,
     drafts: int,
     threshold: float,
     verifies: bool,
 ) -> None:
-    _accept[(1,)](found, best, tokens, starts, scores, out, drafts, threshold, verifies, num_warps=1)
+    rows = tokens.shape[1]
+    _accept[(rows,)](
+        found, best, tokens, starts, scores, active, result, drafts, threshold, rows, verifies,
+        FIELDS, ACCEPTED, DRAFTED, TOKENS, SCORES, num_warps=1,
+    )  # fmt: skip

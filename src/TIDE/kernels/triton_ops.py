@@ -1,11 +1,10 @@
-"""The fused layer on a GPU, in Triton. What each function computes is said by its namesake in `reference.py`.
+"""The fused layer on a GPU, in Triton. Functions of the same names in `reference.py` define what each computes.
 
-Weights are streamed once for up to 16 tokens (`triton_products.py`). In attention a program takes one token and the query heads
-of one key head past a stretch of `SPLIT` keys.
+Weights are streamed once for up to 16 tokens (`triton_products.py`). In attention a program takes one token, the query heads
+of one key head, and a split of `SPLIT` keys.
 
-A token's bits do not depend on what is computed beside it: tiles have one shape whatever the number of tokens, sums run in
-one order, and stretches of keys are counted from the row's first token. Results are rounded where the model's own layers
-round them.
+A token's bits do not depend on the tokens beside it: tiles have one shape whatever the number of tokens, sums run in one
+order, and splits of keys are counted from the row's first token. Results are rounded where the model's own layers round them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,10 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from TIDE.kernels.layer import Layer, Pass, input_norm, mlp_norm
-from TIDE.kernels.triton_products import EMPTY, _gained, _tile, _two_products, counted, gated, linear, norm
+from TIDE.kernels.cards import attention_tile, card_of, project_tile
+from TIDE.kernels.layer import Attention, Layer, Pass
+from TIDE.kernels.triton_products import _gained, _two_products, add_linear, counted, linear, mlp_inner, norm
 
-SPLIT, TILE = 64, 64  # keys of a program, and of one turn of its loop (in fp32 a quarter)
+__all__ = ["add_linear", "attend", "decoder_layer", "linear", "mlp_inner", "norm", "project"]
+
+SPLIT = 64  # keys of a program, at least as many as a tile of attention has
 
 
 # ---- queries, keys and values ---------------------------------------------------------------------------------------------
@@ -27,12 +29,12 @@ SPLIT, TILE = 64, 64  # keys of a program, and of one turn of its loop (in fp32 
 
 @counted
 def _project(
-    x, wq, wk, wv, bq, bk, bv, cos, sin, queries, keys, values, rows, start, tokens, per_row, width,
+    x, wq, wk, wv, bq, bk, bv, cos, sin, queries, keys, values, rows, columns, angles, tokens, width,
     heads, kv_heads, stride_row, stride_head, stride_column,
-    DIM: tl.constexpr, ROTARY: tl.constexpr, BY_COLUMN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, HAS_BIAS: tl.constexpr,
     HALF: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Pairs of outputs of one head: those that are turned together. Without ROTARY they are any two."""
+    """Compute pairs of outputs of one head: those that are rotated together. Without ROTARY they are any two."""
     head, pair, place = tl.program_id(0), tl.program_id(1) * HALF + tl.arange(0, HALF), tl.arange(0, 16)
     weight, bias, own = wq, bq, head
     if head >= heads:
@@ -49,15 +51,15 @@ def _project(
     a, b = a.to(queries.dtype.element_ty), b.to(queries.dtype.element_ty)
     known = inside[:, None] & (place < tokens)[None, :]
     if ROTARY > 0:
-        turned = tl.where(head < heads + kv_heads, half, 0)  # values are not
-        turns = (place < tokens)[None, :] & (pair < turned)[:, None]
-        angle = place + tl.load(start) if BY_COLUMN else place
-        a, b = _turned(a, b, cos, sin, angle[None, :] * ROTARY, one[:, None], two[:, None], turns)
+        last = tl.where(head < heads + kv_heads, half, 0)  # values are not rotated
+        rotates = (place < tokens)[None, :] & (pair < last)[:, None]
+        angle = tl.load(angles + place, mask=place < tokens, other=0)
+        a, b = _rotated(a, b, cos, sin, angle[None, :] * ROTARY, one[:, None], two[:, None], rotates)
     if head < heads:
         at = queries + (place[None, :] * heads + own) * DIM
     else:
-        row = tl.load(rows + place // per_row, mask=place < tokens, other=0).to(tl.int64)
-        column = place % per_row + tl.load(start)
+        row = tl.load(rows + place, mask=place < tokens, other=0).to(tl.int64)
+        column = tl.load(columns + place, mask=place < tokens, other=0)
         at = keys + (row * stride_row + own * stride_head + column * stride_column)[None, :]
         if head >= heads + kv_heads:
             at = values + (row * stride_row + own * stride_head + column * stride_column)[None, :]
@@ -66,10 +68,10 @@ def _project(
 
 
 @triton.jit
-def _turned(a, b, cos, sin, at, one, two, turns):
-    """A pair of outputs, turned; each product and each sum is rounded, as in the model."""
-    cos_a, sin_a = tl.load(cos + at + one, mask=turns, other=1.0), tl.load(sin + at + one, mask=turns, other=0.0)
-    cos_b, sin_b = tl.load(cos + at + two, mask=turns, other=1.0), tl.load(sin + at + two, mask=turns, other=0.0)
+def _rotated(a, b, cos, sin, at, one, two, rotates):
+    """Rotate a pair of outputs; each product and each sum is rounded, as in the model."""
+    cos_a, sin_a = tl.load(cos + at + one, mask=rotates, other=1.0), tl.load(sin + at + one, mask=rotates, other=0.0)
+    cos_b, sin_b = tl.load(cos + at + two, mask=rotates, other=1.0), tl.load(sin + at + two, mask=rotates, other=0.0)
     first = _times(a, cos_a) - _times(b, sin_a)
     second = _times(b, cos_b) + _times(a, sin_b)
     return first.to(a.dtype), second.to(a.dtype)
@@ -77,22 +79,23 @@ def _turned(a, b, cos, sin, at, one, two, turns):
 
 @triton.jit
 def _times(a, b):
-    return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype).to(tl.float32)
+    """Multiply with a cosine or sine; the product has its dtype, which is fp32 in some models of half precision."""
+    return (a.to(tl.float32) * b.to(tl.float32)).to(b.dtype).to(tl.float32)
 
 
 @counted
-def _norm_and_turn(
-    queries, keys, q_norm, k_norm, cos, sin, rows, start, per_row, eps, heads, stride_row, stride_head, stride_column,
-    OFFSET: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BY_COLUMN: tl.constexpr, BLOCK: tl.constexpr,
+def _norm_and_rotate(
+    queries, keys, q_norm, k_norm, cos, sin, rows, columns, angles, eps, heads, stride_row, stride_head, stride_column,
+    OFFSET: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token, in place: queries where `_project` put them, keys in the cache."""
+    """Norm and rotate one head of one token in place: queries where `_project` put them, keys in the cache."""
     token, head, pair = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     inside, half = pair < DIM // 2, ROTARY // 2
     one = tl.where(pair < half, pair, pair + half)
     two = one + tl.where(pair < half, half, (DIM - ROTARY) // 2)
     at, weight = queries + (token * heads + head) * DIM, q_norm
     if head >= heads:
-        row, column = tl.load(rows + token // per_row).to(tl.int64), token % per_row + tl.load(start)
+        row, column = tl.load(rows + token).to(tl.int64), tl.load(columns + token)
         at, weight = keys + row * stride_row + (head - heads) * stride_head + column * stride_column, k_norm
     a, b = tl.load(at + one, mask=inside, other=0.0), tl.load(at + two, mask=inside, other=0.0)
     scale = tl.rsqrt((_squares(a) + _squares(b)) / DIM + eps)
@@ -100,8 +103,7 @@ def _norm_and_turn(
     a = _gained(a.to(tl.float32) * scale, tl.load(weight + one, mask=inside, other=0.0), 0.0, OFFSET, False, kind)
     b = _gained(b.to(tl.float32) * scale, tl.load(weight + two, mask=inside, other=0.0), 0.0, OFFSET, False, kind)
     if ROTARY > 0:
-        angle = token + tl.load(start) if BY_COLUMN else token
-        a, b = _turned(a, b, cos, sin, angle * ROTARY, one, two, pair < half)
+        a, b = _rotated(a, b, cos, sin, tl.load(angles + token) * ROTARY, one, two, pair < half)
     tl.store(at + one, a, mask=inside)
     tl.store(at + two, b, mask=inside)
 
@@ -111,21 +113,51 @@ def _squares(x):
     return tl.sum(x.to(tl.float32) * x.to(tl.float32), 0)
 
 
+@counted
+def _norm_all_and_rotate(
+    queries, keys, q_norm, k_norm, cos, sin, rows, columns, angles, eps, heads, kv_heads,
+    stride_row, stride_head, stride_column,
+    OFFSET: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same with a norm over all heads of a token: a program takes its queries or its keys."""
+    token, head, pair = tl.program_id(0), tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    half = ROTARY // 2
+    one = tl.where(pair < half, pair, pair + half)
+    two = one + tl.where(pair < half, half, (DIM - ROTARY) // 2)
+    at, weight, count = queries + (token * heads + head) * DIM, q_norm, heads
+    if tl.program_id(1) == 1:
+        row, column = tl.load(rows + token).to(tl.int64), tl.load(columns + token)
+        at, weight, count = keys + row * stride_row + head * stride_head + column * stride_column, k_norm, kv_heads
+    inside = (pair < DIM // 2) & (head < count)
+    a, b = tl.load(at + one, mask=inside, other=0.0), tl.load(at + two, mask=inside, other=0.0)
+    scale = tl.rsqrt(tl.sum(_squares(a) + _squares(b), 0) / (tl.maximum(count, 1) * DIM) + eps)
+    kind = queries.dtype.element_ty
+    gain_a = tl.load(weight + head * DIM + one, mask=inside, other=0.0)
+    gain_b = tl.load(weight + head * DIM + two, mask=inside, other=0.0)
+    a = _gained(a.to(tl.float32) * scale, gain_a, 0.0, OFFSET, False, kind)
+    b = _gained(b.to(tl.float32) * scale, gain_b, 0.0, OFFSET, False, kind)
+    if ROTARY > 0:
+        a, b = _rotated(a, b, cos, sin, tl.load(angles + token) * ROTARY, one, two, inside & (pair < half))
+    tl.store(at + one, a, mask=inside)
+    tl.store(at + two, b, mask=inside)
+
+
 # ---- attention --------------------------------------------------------------------------------------------------------------
 
 
 @counted
 def _attend(
-    queries, keys, values, rows, origins, start, out, peaks, sums, tokens, per_row, scaling,
+    queries, keys, values, rows, columns, positions, out, peaks, sums, tokens, scaling,
     heads, kv_heads, stride_row, stride_head, stride_column,
-    WINDOW: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, ONLY: tl.constexpr,
 ):  # fmt: skip
-    """A token's queries of one key head and a stretch of keys; ONLY: there is one stretch, so the result is whole."""
+    """Attend with a token's queries of one key head to a split of keys; ONLY: there is one split, so the result is whole."""
     token, own, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, group = tl.load(rows + token // per_row).to(tl.int64), heads // kv_heads
-    origin, place, dim = tl.load(origins + token // per_row), tl.arange(0, GROUP), tl.arange(0, BLOCK)
-    newest = token % per_row + tl.load(start) - origin  # positions count from the row's first token
+    row, group = tl.load(rows + token).to(tl.int64), heads // kv_heads
+    place, dim = tl.arange(0, GROUP), tl.arange(0, BLOCK)
+    newest = tl.load(positions + token)  # positions count from the row's first token
+    origin = tl.load(columns + token) - newest
     oldest = newest * 0
     if WINDOW != 0:
         oldest = tl.maximum(oldest, newest + 1 - WINDOW)
@@ -143,6 +175,8 @@ def _attend(
         key = tl.load(keys + where, mask=seen[:, None] & real, other=0.0)
         value = tl.load(values + where, mask=seen[:, None] & real, other=0.0)
         scores = tl.dot(asked, tl.trans(key), input_precision="ieee") * scaling
+        if CAP > 0:
+            scores = CAP * (2 * tl.sigmoid(2 * scores / CAP) - 1)  # CAP * tanh(scores / CAP)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
@@ -160,12 +194,10 @@ def _attend(
 
 
 @counted
-def _join(
-    parts, peaks, sums, out, start, origins, per_row, tokens, heads, DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The stretches of one head of one token, one after the other."""
+def _join(parts, peaks, sums, out, positions, tokens, heads, DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Join the splits of one head of one token, one after the other."""
     token, head, dim = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
-    newest = token % per_row + tl.load(start) - tl.load(origins + token // per_row)
+    newest = tl.load(positions + token)
     at = token * heads + head
     peak, total, mixed = float("-inf"), 0.0, tl.zeros((BLOCK,), tl.float32)
     for split in range(0, newest // SPLIT + 1):
@@ -180,52 +212,59 @@ def _join(
     tl.store(out + at * DIM + dim, (mixed / total).to(out.dtype.element_ty), mask=dim < DIM)
 
 
-def project(layer: Layer, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """(tokens, heads * dim) queries of normed states; keys and values go into the cache."""
-    dim, (height, width), kv_heads = layer.head_dim, layer.q.shape, keys.shape[1]
-    half = 32 if height >= 2048 and dim >= 64 else 16
-    tile = _tile(layer.q, 2 * half, 256, 4)
-    queries, heads, turned = h.new_empty(len(h), height), height // dim, tokens.cos.shape[1] if layer.rotary else 0
-    places = tokens.rows, tokens.start
-    biases = (layer.q_bias, layer.k_bias, layer.v_bias) if len(layer.q_bias) else (h, h, h)
-    first, later = (0, turned) if len(layer.q_norm) else (turned, 0)
-    by_column = len(tokens.cos) > len(h)
-    _project[(heads + 2 * kv_heads, triton.cdiv(dim // 2, half))](
-        h, layer.q, layer.k, layer.v, *biases, tokens.cos, tokens.sin, queries, keys, values, *places,
-        len(h), tokens.width, width, heads, kv_heads, *keys.stride()[:3],
-        dim, first, by_column, len(layer.q_bias) > 0, half, tile.columns, tile.even, num_warps=4, num_stages=tile.stages,
+def project(attention: Attention, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    dim, (height, width), kv_heads = attention.head_dim, attention.q.shape, keys.shape[1]
+    tile = project_tile(card_of(h.device), height, width, dim, h.element_size())
+    queries, heads, rotary = h.new_empty(len(h), height), height // dim, tokens.cos.shape[1] if attention.rotary else 0
+    places, has_bias, has_norm = (tokens.rows, tokens.columns, tokens.angles), len(attention.k_bias) > 0, _has_norm(attention)
+    biases = (attention.q_bias, attention.k_bias, attention.v_bias) if has_bias else (h, h, h)
+    _project[(heads + 2 * kv_heads, triton.cdiv(dim // 2, tile.rows))](
+        h, attention.q, attention.k, attention.v, *biases, tokens.cos, tokens.sin, queries, keys, values, *places,
+        len(h), width, heads, kv_heads, *keys.stride()[:3],
+        dim, 0 if has_norm else rotary, has_bias, tile.rows, tile.columns, tile.even, num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
-    if len(layer.q_norm):
-        _norm_and_turn[(len(h), heads + kv_heads)](
-            queries, keys, layer.q_norm, layer.k_norm, tokens.cos, tokens.sin, *places, tokens.width, layer.eps, heads,
-            *keys.stride()[:3], layer.norm_offset, dim, later, by_column, triton.next_power_of_2(dim // 2), num_warps=1,
-        )  # fmt: skip
+    if has_norm:
+        _launch_norms(attention, tokens, queries, keys, rotary)
     return queries
 
 
+def _has_norm(attention: Attention) -> bool:
+    return len(attention.k_norm.weight) > 0
+
+
+def _launch_norms(attention: Attention, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, rotary: int) -> None:
+    """Norm and rotate queries and keys. The two norms differ in their weights only."""
+    dim, kv_heads, own = attention.head_dim, keys.shape[1], attention.k_norm
+    heads, strides = queries.shape[1] // dim, keys.stride()[:3]
+    assert not own.layer_norm and not len(own.bias), "norms of queries and keys are RMS norms"
+    weights = attention.q_norm.weight if heads else own.weight, own.weight
+    given = queries, keys, *weights, tokens.cos, tokens.sin, tokens.rows, tokens.columns, tokens.angles, own.eps, heads
+    pairs = triton.next_power_of_2(dim // 2)
+    if len(own.weight) == dim:
+        _norm_and_rotate[(len(queries), heads + kv_heads)](*given, *strides, own.offset, dim, rotary, pairs, num_warps=1)
+    else:
+        most = triton.next_power_of_2(max(heads, kv_heads))
+        _norm_all_and_rotate[(len(queries), 2)](*given, kv_heads, *strides, own.offset, dim, rotary, most, pairs, num_warps=8)
+
+
 def attend(
-    layer: Layer, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, most: int
+    attention: Attention, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, most: int
 ) -> torch.Tensor:
-    """(tokens, heads * dim) queries -> what they see; no row has more than `most` tokens."""
-    dim, kv_heads, heads, splits = layer.head_dim, keys.shape[1], queries.shape[1] // layer.head_dim, triton.cdiv(most, SPLIT)
-    out, block, tile = (
-        torch.empty_like(queries),
-        max(16, triton.next_power_of_2(dim)),
-        TILE if queries.element_size() == 2 else TILE // 4,
-    )
+    dim, kv_heads, splits = attention.head_dim, keys.shape[1], triton.cdiv(most, SPLIT)
+    heads, out, block = queries.shape[1] // dim, torch.empty_like(queries), max(16, triton.next_power_of_2(dim))
+    group = max(16, triton.next_power_of_2(heads // kv_heads))
+    tile = attention_tile(card_of(queries.device), block, group, queries.element_size())
     parts = out if splits == 1 else queries.new_empty(splits, *queries.shape, dtype=torch.float32)
     peaks, sums = queries.new_empty(2, splits, len(queries), heads, dtype=torch.float32)
     _attend[(len(queries), kv_heads, splits)](
-        queries, keys, values, tokens.rows, tokens.origins, tokens.start, parts, peaks, sums, len(queries), tokens.width,
-        layer.scaling, heads, kv_heads, *keys.stride()[:3],
-        layer.window, dim, max(16, triton.next_power_of_2(heads // kv_heads)), SPLIT, tile, block, splits == 1,
-        num_warps=4, num_stages=2,
+        queries, keys, values, tokens.rows, tokens.columns, tokens.positions, parts, peaks, sums, len(queries),
+        attention.scaling, heads, kv_heads, *keys.stride()[:3], attention.window, attention.cap, dim,
+        group, SPLIT, tile.keys, block, splits == 1, num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         _join[(len(queries), heads)](
-            parts, peaks, sums, out, tokens.start, tokens.origins, tokens.width, len(queries), heads,
-            dim, SPLIT, block, num_warps=1,
-        )  # fmt: skip
+            parts, peaks, sums, out, tokens.positions, len(queries), heads, dim, SPLIT, block, num_warps=1
+        )
     return out
 
 
@@ -233,11 +272,13 @@ def attend(
 
 
 def decoder_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor, most: int | None = None) -> None:
-    """As in `reference.py`, with `rows`, `origins` and `start` on the device; no row has more than `most` tokens."""
-    x = tokens.x
-    h = norm(x, input_norm(layer))
-    queries = project(layer, tokens, h, keys, values)
-    seen = attend(layer, tokens, queries, keys, values, most or keys.shape[2])
-    linear(seen, layer.o, layer.o_bias, x, layer.residual)
-    h = norm(x, mlp_norm(layer))
-    linear(gated(h, layer.gate, layer.up, layer.activation), layer.down, EMPTY, x, layer.residual)
+    """All arrays are on the device; no token attends to more than `most` columns."""
+    x, attention, mlp = tokens.x, layer.attention, layer.mlp
+    h = norm(x, layer.attention_norm)
+    beside = norm(x, layer.mlp_norm) if layer.parallel and len(layer.mlp_norm.weight) else h
+    queries = project(attention, tokens, h, keys, values)
+    seen = attend(attention, tokens, queries, keys, values, most or keys.shape[2])
+    add_linear(x, seen, attention.o, attention.o_bias, layer.attention_out_norm, layer.residual)
+    if not layer.parallel:
+        beside = norm(x, layer.mlp_norm)
+    add_linear(x, mlp_inner(beside, mlp), mlp.down, mlp.down_bias, layer.mlp_out_norm, layer.residual)

@@ -1,27 +1,36 @@
-"""Products and norms for up to 16 tokens on a GPU, in Triton. What each computes is said by its namesake in `reference.py`.
+"""Products and norms for up to 16 tokens on a GPU, in Triton. Functions of the same names in `reference.py` define them.
 
-A program takes a block of a weight's rows past all tokens of a pass, which stand in 16 places. The tile has one shape whatever
-the number of tokens, and sums run in one order, so a token's bits do not depend on what stands beside it.
+A program multiplies a block of a weight's rows with all tokens of a pass, padded to 16. The tile has one shape whatever the
+number of tokens, and sums run in one order, so a token's bits do not depend on the tokens beside it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from TIDE.kernels.layer import MOST_TOKENS, Norm
+from TIDE.kernels.cards import card_of, gated_tile, linear_tile
+from TIDE.kernels.layer import MLP, Norm
 
 EMPTY = torch.zeros(0)
 # One binary for any number of tokens, and for any place of a round's small buffers.
 counted = triton.jit(
-    do_not_specialize=["tokens", "per_row", "drafts"],
-    do_not_specialize_on_alignment=["start", "starts", "rows", "best", "token", "score", "scores"],
+    do_not_specialize=["tokens", "drafts"],
+    do_not_specialize_on_alignment=[
+        "start",
+        "starts",
+        "rows",
+        "columns",
+        "positions",
+        "angles",
+        "best",
+        "token",
+        "score",
+        "scores",
+    ],
 )
 
 
@@ -44,7 +53,7 @@ def _product(x, weight, rows, inside, tokens, width, BN: tl.constexpr, BK: tl.co
 @counted
 def _linear(
     x, weight, bias, out, start, tokens, height, width, scale,
-    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_START: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_START: tl.constexpr, ACTIVATION: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     rows, place = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, 16)
@@ -55,6 +64,8 @@ def _linear(
     if HAS_BIAS:
         total += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
     kind = out.dtype.element_ty
+    if ACTIVATION >= 0:
+        total = _activated(total.to(kind).to(tl.float32), ACTIVATION)
     at, known = place[None, :] * height + rows[:, None], inside[:, None] & (place < tokens)[None, :]
     if HAS_BASE:
         added = (total.to(kind).to(tl.float32) * scale).to(kind).to(tl.float32)
@@ -84,13 +95,16 @@ def _two_products(
 
 @counted
 def _gated(
-    x, gate, up, out, tokens, height, width,
-    ACTIVATION: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    x, gate, up, gate_bias, up_bias, out, tokens, height, width,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     rows, place = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, 16)
     inside = rows < height
     kind = out.dtype.element_ty
     opened, raised = _two_products(x, gate, rows, up, rows, inside, tokens, width, BN, BK, EVEN)
+    if HAS_BIAS:
+        opened += tl.load(gate_bias + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
+        raised += tl.load(up_bias + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
     opened = _activated(opened.to(kind).to(tl.float32), ACTIVATION).to(kind).to(tl.float32)
     raised = raised.to(kind).to(tl.float32)
     known = inside[:, None] & (place < tokens)[None, :]
@@ -108,35 +122,56 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _norm(
-    x, weight, bias, out, width, eps, OFFSET: tl.constexpr, CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, weight, bias, out, width, eps, scale,
+    OFFSET: tl.constexpr, LAYER_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, BLOCK)
     at, known = tl.program_id(0) * width + column, column < width
     states = tl.load(x + at, mask=known, other=0.0).to(tl.float32)
-    if CENTRED:
+    if LAYER_NORM:
         states = tl.where(known, states - tl.sum(states, 0) / width, 0.0)
     states *= tl.rsqrt(tl.sum(states * states, 0) / width + eps)
     factor, shift = tl.load(weight + column, mask=known, other=0.0), 0.0
     if HAS_BIAS:
         shift = tl.load(bias + column, mask=known, other=0.0).to(tl.float32)
-    tl.store(out + at, _gained(states, factor, shift, OFFSET, CENTRED, out.dtype.element_ty), mask=known)
+    kind = out.dtype.element_ty
+    normed = _gained(states, factor, shift, OFFSET, LAYER_NORM, kind)
+    if HAS_BASE:
+        added = (normed.to(tl.float32) * scale).to(kind).to(tl.float32)
+        normed = (tl.load(out + at, mask=known, other=0.0).to(tl.float32) + added).to(kind)
+    tl.store(out + at, normed, mask=known)
 
 
 def norm(x: torch.Tensor, own: Norm) -> torch.Tensor:
-    out, width, has_bias = torch.empty_like(x), x.shape[1], len(own.bias) > 0
+    if not len(own.weight):
+        return x
+    out = torch.empty_like(x)
+    _launch_norm(x, own, out, 1.0, has_base=False)
+    return out
+
+
+def _launch_norm(x: torch.Tensor, own: Norm, out: torch.Tensor, scale: float, has_base: bool) -> None:
+    width, has_bias = x.shape[1], len(own.bias) > 0
     _norm[(len(x),)](
-        x, own.weight, own.bias if has_bias else own.weight, out, width, own.eps, own.offset, own.centred, has_bias,
-        triton.next_power_of_2(width), num_warps=8,
+        x, own.weight, own.bias if has_bias else own.weight, out, width, own.eps, scale,
+        own.offset, own.layer_norm, has_bias, has_base, triton.next_power_of_2(width), num_warps=8,
     )  # fmt: skip
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor = EMPTY, activation: int | None = None) -> torch.Tensor:
+    out = x.new_empty(len(x), len(weight))
+    _launch_linear(x, weight, bias, out, activation=activation)
     return out
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor = EMPTY, base: torch.Tensor | None = None, scale: float = 1.0
-) -> torch.Tensor:
-    out = x.new_empty(len(x), len(weight)) if base is None else base
-    _launch_linear(x, weight, bias, out, scale=scale, has_base=base is not None)
-    return out
+def add_linear(
+    base: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out_norm: Norm, scale: float
+) -> None:
+    """One launch; with a norm, which needs whole states, two."""
+    if len(out_norm.weight):
+        _launch_norm(linear(x, weight, bias), out_norm, base, scale, has_base=True)
+    else:
+        _launch_linear(x, weight, bias, base, scale=scale, has_base=True)
 
 
 def _launch_linear(
@@ -147,57 +182,36 @@ def _launch_linear(
     start: torch.Tensor | None = None,
     scale: float = 1.0,
     has_base: bool = False,
+    activation: int | None = None,
 ) -> None:
-    (height, width), tile = weight.shape, _tile(weight, 32, 256, 5)
+    height, width = weight.shape
+    tile = linear_tile(card_of(weight.device), height, width, weight.element_size())
     _linear[(triton.cdiv(height, tile.rows),)](
         x, weight, bias if len(bias) else x, out, x if start is None else start, len(x), height, width, scale,
-        len(bias) > 0, has_base, start is not None, tile.rows, tile.columns, tile.even, num_warps=4, num_stages=tile.stages,
+        len(bias) > 0, has_base, start is not None, -1 if activation is None else activation, tile.rows,
+        tile.columns, tile.even, num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
 
 
-def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
-    (height, width), tile = gate.shape, _tile(gate, 64, 128, 3)
+def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:
+    if not len(mlp.gate):
+        return linear(x, mlp.up, mlp.up_bias, mlp.activation)
+    (height, width), has_bias = mlp.gate.shape, len(mlp.up_bias) > 0
+    tile = gated_tile(card_of(mlp.gate.device), height, width, mlp.gate.element_size())
     out = x.new_empty(len(x), height)
     _gated[(triton.cdiv(height, tile.rows),)](
-        x, gate, up, out, len(x), height, width, activation, tile.rows, tile.columns, tile.even,
-        num_warps=4, num_stages=tile.stages,
+        x, mlp.gate, mlp.up, mlp.gate_bias if has_bias else x, mlp.up_bias if has_bias else x, out, len(x), height, width,
+        has_bias, mlp.activation, tile.rows, tile.columns, tile.even, num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
     return out
 
 
-class Tile(NamedTuple):
-    """What a program takes of a weight at a time. It goes by the weight alone, never by the tokens."""
-
-    rows: int
-    columns: int
-    stages: int  # tiles on their way
-    even: bool  # the columns come out even
-
-
-def _tile(weight: torch.Tensor, rows: int, columns: int, stages: int) -> Tile:
-    """The tile that is best for large weights. Small ones have fewer rows, so that there is work for all of the GPU; GPUs with
-    little shared memory have fewer tiles on their way."""
-    height, width = weight.shape
-    while rows > 16 and height < 128 * rows:
-        rows //= 2
-    columns = 2 * columns // weight.element_size()
-    fits = _shared_memory(weight.device) // ((2 * rows + MOST_TOKENS) * columns * weight.element_size())
-    return Tile(rows, columns, min(stages, 1 + fits), width % columns == 0)
-
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have."""
-    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return properties.shared_memory_per_block_optin if properties is not None else 1 << 20
-
-
 @triton.jit
-def _gained(states, factor, shift, OFFSET: tl.constexpr, CENTRED: tl.constexpr, kind: tl.constexpr):
-    """Normed states times the weight of the norm. Layer norms and norms around 1 (Gemma) are rounded once, the others before
-    it too."""
-    if CENTRED:
-        return (states * factor.to(tl.float32) + shift).to(kind)
+def _gained(states, factor, shift, OFFSET: tl.constexpr, LAYER_NORM: tl.constexpr, kind: tl.constexpr):
+    """Multiply normed states with the weight of the norm. Layer norms and norms with an offset (Gemma) round once, the others
+    also before the product, as models do."""
+    if LAYER_NORM:
+        return (states * (factor.to(tl.float32) + OFFSET) + shift).to(kind)
     if OFFSET != 0:
         return (states * (factor.to(tl.float32) + OFFSET)).to(kind)
     return (states.to(kind).to(tl.float32) * factor.to(tl.float32)).to(kind)

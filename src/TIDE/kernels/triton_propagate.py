@@ -1,7 +1,7 @@
-"""K/V of tokens in layers that they skip, in one launch; its namesake in `reference.py` says what is computed.
+"""K/V of tokens in layers that they skip, in one launch; `propagate` in `reference.py` defines it.
 
-A program takes one key or value head of one layer past all tokens, which stand in 16 places. It norms their states on the way,
-so nothing is written but K/V.
+A program computes one key or value head of one layer for all tokens, padded to 16. It norms their states on the way, so
+nothing is written but K/V.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,18 +12,20 @@ import torch
 import triton
 import triton.language as tl
 
-from TIDE.kernels.layer import Layer, Pass
-from TIDE.kernels.triton_ops import _squares, _turned
-from TIDE.kernels.triton_products import _gained, counted
+from TIDE.kernels.cards import card_of, propagate_tile
+from TIDE.kernels.layer import Layer, Pass, only_kv
+from TIDE.kernels.triton_ops import _rotated, _squares, project
+from TIDE.kernels.triton_products import _gained, counted, norm
 
-FACTS = 10  # of a layer: where its weights and its cache are, whether it turns keys, and the shift of its norm
+FACTS = 10  # per layer: addresses of its weights and its cache, and whether it rotates keys
 
 
 @counted
 def _propagate(
-    x, facts, cos, sin, rows, start, tokens, per_row, width, eps, kv_heads, stride_row, stride_head, stride_column,
-    OFFSET: tl.constexpr, CENTRED: tl.constexpr, SHIFTED: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, FACTS: tl.constexpr, HALF: tl.constexpr, BK: tl.constexpr,
+    x, facts, cos, sin, rows, columns, angles, tokens, width, eps, head_eps, kv_heads, stride_row, stride_head, stride_column,
+    OFFSET: tl.constexpr, HEAD_OFFSET: tl.constexpr, LAYER_NORM: tl.constexpr, SHIFTED: tl.constexpr, DIM: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, FACTS: tl.constexpr, HALF: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     own, place, pair = facts + tl.program_id(0) * FACTS, tl.arange(0, 16), tl.arange(0, HALF)
     is_value = tl.program_id(1) >= kv_heads
@@ -37,7 +39,7 @@ def _propagate(
     known = (place < tokens)[None, :]
 
     mean = tl.zeros((16,), tl.float32)
-    if CENTRED:
+    if LAYER_NORM:
         for k in range(0, width, BK):
             column = k + tl.arange(0, BK)
             states = tl.load(x + place[None, :] * width + column[:, None], mask=known & (column < width)[:, None], other=0.0)
@@ -62,7 +64,7 @@ def _propagate(
         if SHIFTED:
             shift = tl.load(tl.load(own + 9).to(tl.pointer_type(kind)) + column, mask=there, other=0.0).to(tl.float32)[:, None]
         even = (states.to(tl.float32) - mean[None, :]) * scale[None, :]
-        normed = _gained(even, factor, shift, OFFSET, CENTRED, kind)
+        normed = _gained(even, factor, shift, OFFSET, LAYER_NORM, kind)
         mask = inside[:, None] & there[None, :]
         first = tl.load(weight + (head * DIM + one)[:, None] * width + column[None, :], mask=mask, other=0.0)
         second = tl.load(weight + (head * DIM + two)[:, None] * width + column[None, :], mask=mask, other=0.0)
@@ -76,37 +78,51 @@ def _propagate(
 
     if HAS_NORM and not is_value:
         norms = tl.load(own + 5).to(tl.pointer_type(kind))
-        even = tl.rsqrt((_squares(a) + _squares(b)) / DIM + eps)[None, :]
-        a = _gained(a.to(tl.float32) * even, tl.load(norms + one, mask=inside, other=0.0)[:, None], 0.0, OFFSET, False, kind)
-        b = _gained(b.to(tl.float32) * even, tl.load(norms + two, mask=inside, other=0.0)[:, None], 0.0, OFFSET, False, kind)
+        even = tl.rsqrt((_squares(a) + _squares(b)) / DIM + head_eps)[None, :]
+        a = _gained(
+            a.to(tl.float32) * even, tl.load(norms + one, mask=inside, other=0.0)[:, None], 0.0, HEAD_OFFSET, False, kind
+        )
+        b = _gained(
+            b.to(tl.float32) * even, tl.load(norms + two, mask=inside, other=0.0)[:, None], 0.0, HEAD_OFFSET, False, kind
+        )
     if ROTARY > 0:
-        turned = tl.where(is_value, 0, half * tl.load(own + 8).to(tl.int32))
-        turns = known & (pair < turned)[:, None]
-        a, b = _turned(a, b, cos, sin, place[None, :] * ROTARY, one[:, None], two[:, None], turns)
+        last = tl.where(is_value, 0, half * tl.load(own + 8).to(tl.int32))
+        rotates = known & (pair < last)[:, None]
+        angle = tl.load(angles + place, mask=place < tokens, other=0)
+        a, b = _rotated(a, b, cos, sin, angle[None, :] * ROTARY, one[:, None], two[:, None], rotates)
 
-    row = tl.load(rows + place // per_row, mask=place < tokens, other=0).to(tl.int64)
-    at = row * stride_row + head * stride_head + (place % per_row + tl.load(start)) * stride_column
+    row = tl.load(rows + place, mask=place < tokens, other=0).to(tl.int64)
+    placed = tl.load(columns + place, mask=place < tokens, other=0)
+    at = row * stride_row + head * stride_head + placed * stride_column
     out = tl.load(own + tl.where(is_value, 7, 6)).to(tl.pointer_type(kind)) + at[None, :]
     tl.store(out + one[:, None], a, mask=inside[:, None] & known)
     tl.store(out + two[:, None], b, mask=inside[:, None] & known)
 
 
 def propagate(layers: list[Layer], tokens: Pass, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    first, (keys, _) = layers[0], caches[0]
-    dim, width, kv_heads = first.head_dim, tokens.x.shape[1], keys.shape[1]
-    has_bias, has_norm, turned = len(first.k_bias) > 0, len(first.k_norm) > 0, tokens.cos.shape[1]
+    """One launch for layers that are alike; layers with norms over all heads, or none before attention, one by one."""
+    first, own, (keys, _) = layers[0], layers[0].attention, caches[0]
+    if not len(first.attention_norm.weight) or len(own.k_norm.weight) > own.head_dim:
+        for layer, cache in zip(layers, caches, strict=True):
+            project(only_kv(layer.attention), tokens, norm(tokens.x, layer.attention_norm), *cache)
+        return
+    before, dim, width, kv_heads = first.attention_norm, own.head_dim, tokens.x.shape[1], keys.shape[1]
     half = max(16, triton.next_power_of_2(dim // 2))
+    tile = propagate_tile(card_of(keys.device), half, width, keys.element_size())
     _propagate[(len(layers), 2 * kv_heads)](
-        tokens.x, _facts(layers, caches), tokens.cos, tokens.sin, tokens.rows, tokens.start, len(tokens.x), tokens.width,
-        width, first.eps, kv_heads, *keys.stride()[:3], first.norm_offset, first.centred, len(first.input_norm_bias) > 0,
-        dim, turned, has_bias, has_norm, FACTS, half, 64 if tokens.x.element_size() == 2 else 32, num_warps=4, num_stages=2,
+        tokens.x, _facts(layers, caches), tokens.cos, tokens.sin, tokens.rows, tokens.columns, tokens.angles, len(tokens.x),
+        width, before.eps, own.k_norm.eps, kv_heads, *keys.stride()[:3],
+        before.offset, own.k_norm.offset, before.layer_norm, len(before.bias) > 0, dim, tokens.cos.shape[1],
+        len(own.k_bias) > 0, len(own.k_norm.weight) > 0, FACTS, half, tile.columns,
+        num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
 
 
 def _facts(layers: list[Layer], caches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """(layers, FACTS)"""
     found = []
-    for own, cache in zip(layers, caches, strict=True):
-        held = own.input_norm, own.k, own.v, own.k_bias, own.v_bias, own.k_norm, *cache
-        found.append([*(x.data_ptr() for x in held), int(own.rotary), own.input_norm_bias.data_ptr()])
-    return torch.tensor(found).to(layers[0].k.device, non_blocking=True)
+    for layer, cache in zip(layers, caches, strict=True):
+        own, before = layer.attention, layer.attention_norm
+        held = before.weight, own.k, own.v, own.k_bias, own.v_bias, own.k_norm.weight, *cache
+        found.append([*(x.data_ptr() for x in held), int(own.rotary), before.bias.data_ptr()])
+    return torch.tensor(found).to(layers[0].attention.k.device, non_blocking=True)

@@ -28,7 +28,7 @@ class CalibratedPolicy(ExitPolicy):
     weighs = True
     fast_threshold = 0.95  # scores are shares: nineteen in twenty exits agree
 
-    def __init__(self, file: RouterFile, adapter: ModelAdapter) -> None:
+    def __init__(self, file: RouterFile, adapter: ModelAdapter, head: Head | None = None) -> None:
         device, dtype = adapter.device, adapter.model.dtype
         self.exits = {depth: file.exits[depth] for depth in file.checkpoints}
         for at in self.exits.values():
@@ -44,14 +44,16 @@ class CalibratedPolicy(ExitPolicy):
         self.watches = tuple(sorted({depth for own in map(self._watched, self.exits.items()) for depth in own}))
         takes_signals = device.type == "cpu" and all(at.router.signals for at in self.exits.values())
         self.routers = {depth: at.router.arrays() for depth, at in self.exits.items()} if takes_signals else {}
-        self.int8_head = self._int8_head(adapter)
+        head = adapter.head if head is None else head
+        self.int8_head = self._int8_head(head)
         nothing = torch.zeros(1, adapter.hidden_dim, device=device, dtype=dtype)
         for depth in self.exits:  # what is made at first use should not keep a text waiting
-            self.judge(depth, nothing, adapter.head)
+            self.judge(depth, nothing, head)
 
-    def _int8_head(self, adapter: ModelAdapter) -> Any:
-        """The LM head in compiled code, of the weights as they are now; None where there is none."""
-        return adapter.int8_head(self.vocabulary) if self.routers else None
+    def _int8_head(self, head: Head) -> Any:
+        """Return the LM head in 8 bits, of the weights as they are now; None if there is no compiled code for it."""
+        int8 = getattr(head, "int8", None)
+        return int8(self.vocabulary) if int8 is not None and self.routers else None
 
     def _watched(self, place: tuple[int, Exit]) -> list[int]:
         depth, at = place
@@ -69,7 +71,8 @@ class CalibratedPolicy(ExitPolicy):
     def start(self, rows: int, head: Head) -> ExitPolicy:
         adapter = getattr(head, "__self__", None)  # whose head it is; policies may serve several engines
         if adapter is not None:
-            self.int8_head = self._int8_head(adapter)
+            head = adapter.head if head is None else head
+        self.int8_head = self._int8_head(head)
         return _Request(self, rows, head)
 
     def score(self, candidates: Candidates) -> torch.Tensor:

@@ -12,8 +12,6 @@ from TIDE.kernels.dispatch import arrays, compiled_exits
 from TIDE.kernels.layer import Entry
 from TIDE.routing.heads import EPS, MemoryHead
 
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-
 
 class Kept(NamedTuple):
     """What a memory head remembers of all rows and positions: tensors, or the same memory as arrays for compiled code, whose
@@ -32,12 +30,16 @@ class CompiledHead:
     def __init__(self, head: MemoryHead, ops: ModuleType) -> None:
         self.ops = ops
         self.head = head
-        layer, in_bytes = arrays(head.as_layer()), ops.cpu_ops.in_bytes
-        self.layer = layer._replace(**{name: in_bytes(getattr(layer, name)) for name in MATRICES})
+        layer, quantize_int8 = arrays(head.as_layer()), ops.cpu_ops.quantize_int8
+        attention, mlp = (
+            part._replace(**{name: quantize_int8(getattr(part, name)) for name in names})
+            for part, names in ((layer.attention, "qkvo"), (layer.mlp, ("gate", "up", "down")))
+        )
+        self.layer = layer._replace(attention=attention, mlp=mlp)
         recall = torch.zeros(0, 0) if head.recall is None else head.recall.weight
         centers = [head.shallow_center, head.shallow_spread, head.deep_center, head.deep_spread]
         fields: list[Any] = [x.detach().numpy() for x in centers]
-        fields += [in_bytes(x.detach().numpy()) for x in (head.fuse.weight, recall)]
+        fields += [quantize_int8(x.detach().numpy()) for x in (head.fuse.weight, recall)]
         self.entry = Entry(*[*fields, EPS])
         self._cos = self._sin = np.zeros((0, 0), np.float32)
         self._compile()
@@ -48,7 +50,7 @@ class CompiledHead:
 
     def feed(self, row: int, span: range, kept: Kept) -> np.ndarray:
         """The guess (hidden,) for the last of a row's positions; K/V of all are kept: see `memory.py`."""
-        self._turn_up_to(span.stop)
+        self._grow_tables(span.stop)
         seen = kept.shallow, kept.before, kept.keys, kept.values
         return self.ops.memory_block(self.entry, self.layer, self._cos, self._sin, row, span.start, span.stop, *seen)
 
@@ -61,7 +63,7 @@ class CompiledHead:
         self.feed(0, range(1), Kept(*states, *heads))
         self.remember(states[1][0])
 
-    def _turn_up_to(self, length: int) -> None:
+    def _grow_tables(self, length: int) -> None:
         if length > len(self._cos):
             positions = torch.arange(max(length, 2 * len(self._cos)))[None]
             self._cos, self._sin = (part[0, 0].numpy() for part in self.head.angles(positions, torch.float32))

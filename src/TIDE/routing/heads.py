@@ -19,13 +19,13 @@ what `step` does token by token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from TIDE.kernels.layer import Layer
+from TIDE.kernels.layer import MLP, Attention, Layer, Norm, no_norm
 
 EPS = 1e-6
 MEMORIES = 3  # depths at which a memory head sees finished tokens
@@ -142,17 +142,17 @@ class MemoryHead(nn.Module):
         """(n, q, hidden) -> queries (n, heads, q, d), keys and values (n, kv_heads, q, d), turned to their positions."""
         q, k, v = self._projected(x, self.qkv.weight).split([self.sizes.heads, self.sizes.kv_heads, self.sizes.kv_heads], 1)
         cos, sin = self.angles(positions, q.dtype)
-        return _turn(q, cos, sin), _turn(k, cos, sin), v
+        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
     def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The first part of `project`."""
         q = self._projected(x, self.qkv.weight[: self.sizes.heads * self.sizes.head_dim])
-        return _turn(q, *self.angles(positions, q.dtype))
+        return _rotate(q, *self.angles(positions, q.dtype))
 
     def keys_and_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rest of it."""
         k, v = self._projected(x, self.qkv.weight[self.sizes.heads * self.sizes.head_dim :]).chunk(2, 1)
-        return _turn(k, *self.angles(positions, k.dtype)), v
+        return _rotate(k, *self.angles(positions, k.dtype)), v
 
     def _projected(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """(n, q, hidden) -> (n, heads, q, d)"""
@@ -163,20 +163,23 @@ class MemoryHead(nn.Module):
         """The rest of the block: (n, heads, q, d) attention results -> (n, q, hidden)."""
         x = x + self.o(attended.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self._gained(x, self.mlp_gain)).chunk(2, -1)
-        return self.outward(x + self.down(F.silu(gate) * up))
+        return self.denormalize(x + self.down(F.silu(gate) * up))
 
-    def outward(self, x: torch.Tensor) -> torch.Tensor:
+    def denormalize(self, x: torch.Tensor) -> torch.Tensor:
         """From the block's coordinates to those of deep states."""
         return x * self.deep_spread + self.deep_center
 
     def as_layer(self) -> Layer:
-        """The block as a decoder layer like others."""
+        """Return the block as a decoder layer like others."""
         sizes, none = self.sizes, torch.zeros(0)
         q, k, v = self.qkv.weight.split([n * sizes.head_dim for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads)])
         gate, up = self.gate_up.weight.chunk(2)
-        weights: list[Any] = [self.attention_gain, self.mlp_gain, q, k, v, self.o.weight, gate, up, self.down.weight]
-        figures: list[Any] = [sizes.head_dim, EPS, sizes.head_dim**-0.5]
-        return Layer(*weights, *[none] * 8, *figures)
+        absent = no_norm(none)
+        attention_norm, mlp_norm = (Norm(gain, EPS, 0.0, False, none) for gain in (self.attention_gain, self.mlp_gain))
+        biases = none, none, none, none
+        attention = Attention(q, k, v, self.o.weight, *biases, absent, absent, sizes.head_dim, sizes.head_dim**-0.5)
+        mlp = MLP(gate, up, self.down.weight, none, none, none)
+        return Layer(attention_norm, attention, absent, mlp_norm, mlp, absent)
 
     def unroll(self, shallow: torch.Tensor, deep: torch.Tensor, steps: int, jitter: Jitter | None = None) -> list[torch.Tensor]:
         """Guesses for whole texts at draft steps 1 … `steps`, given the text.
@@ -272,7 +275,7 @@ def input_depths(depth: int, inputs: int) -> list[int]:
     return [depth] if inputs == 1 else [0, depth]
 
 
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 

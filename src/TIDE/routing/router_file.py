@@ -31,7 +31,7 @@ from TIDE.routing.exits import Exit, build_exit
 from TIDE.routing.fingerprint import Fingerprint, fingerprint
 from TIDE.routing.heads import HEADS, HeadSizes, IdentityHead
 from TIDE.routing.original import ORIGIN, ORIGINAL_KEYS, THRESHOLD, is_original, original_policy, read_original
-from TIDE.routing.policy import ExitPolicy
+from TIDE.routing.policy import ExitPolicy, Head
 from TIDE.routing.router import Router
 
 if TYPE_CHECKING:
@@ -149,13 +149,17 @@ class RouterFile(ModelHubMixin):
         pending = ExitPolicy.max_pending
         return cls("identity", exits, tuple(exits), pending, facts=facts, version=ORIGIN.split()[-1], path=path)
 
-    def policy(self, adapter: ModelAdapter) -> ExitPolicy:
-        """The exit policy for the model of a window, if it is the one this file was made for."""
-        policy = self._policy(adapter)
+    def policy(self, adapter: ModelAdapter, head: Head | None = None) -> ExitPolicy:
+        """Return the exit policy for an adapter's model, if it is the one this file was made for.
+
+        Args:
+            head: makes logits; the adapter's own if None.
+        """
+        policy = self._policy(adapter, head)
         policy.certificate = self.certificate
         return policy
 
-    def _policy(self, adapter: ModelAdapter) -> ExitPolicy:
+    def _policy(self, adapter: ModelAdapter, head: Head | None) -> ExitPolicy:
         where = self.path or "this router file"
         if self.fingerprint is not None:
             found = fingerprint(adapter.model)
@@ -176,7 +180,7 @@ class RouterFile(ModelHubMixin):
             )
         from TIDE.routing.calibrated import CalibratedPolicy
 
-        return CalibratedPolicy(self, adapter)
+        return CalibratedPolicy(self, adapter, head)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the tensors, as JSON can hold it."""

@@ -18,33 +18,18 @@ after its length are never attended to by its tokens.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from TIDE.adapters.adapter import KVWritten
 from TIDE.adapters.probe import Store
+from TIDE.engine.cache.cache_layers import KVLayer, StateLayer, View
 
 STEP = 256  # columns added at a time
-
-
-@dataclass
-class View:
-    """What the pass in progress sees."""
-
-    segment: int  # the first one of the pass
-    rows: list[int]
-    start: int  # first new column
-    width: int  # new columns, padding included
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.width
 
 
 @dataclass
@@ -107,20 +92,27 @@ class SegmentCache(Cache):
         return all(stand == stands[0] for stand in stands)
 
     @contextmanager
-    def open(self, segment: int, rows: list[int], counts: list[int], last: int | None = None) -> Iterator[View]:
+    def open(
+        self, segment: int, rows: list[int], counts: list[int], last: int | None = None, aligned: bool = True
+    ) -> Iterator[View]:
         """Make room for `counts` new tokens of `rows` in a segment; lengths grow when the pass succeeds.
 
         Args:
             last: the pass goes through the level segments from `segment` to this one.
+            aligned: move histories so that they end at one column, as a model's own modules need it. Otherwise every row goes
+                on where it stands.
         """
         assert len(rows) == len(counts) > 0 and min(counts) > 0
         assert not self.keeps_state(segment, last) or len(set(counts)) == 1, "padding would enter a running state"
         owns = self._from_to(segment, last)
         width = max(counts)
-        start, *others = [self._align(own, rows, width) for own in owns]
-        assert all(other == start for other in others), "segments of one pass stand at different columns"
-        self._view = View(segment, rows, start, width)
-        self._offset.fill_(start)
+        if aligned:
+            starts, *others = [[self._align(own, rows, width)] * len(rows) for own in owns]
+        else:
+            starts, *others = [self._make_room(own, rows, counts) for own in owns]
+        assert all(other == starts for other in others), "segments of one pass stand at different columns"
+        self._view = View(segment, rows, starts, width)
+        self._offset.fill_(starts[0])
         for layer, own in self._states_of(owns):
             layer.check_out(rows, own.length)
         try:
@@ -137,7 +129,7 @@ class SegmentCache(Cache):
     def open_at(self, column: torch.Tensor, width: int) -> Iterator[None]:
         """A pass of the only row of a static cache, from a column that only the device knows. Lengths stay as they are."""
         assert self.static and len(self.segments) == len(self.segments[0].length) == 1
-        self._view, self._offset = View(0, [0], 0, width), column
+        self._view, self._offset = View(0, [0], [0], width), column
         try:
             yield
         finally:
@@ -194,7 +186,7 @@ class SegmentCache(Cache):
         keys, values = source.keys[view.rows], source.values[view.rows]
         return tuple(x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (keys, values))
 
-    def room(self, layer: int, heads: int, dim: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def kv_buffers(self, layer: int, heads: int, dim: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values of a layer, (rows, heads, columns, dim), for a pass that writes them itself."""
         own = self.layers[layer]
         if not own.is_initialized:
@@ -217,20 +209,27 @@ class SegmentCache(Cache):
         start = max(own.end(row) for row in rows)
         if start + width > own.capacity:
             start = max(own.length[row] for row in rows)
-        if start + width > own.capacity:
-            if self.static:
-                raise ValueError(
-                    f"the static cache holds {own.capacity} tokens and {start + width} are needed. "
-                    f"Make it with a larger capacity."
-                )
-            own.capacity = -(-(start + width) // STEP) * STEP
-        for index in own.layers:
-            if self._stores[index] is Store.KV:
-                self.layers[index].reserve(own.capacity, len(own.length))
+        self._reserve(own, start + width)
         for row in rows:
             if own.end(row) != start:
                 self._move(own, row, start - own.length[row])
         return start
+
+    def _make_room(self, own: SegmentLengths, rows: list[int], counts: list[int]) -> list[int]:
+        """Return the columns at which `rows` go on, with room for their new tokens."""
+        self._reserve(own, max(own.end(row) + count for row, count in zip(rows, counts, strict=True)))
+        return [own.end(row) for row in rows]
+
+    def _reserve(self, own: SegmentLengths, columns: int) -> None:
+        if columns > own.capacity:
+            if self.static:
+                raise ValueError(
+                    f"the static cache holds {own.capacity} tokens and {columns} are needed. Make it with a larger capacity."
+                )
+            own.capacity = -(-columns // STEP) * STEP
+        for index in own.layers:
+            if self._stores[index] is Store.KV:
+                self.layers[index].reserve(own.capacity, len(own.length))
 
     def _move(self, own: SegmentLengths, row: int, origin: int) -> None:
         for index in own.layers:
@@ -266,133 +265,3 @@ class SegmentCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         own = self.segments[self.view.segment]
         return (own.capacity if self.static else self.view.stop), 0
-
-
-class KVLayer(CacheLayerMixin):
-    """Keys and values of one layer, (rows, heads, columns, dim), allocated when the first ones arrive."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    is_initialized: bool
-    is_sliding = False  # windows are a matter of the mask here: every column is kept
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.capacity = 0
-        self.rows = 0
-
-    def reserve(self, capacity: int, rows: int) -> None:
-        """Have room for so many columns."""
-        if self.is_initialized and capacity > self.capacity:
-            grow = (0, 0, 0, capacity - self.capacity)
-            self.keys = torch.nn.functional.pad(self.keys, grow)
-            self.values = torch.nn.functional.pad(self.values, grow)
-        self.capacity, self.rows = capacity, rows
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        # zeros, not empty: a masked column still enters products, and NaN times zero is NaN
-        self.keys, self.values = (
-            states.new_zeros(self.rows, states.shape[1], self.capacity, states.shape[3])
-            for states in (key_states, value_states)
-        )
-        self.is_initialized = True
-
-    def write(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, view: View, offset: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store a pass and answer with the history its queries attend to; with `offset`, in shapes that never change."""
-        assert key_states.shape[2] == view.width
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        rows = _as_slice(view.rows)
-        if offset is not None:
-            columns = offset + torch.arange(view.width, device=offset.device)
-            self.keys[rows, :, columns] = key_states
-            self.values[rows, :, columns] = value_states
-            return self.keys[rows], self.values[rows]
-        if len(view.rows) == self.rows:  # `narrow` is the quickest way to a view
-            self.keys.narrow(2, view.start, view.width).copy_(key_states)
-            self.values.narrow(2, view.start, view.width).copy_(value_states)
-            return self.keys.narrow(2, 0, view.stop), self.values.narrow(2, 0, view.stop)
-        self.keys[rows, :, view.start : view.stop] = key_states
-        self.values[rows, :, view.start : view.stop] = value_states
-        return self.keys[rows, :, : view.stop], self.values[rows, :, : view.stop]
-
-    def zero(self, view: View) -> None:
-        self.keys[view.rows, :, view.start : view.stop] = 0
-        self.values[view.rows, :, view.start : view.stop] = 0
-
-    def move(self, row: int, old: int, new: int, length: int) -> None:
-        for states in (self.keys, self.values):
-            if states is not None and length:
-                states[row, :, new : new + length] = states[row, :, old : old + length].clone()
-
-    # The cache answers for its layers; these are asked of it, never of them.
-    def update(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError("write through SegmentCache.update")
-
-    def get_seq_length(self) -> int:
-        raise NotImplementedError("ask SegmentCache")
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        raise NotImplementedError("ask SegmentCache")
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class StateLayer(LinearAttentionLayer):
-    """The running state of one layer: a copy per row for every length the row stopped at.
-
-    While a pass is open this object holds the states of the pass's rows, as transformers expects them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.saved: dict[int, dict[int, LinearAttentionLayer]] = {}  # row -> length -> its state
-
-    def check_out(self, rows: list[int], length: list[int]) -> None:
-        LinearAttentionLayer.__init__(self)
-        if any(length[row] for row in rows):
-            self.__dict__.update(_joined([self.saved[row][length[row]] for row in rows]).__dict__)
-
-    def check_in(self, rows: list[int], length: list[int]) -> None:
-        for index, row in enumerate(rows):
-            self.saved.setdefault(row, {})[length[row]] = _part(self, index)
-
-    def nearest(self, row: int, length: int) -> int:
-        return max((n for n in self.saved.get(row, {}) if n <= length), default=0)
-
-    def forget_after(self, row: int, length: int) -> None:
-        self.saved[row] = {n: state for n, state in self.saved.get(row, {}).items() if n <= length}
-
-    def forget_before(self, row: int, length: int) -> None:
-        oldest = self.nearest(row, length)
-        self.saved[row] = {n: state for n, state in self.saved.get(row, {}).items() if n >= oldest}
-
-
-def _joined(states: list[LinearAttentionLayer]) -> LinearAttentionLayer:
-    """One layer state for several rows. Concatenating copies, so what is saved is safe from in-place updates."""
-    joined = copy.copy(states[0])
-    for name in ("conv_states", "recurrent_states"):
-        parts = [getattr(state, name) for state in states]
-        merged = {key: None if parts[0][key] is None else torch.cat([part[key] for part in parts]) for key in parts[0]}
-        setattr(joined, name, merged)
-    return joined
-
-
-def _part(state: LinearAttentionLayer, index: int) -> LinearAttentionLayer:
-    """The state of one row, as a LinearAttentionLayer of its own."""
-    part = LinearAttentionLayer()
-    part.__dict__.update({key: copy.copy(value) for key, value in state.__dict__.items() if key != "saved"})
-    for name in ("conv_states", "recurrent_states"):
-        whole = getattr(state, name)
-        setattr(part, name, {key: None if x is None else x[index : index + 1].clone() for key, x in whole.items()})
-    return part
-
-
-def _as_slice(rows: list[int]) -> slice | list[int]:
-    """Neighbouring rows as a slice: indexing with it is a view, with a list a copy."""
-    if rows == list(range(rows[0], rows[-1] + 1)):
-        return slice(rows[0], rows[-1] + 1)
-    return rows

@@ -1,12 +1,13 @@
-"""A circuit: what a request of one row works on at fixed addresses, so that graphs can be replayed on it.
+"""Slots: static buffers for decoding rows with CUDA graphs. Rows come and go, slots stay.
 
-    text            what stood before the first round
-    keys, values    of every layer, (1, heads, columns, dim)
-    tokens          of a round: the newest final one, then drafts
-    starts          where they stand: the position of the first, and those after it
+    text            (rows, columns) prompts
+    keys, values    of every layer, (rows, heads, columns, dim)
+    tokens          (17, rows) of a round: the newest final token of each row, then its drafts
+    starts          (16, rows) the positions they stand at
+    result          (rows, fields) what the host reads: see `kernels/result.py`
     memory          what a memory head keeps: states of the tokens before, its own K/V
 
-A circuit outlives its request and serves the next one.
+The tokens of a round are flattened step by step, so those of one step, and of the first steps, are views.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ from typing import Any, NamedTuple
 import torch
 
 from TIDE.adapters.probe import Store
+from TIDE.adapters.rotary_table import CosSin
 from TIDE.engine.cache.segment_cache import SegmentCache
-from TIDE.engine.runners.graphs import Graphs
-from TIDE.kernels.layer import MOST_TOKENS, Pass
+from TIDE.kernels.layer import MOST_TOKENS, Pass, only_kv
+from TIDE.kernels.result import FIELDS
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import MemoryHead
 from TIDE.routing.router import Router
 
-COLUMNS = 1024  # a circuit has so many, or twice as many, and so on
+COLUMNS = 1024  # slots have so many, or twice as many, and so on
 
 
-class Turns(NamedTuple):
-    """Cosines and sines of rotary embeddings, by column."""
+class KVShape(NamedTuple):
+    """The K/V of a token in a layer."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    heads: int
+    key_dim: int
+    value_dim: int
 
 
 class Memory:
@@ -39,120 +42,115 @@ class Memory:
 
     def __init__(self, head: MemoryHead, columns: int) -> None:
         weight, sizes = head.fuse.weight, head.sizes
-        self.head, self.layer = head, head.as_layer()
-        self.only_kv = self.layer._replace(q=self.layer.q[:0])
+        self.head = head
+        self.layer = head.as_layer()
+        self.only_kv = only_kv(self.layer.attention)
         self.before = weight.new_zeros(columns + 1, sizes.hidden_dim)  # row p: the memory of position p - 1
         self.parts = weight.new_zeros(MOST_TOKENS, sizes.memories * sizes.hidden_dim)  # of finished tokens, to be remembered
         self.entries = weight.new_zeros(MOST_TOKENS, (sizes.inputs + 1) * sizes.hidden_dim)  # of those that wait for it
-        self.fed = torch.zeros(1, dtype=torch.int32, device=weight.device)  # positions whose K/V stand
+        self.fed = torch.zeros(1, dtype=torch.int32, device=weight.device)  # positions whose K/V are there
         self.keys, self.values = weight.new_zeros(2, 1, sizes.kv_heads, columns, sizes.head_dim)
         positions = torch.arange(columns, device=weight.device)[None]
-        self.turns = Turns(*(part[0, 0].contiguous() for part in head.angles(positions, weight.dtype)))
+        self.angles = CosSin(*(part[0, 0].contiguous() for part in head.angles(positions, weight.dtype)))
 
 
-def gauge(router: Router) -> torch.Tensor:
-    """What makes a score of a router's sum: bias, temperature, offset."""
+def score_params(router: Router) -> torch.Tensor:
+    """Return what makes a score of a router's sum: bias, temperature, offset."""
     bias = router.temperature.new_zeros(1) if router.up.bias is None else router.up.bias
     return torch.cat([bias, router.temperature[None], router.offset[None]])
 
 
-class KVShape(NamedTuple):
-    """What a layer keeps of a token."""
-
-    heads: int
-    key_dim: int
-    value_dim: int
-
-
 class Slots:
-    """Fixed addresses for a row of up to `columns` tokens.
+    """Fixed addresses for rows of up to `columns` tokens.
 
     Args:
         like: (hidden,) a state; dtype and device are those of all states.
-        rooms: of each layer.
-        turns: None: layers see to them.
+        kv_shapes: of each layer.
+        angles: rotary tables by kind; None: layers compute angles themselves.
         exit_: the exit that rounds will ask.
-        context: tokens that the model can take. Rounds run ahead, and what runs behind it is given the last position.
+        context: tokens that the model can take. Rounds may run past it; positions beyond it are clamped.
     """
 
     def __init__(
         self,
         like: torch.Tensor,
         kv_shapes: list[KVShape],
-        turns: Turns | None,
+        angles: dict[str, CosSin] | None,
+        rows: int,
         columns: int,
         exit_: Exit | None,
         context: int | None = None,
     ) -> None:
-        whole: dict[str, Any] = dict(dtype=torch.long, device=like.device)
+        long: dict[str, Any] = dict(dtype=torch.long, device=like.device)
+        short: dict[str, Any] = dict(dtype=torch.int32, device=like.device)
+        single: dict[str, Any] = dict(dtype=torch.float32, device=like.device)
+        self.rows = rows
         self.columns = columns
         self.exit = exit_
-        self.turns = turns
-        self.keys = [like.new_zeros(1, room.heads, columns, room.key_dim) for room in kv_shapes]
-        self.values = [like.new_zeros(1, room.heads, columns, room.value_dim) for room in kv_shapes]
+        self.angles = angles
+        self.keys = [like.new_zeros(rows, shape.heads, columns, shape.key_dim) for shape in kv_shapes]
+        self.values = [like.new_zeros(rows, shape.heads, columns, shape.value_dim) for shape in kv_shapes]
         head = None if exit_ is None else exit_.head
         self.memory = Memory(head, columns) if isinstance(head, MemoryHead) else None
-        self.gauge = None if exit_ is None else gauge(exit_.router)
-        self.tokens = torch.zeros(MOST_TOKENS + 1, **whole)
-        self.starts = torch.zeros(MOST_TOKENS, dtype=torch.int32, device=like.device)
-        self.row = torch.zeros(1, dtype=torch.int32, device=like.device)
-        self.found, self.best = torch.zeros(MOST_TOKENS, **whole), like.new_zeros(MOST_TOKENS, dtype=torch.float32)
-        self.scores = like.new_zeros(MOST_TOKENS, dtype=torch.float32)
-        self.signals = like.new_zeros(1, 4, dtype=torch.float32)
-        self.out = torch.zeros(MOST_TOKENS + 2, **whole)
-        self.states = like.new_zeros(MOST_TOKENS, len(like))
-        self.text = torch.zeros(columns, **whole)
+        self.score_params = None if exit_ is None else score_params(exit_.router)
+        self.tokens = torch.zeros(MOST_TOKENS + 1, rows, **long)
+        self.starts = torch.zeros(MOST_TOKENS, rows, **short)
+        self.row_ids = torch.arange(rows, **short).repeat(MOST_TOKENS, 1)
+        self.active = torch.ones(rows, **short)  # 0: the row has ended, and its slot stands still
+        self.found = torch.zeros(MOST_TOKENS, rows, **long)
+        self.best = torch.zeros(MOST_TOKENS, rows, **single)
+        self.scores = torch.zeros(MOST_TOKENS, rows, **single)
+        self.signals = torch.zeros(rows, 4, **single)
+        self.result = torch.zeros(rows, FIELDS, **single)
+        self.states = like.new_zeros(MOST_TOKENS * rows, len(like))
+        self.text = torch.zeros(rows, columns, **long)
         self.places = torch.arange(columns, device=like.device)
-        self.positions = self.places.clamp(max=(context or columns) - 1)  # of the tokens there
-        self.pinned = torch.zeros(2, len(self.out), dtype=torch.long, pin_memory=like.is_cuda)
-        self.graphs, self.prefills = Graphs(like.device), Graphs(like.device)
+        self.positions = self.places.clamp(max=(context or columns) - 1)  # of the tokens at each column
+        self.pinned = torch.zeros(2, rows, FIELDS, dtype=torch.float32, pin_memory=like.is_cuda)
 
-    def cache(self, stores: Sequence[Store], columns: int, static: bool = False) -> SegmentCache:
-        """A cache for one pass that writes its K/V into the first columns."""
+    def cache(self, stores: Sequence[Store], row: int, columns: int, static: bool = False) -> SegmentCache:
+        """Return a cache for one pass of one row that writes its K/V into the first columns of its slot."""
         cache = SegmentCache(1, [range(len(stores))], stores, columns, static)
         for index, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            cache.adopt(index, keys[:, :, :columns], values[:, :, :columns])
+            cache.adopt(index, keys[row : row + 1, :, :columns], values[row : row + 1, :, :columns])
         return cache
 
-    def going(self, states: torch.Tensor, own: slice, turns: Turns) -> Pass:
-        """Tokens of a round on their way through a layer."""
-        place = self.starts[own.start : own.start + 1]
-        return Pass(states, *turns, self.row, self.row, place, len(states))
+    def pass_of(self, states: torch.Tensor, own: slice, angles: CosSin) -> Pass:
+        """Return the tokens of some steps of a round on their way through a layer."""
+        positions = self.starts[own].flatten()
+        return Pass(states, *angles, self.row_ids[own].flatten(), positions, positions, positions)
 
-    def stand_at(self, position: int) -> None:
-        """The newest token stands at a position; all before it have run."""
-        torch.add(self.places[:MOST_TOKENS], position, out=self.starts)
+    def stand_at(self, row: int, position: int) -> None:
+        """Put the newest token of a row at a position; all before it have run."""
+        torch.add(self.places[:MOST_TOKENS], position, out=self.starts[:, row])
+        self.active[row] = 1
 
 
 class SlotPool:
-    """Those of a model: each serves one request at a time, then the next.
+    """The slots of a runner: each serves one request at a time, then the next.
 
     Args:
-        make: a new one, for so many columns and an exit.
+        make: returns new slots for rows, columns and an exit.
+
+    Attributes:
+        on_drop: called with slots that are given up.
     """
 
-    def __init__(self, make: Callable[[int, Exit | None], Slots]) -> None:
+    def __init__(self, make: Callable[[int, int, Exit | None], Slots], on_drop: Callable[[Slots], None]) -> None:
         self._make = make
+        self._on_drop = on_drop
         self._free: list[Slots] = []
 
-    def acquire(self, columns: int, exit_: Exit | None) -> Slots:
-        """One with room for so many columns; one that served before, if there is any."""
+    def acquire(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
+        """Return slots with room for so many rows and columns; some that served before, if there are any."""
         for slots in self._free:
-            if slots.columns >= columns and slots.exit is exit_:
+            if slots.rows == rows and slots.columns >= columns and slots.exit is exit_:
                 self._free.remove(slots)
                 return slots
-        self._free = [kept for kept in self._free if kept.exit is not exit_]  # too small for what is asked now
-        return self._make(max(COLUMNS, 1 << (columns - 1).bit_length()), exit_)
+        for slots in [kept for kept in self._free if kept.exit is exit_ and kept.rows == rows]:  # too small for this text
+            self._free.remove(slots)
+            self._on_drop(slots)
+        return self._make(rows, max(COLUMNS, 1 << (columns - 1).bit_length()), exit_)
 
     def release(self, slots: Slots) -> None:
         self._free.append(slots)
-
-    @property
-    def capture_seconds(self) -> float:
-        return sum(graphs.seconds for slots in self._free for graphs in (slots.graphs, slots.prefills))
-
-    @property
-    def without_graphs(self) -> str | None:
-        """Why work is not captured, where it is not."""
-        reasons = [graphs.without for slots in self._free for graphs in (slots.graphs, slots.prefills)]
-        return next((reason for reason in reasons if reason is not None), None)

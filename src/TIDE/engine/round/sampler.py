@@ -1,20 +1,22 @@
-"""Choosing tokens: transformers' processors, then the best or a drawn one, for drafts and for the full model alike.
+"""The sampler on the host: transformers' processors, then the best or a drawn token, for drafts and for the full model alike.
 
-Greedy: a draft stands if the full model's best token is the same. Sampling: the speculative-sampling rule.
-With q the draft's distribution and p the full model's, both after the processors, draft x stands with
+Greedy: a draft is accepted if the full model's best token is the same. Sampling: the speculative-sampling rule.
+With q the draft's distribution and p the full model's, both after the processors, draft x is accepted with
 probability min(1, p(x)/q(x)); otherwise a token is drawn from max(p - q, 0), normalised. The result is
 distributed exactly as p (Leviathan et al. 2023, appendix A.1).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from transformers import LogitsProcessorList
 
-from TIDE.engine.batch import Batch, by_value
+from TIDE.engine.row import Draft, Row
 
 NAN = (
     "the model's logits are NaN, so no token can be chosen. Check the weights, and the dtype: fp16 overflows in models made "
@@ -22,17 +24,8 @@ NAN = (
 )
 
 
-class Draft(NamedTuple):
-    """A chosen token."""
-
-    token: int
-    depth: int  # where it was decided
-    probs: torch.Tensor | None  # (vocabulary,) what it was drawn from; None: greedy
-    score: float | None = None  # of the router that let it out
-
-
 class Kept(NamedTuple):
-    """What a token was chosen from, (vocabulary,) in fp32."""
+    """The distribution a token was chosen from, (vocabulary,) in fp32."""
 
     logits: torch.Tensor
     scores: torch.Tensor  # after the processors
@@ -41,80 +34,105 @@ class Kept(NamedTuple):
 class Sampler:
     """Turns logits into tokens as the request asks.
 
-    Attributes:
-        kept: where the request wants logits or scores: by row and size of the text before a token, what it was chosen from. The
-            full model's word on a draft takes the place of the exit's.
+    Args:
+        rows: of the request; all are sampled alike.
+        device: where processors expect ids and scores.
     """
 
-    def __init__(self, processors: LogitsProcessorList, do_sample: bool, batch: Batch, keeps: bool = False) -> None:
-        self.processors = processors
-        self.do_sample = do_sample
-        self.batch = batch
-        self.kept: list[dict[int, Kept]] | None = [{} for _ in range(len(batch))] if keeps else None
+    def __init__(self, rows: Sequence[Row], device: torch.device | str = "cpu") -> None:
+        self.rows = rows
+        self.processors = rows[0].sampling.processors
+        self.do_sample = rows[0].sampling.do_sample
+        keeps = rows[0].sampling.keeps_scores
+        self.device = device
+        # by row, then by size of the text before a token; the full model's take the place of the exit's
+        self.kept: dict[Row, dict[int, Kept]] | None = {row: {} for row in rows} if keeps else None
 
     def columns_of(self, name: str) -> tuple[torch.Tensor, ...]:
-        """For each column of new tokens, (rows, vocabulary) "logits" or "scores"; zeros where a row had ended before."""
+        """Return (rows, vocabulary) "logits" or "scores" for each column of new tokens; zeros where a row had ended."""
         assert self.kept is not None
-        new = [[getattr(self.kept[row][size], name) for size in range(start, self.batch.final[row])]
-               for row, start in enumerate(self.batch.prompt)]  # fmt: skip
+        new = [[getattr(self.kept[row][size], name) for size in range(row.prompt, len(row.tokens))] for row in self.rows]
         nothing = torch.zeros_like(new[0][0])
         return tuple(
             torch.stack([own[step] if step < len(own) else nothing for own in new]) for step in range(max(map(len, new)))
         )
 
-    def draft(self, rows: list[int], logits: torch.Tensor, depth: int) -> list[Draft]:
-        """A token for the end of each row, with what it was drawn from."""
-        scores = self._scores(rows, [self.batch.size[row] for row in rows], logits)
+    def sample(self, rows: list[Row], logits: torch.Tensor, depth: int) -> list[Draft]:
+        """Choose a token for the end of each row from its (vocabulary,) logits, decided at a depth."""
+        scores = self._scores(rows, [len(row.drafts) for row in rows], logits)
         if not self.do_sample:
-            return [Draft(token, depth, None) for token in _best(scores)]
+            return [Draft(token, depth) for token in _best(scores)]
         probs = scores.softmax(-1)
-        return [Draft(token, depth, own) for token, own in zip(self._draw(rows, probs), probs, strict=True)]
+        return [Draft(token, depth, None, own) for token, own in zip(self._draw(rows, probs), probs, strict=True)]
 
-    def judge(self, rows: list[int], sizes: list[int], logits: torch.Tensor, drafts: list[Draft | None]) -> list[int]:
-        """The full model's token after the first `sizes` tokens of each row; the draft's where it stands."""
-        scores = self._scores(rows, sizes, logits)
+    def verify(self, logits: dict[Row, torch.Tensor]) -> dict[Row, list[int]]:
+        """Choose the full model's tokens in the places of a row's drafts and behind them, up to the first difference.
+
+        Args:
+            logits: (tokens, vocabulary) of each row from its last final token on.
+        """
+        found: dict[Row, list[int]] = {row: [] for row in logits}
+        rows, step = list(logits), 0
+        while rows:
+            chosen = self._verify_one(rows, step, _side_by_side([logits[row][step] for row in rows]))
+            for row, token in zip(rows, chosen, strict=True):
+                found[row].append(token)
+            step += 1
+            same = [row for row in rows if len(row.drafts) >= step and row.drafts[step - 1].token == found[row][-1]]
+            rows = [row for row in same if step < len(logits[row])]
+        return found
+
+    def _verify_one(self, rows: list[Row], step: int, logits: torch.Tensor) -> list[int]:
+        """Choose the full model's token behind the first `step` drafts of each row; the draft itself if it is accepted."""
+        scores = self._scores(rows, [step] * len(rows), logits)
         if not self.do_sample:
             return _best(scores)
         probs = scores.softmax(-1)
-        for index, draft in enumerate(drafts):
-            if draft is not None:
-                probs[index] = _speculative(probs[index], draft)
+        for index, row in enumerate(rows):
+            if step < len(row.drafts):
+                probs[index] = _speculative(probs[index], row.drafts[step])
         return self._draw(rows, probs)
 
-    def _scores(self, rows: list[int], sizes: list[int], logits: torch.Tensor) -> torch.Tensor:
-        """(n, vocabulary) in fp32 on the ids' device, after the processors."""
-        raw = logits.to(self.batch.ids.device, torch.float32)
-        scores = self._processed(rows, sizes, raw) if self.processors else raw
+    def _scores(self, rows: list[Row], drafts: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """Return (n, vocabulary) scores in fp32, after the processors, behind the first so many drafts of each row."""
+        raw = logits.to(self.device, torch.float32)
+        scores = self._processed(self.processors, rows, drafts, raw) if self.processors else raw
         if self.kept is not None:
-            for index, (row, size) in enumerate(zip(rows, sizes, strict=True)):
-                self.kept[row][size] = Kept(raw[index].clone(), scores[index].clone())
+            for index, (row, count) in enumerate(zip(rows, drafts, strict=True)):
+                self.kept[row][len(row.tokens) + count] = Kept(raw[index].clone(), scores[index].clone())
         return scores
 
-    def _processed(self, rows: list[int], sizes: list[int], scores: torch.Tensor) -> torch.Tensor:
-        columns = [self.batch.padding[row] + size for row, size in zip(rows, sizes, strict=True)]
-        groups = by_value(list(range(len(rows))), columns)
-        parts = [
-            self.processors(self.batch.shown([rows[i] for i in group], width), scores[group]) for width, group in groups.items()
-        ]
-        if len(groups) == 1:
-            return parts[0]
-        scores = torch.empty_like(scores)
-        for group, part in zip(groups.values(), parts, strict=True):
-            scores[group] = part
-        return scores
+    def _processed(
+        self, processors: LogitsProcessorList, rows: list[Row], drafts: list[int], scores: torch.Tensor
+    ) -> torch.Tensor:
+        texts = [row.shown(count) for row, count in zip(rows, drafts, strict=True)]
+        groups: dict[int, list[int]] = defaultdict(list)
+        for index, text in enumerate(texts):
+            groups[len(text)].append(index)
+        found = torch.empty_like(scores)
+        for group in groups.values():
+            ids = torch.tensor([texts[index] for index in group], dtype=torch.long, device=self.device)
+            found[group] = processors(ids, scores[group])
+        return found
 
-    def _draw(self, rows: list[int], probs: torch.Tensor) -> list[int]:
-        """One token per row. Random numbers are used up for all rows of the batch, as `model.generate` does."""
+    def _draw(self, rows: list[Row], probs: torch.Tensor) -> list[int]:
+        """Draw one token per row. Random numbers are used up for all rows of the request, as `model.generate` does."""
         _refuse_nan(probs)
-        if len(rows) == len(self.batch):
+        if len(rows) == len(self.rows):
             return torch.multinomial(probs, 1)[:, 0].tolist()
-        everyone = torch.ones(len(self.batch), probs.shape[1], device=probs.device)
-        everyone[rows] = probs
-        return torch.multinomial(everyone, 1)[rows, 0].tolist()
+        everyone = torch.ones(len(self.rows), probs.shape[1], device=probs.device)
+        places = [row.index for row in rows]
+        everyone[places] = probs
+        return torch.multinomial(everyone, 1)[places, 0].tolist()
+
+
+def _side_by_side(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Return (n, vocabulary); one row is not copied."""
+    return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
 
 def _speculative(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
-    """The distribution to draw from, given the draft: certain of it if it stands, the remainder if not."""
+    """Return the distribution to draw from, given the draft: certain of it if it is accepted, the remainder if not."""
     assert draft.probs is not None
     ratio = probs[draft.token] / draft.probs[draft.token]
     if torch.rand((), device=probs.device) < ratio:

@@ -1,211 +1,196 @@
-"""Running a segment: every asked row takes what it has pending there through the segment's layers, in one pass.
+"""Running a segment: every row that is asked takes what it has pending there through the segment's layers, in one pass.
 
-Each segment continues its own cache contiguously, so an ordinary causal forward with explicit positions is
-exact. Rows with fewer pending tokens than others are padded on the right, where nothing can see it; a segment
+Each segment continues its own cache contiguously, so an ordinary causal forward with explicit positions is exact. A segment
 with running states takes rows of equal count only, one pass for each count.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+
 import torch
 
-from TIDE.adapters.adapter import ModelAdapter, PassInputs
-from TIDE.engine.batch import Batch, by_value
 from TIDE.engine.cache.pending import Pending
 from TIDE.engine.cache.segment_cache import SegmentCache
-from TIDE.engine.plan import Plan
+from TIDE.engine.row import Row
+from TIDE.engine.runners.base import Runner
+from TIDE.engine.runners.passes import PassTokens
 from TIDE.routing.policy import ExitPolicy
-from TIDE.stats import ExitStats
 
 
 class Segments:
-    """The segments of one request: its cache, its pending tokens and the window they run through.
+    """The segments of one request: its cache, its pending tokens and the runner they run on.
 
     Args:
+        spans: the layers of each segment.
+        capacity: columns of the cache to begin with.
         watcher: is shown the states at the depths it watches, and told of rollbacks.
     """
 
     def __init__(
-        self,
-        adapter: ModelAdapter,
-        plan: Plan,
-        batch: Batch,
-        capacity: int,
-        stats: ExitStats,
-        watcher: ExitPolicy | None = None,
+        self, runner: Runner, spans: Sequence[range], rows: Sequence[Row], capacity: int, watcher: ExitPolicy | None = None
     ) -> None:
-        self.adapter = adapter
-        self.batch = batch
-        self.stats = stats
+        self.runner = runner
+        self.rows = rows
         self.watcher = watcher
         self.watched = frozenset(watcher.watches if watcher is not None else ())
-        self.spans = plan.spans
-        self.last = len(plan.spans) - 1
-        self.cache = SegmentCache(len(batch), plan.spans, adapter.stores, capacity)
+        self.spans = spans
+        self.last = len(spans) - 1
+        self.cache = SegmentCache(len(rows), spans, runner.stores, capacity)
         self.pending = Pending()
-        self._embedded: dict[int, tuple[int, torch.Tensor]] = {}  # by row: a position, and states at depth 0 from there on
-        has_ids = batch.embeds is None
-        self.starts_from_ids = has_ids and not len(plan.spans[0]) and adapter.embed(batch.ids[:1, :1]) is not None
+        self._embedded: dict[Row, tuple[int, torch.Tensor]] = {}  # a position, and states at depth 0 from there on
+        has_ids = all(row.embeds is None for row in rows)
+        self.starts_from_ids = has_ids and not len(spans[0]) and runner.embed(rows[0].text(0, 1)) is not None
 
-    def length(self, segment: int, row: int) -> int:
-        return self.cache.segments[segment].length[row]
+    def length(self, segment: int, row: Row) -> int:
+        """Return how many tokens of a row have run in a segment."""
+        return self.cache.segments[segment].length[row.slot]
 
-    def waiting(self, segment: int, row: int) -> int:
-        """Tokens of a row that have reached a segment and not run there."""
-        reached = self.batch.size[row] if segment == 0 else self.length(segment - 1, row)
+    def waiting(self, segment: int, row: Row) -> int:
+        """Return how many tokens of a row have reached a segment and not run there."""
+        reached = row.size if segment == 0 else self.length(segment - 1, row)
         return reached - self.length(segment, row)
 
-    def skip(self, segment: int, counts: dict[int, int]) -> bool:
+    def skip(self, segment: int, counts: dict[Row, int]) -> bool:
         """Let tokens past a first segment without layers, if the next one can start from their ids."""
         if segment or not self.starts_from_ids:
             return False
         for row, count in counts.items():
-            self.cache.segments[segment].length[row] += count
+            self.cache.segments[segment].length[row.slot] += count
         return True
 
-    def entering(self, segment: int, row: int, start: int, stop: int) -> torch.Tensor:
-        """(stop - start, hidden) states of a row's tokens where a segment begins."""
+    def entering(self, segment: int, row: Row, start: int, stop: int) -> torch.Tensor:
+        """Return the (stop - start, hidden) states of a row's tokens where a segment begins."""
         if self.spans[segment].start == 0 and self.starts_from_ids:
             position, states = self._embedded.get(row, (0, None))
             if states is None or (position, len(states)) != (start, stop - start):
-                states = self.adapter.embed(self.batch.tokens(row, start, stop))
+                states = self.runner.embed(row.text(start, stop))
                 assert states is not None
                 self._embedded[row] = start, states
             return states
-        return self.pending.states(segment, row, start, stop)
+        return self.pending.states(segment, row.slot, start, stop)
 
     def run(
-        self, segment: int, counts: dict[int, int], logits_from: dict[int, int] | None = None, last: int | None = None
-    ) -> dict[int, torch.Tensor]:
+        self, segment: int, counts: dict[Row, int], logits_from: dict[Row, int] | None = None, last: int | None = None
+    ) -> dict[Row, torch.Tensor]:
         """Take the next `counts[row]` tokens of each row through a segment.
 
         Args:
-            logits_from: row -> first position whose logits are wanted; None: no logits.
-            last: go on through level segments up to this one, in the same pass.
+            logits_from: the position of each row from which on logits are wanted; at full depth only.
+            last: run the segments from `segment` to this one, which stand alike, in one pass.
 
         Returns:
-            (positions, vocabulary) logits of each row asked for.
+            (tokens, vocabulary) logits of each row.
         """
         counts = {row: count for row, count in counts.items() if count > 0}
-        logits: dict[int, torch.Tensor] = {}
+        logits: dict[Row, torch.Tensor] = {}
         last = segment if last is None else last
-        for rows in self._passes(segment, last, list(counts), list(counts.values())):
+        for rows in self._passes(segment, last, counts):
             logits |= self._pass(segment, last, rows, [counts[row] for row in rows], logits_from)
         return logits
 
-    def reaches(self, segment: int, rows: list[int]) -> int:
+    def reaches(self, segment: int, rows: list[Row]) -> int:
         """Return the last segment that one pass of these rows may go through from a segment on."""
-        level = (last for last in range(self.last, segment, -1) if self.cache.are_level(segment, last, rows))
+        slots = [row.slot for row in rows]
+        level = (last for last in range(self.last, segment, -1) if self.cache.are_level(segment, last, slots))
         return next(level, segment)
 
-    def write_skipped_kv(self, segment: int, rows: list[int], states: torch.Tensor, strategy: str) -> None:
-        """Give the next token of each row K/V in a segment it does not run: from its state, or zeros."""
+    def write_skipped_kv(self, segment: int, rows: list[Row], states: torch.Tensor, strategy: str) -> None:
+        """Give the next token of each row K/V in a segment it does not run: from its (rows, hidden) state, or zeros."""
+        slots = [row.slot for row in rows]
         if strategy == "zero_pad":
-            self.cache.zero_pad(segment, rows)
+            self.cache.zero_pad(segment, slots)
             return
-        starts = [self.length(segment, row) for row in rows]
-        with self.cache.open(segment, rows, [1] * len(rows)):
-            span, feed = self.spans[segment], self._feed(rows, starts, [1] * len(rows))
-            self.adapter.run(span.start, span.stop, feed, hidden=states[:, None], kv_only=True)
+        tokens = self._tokens(rows, [self.length(segment, row) for row in rows], [1] * len(rows))
+        with self.cache.open(segment, slots, tokens.counts, aligned=not self.runner.is_ragged(tokens, writes_only=True)):
+            self.runner.write_skipped_kv(self.spans[segment], tokens, states, self.cache)
 
-    def go_on(self, batch: Batch, stats: ExitStats, length: int) -> None:
-        """Serve another request of one row, whose text begins with so many tokens that may have run."""
-        self.batch, self.stats = batch, stats
-        self.rollback(0, length)
+    def serve(self, rows: Sequence[Row], length: int) -> None:
+        """Go on with another request of one row, whose text begins with `length` tokens that may have run."""
+        self.rows = rows
+        self.rollback(rows[0], length)
 
-    def rollback(self, row: int, length: int) -> None:
-        self.cache.rollback(row, length)
-        self.pending.cut(row, length)
-        self._embedded.pop(row, None)
+    def rollback(self, row: Row, length: int) -> None:
+        """Forget the tokens of a row from position `length` on."""
+        self.cache.rollback(row.slot, length)
+        self.pending.cut(row.slot, length)
+        self._embedded.clear()
         if self.watcher is not None:
-            self.watcher.forget(row, length)
+            self.watcher.forget(row.slot, length)
 
-    def settle(self, row: int) -> None:
-        """Let go of what only a rollback below the full-depth length of the row could need."""
+    def settle(self, row: Row) -> None:
+        """Drop what only a rollback below the full-depth length of the row could need."""
         done = self.length(self.last, row)
-        self.pending.drop_before(row, done)
-        self.cache.settle(row, done)
+        self.pending.drop_before(row.slot, done)
+        self.cache.settle(row.slot, done)
 
-    def _passes(self, segment: int, last: int, rows: list[int], counts: list[int]) -> list[list[int]]:
-        if self.cache.keeps_state(segment, last):
-            return list(by_value(rows, counts).values())
-        return [rows] if rows else []
+    def _passes(self, segment: int, last: int, counts: dict[Row, int]) -> list[list[Row]]:
+        if not self.cache.keeps_state(segment, last):
+            return [list(counts)] if counts else []
+        groups: dict[int, list[Row]] = defaultdict(list)
+        for row, count in counts.items():
+            groups[count].append(row)
+        return list(groups.values())
 
     def _pass(
-        self, segment: int, last: int, rows: list[int], counts: list[int], logits_from: dict[int, int] | None
-    ) -> dict[int, torch.Tensor]:
-        start, stop = self.spans[segment].start, self.spans[last].stop
+        self, segment: int, last: int, rows: list[Row], counts: list[int], logits_from: dict[Row, int] | None
+    ) -> dict[Row, torch.Tensor]:
+        span = range(self.spans[segment].start, self.spans[last].stop)
         starts = [self.length(segment, row) for row in rows]
         if segment == last and self.skip(segment, dict(zip(rows, counts, strict=True))):
             self._show_first(rows, starts, counts)
             return {}
-        from_ids = segment == 0 or (start == 0 and self.starts_from_ids)
-        hidden = None if from_ids else self._hidden(segment, rows, starts, counts)
-        wanted = None if logits_from is None else [logits_from[row] - at for row, at in zip(rows, starts, strict=True)]
-        with self.cache.open(segment, rows, counts, last):
-            feed = self._feed(rows, starts, counts)
-            if from_ids:
-                feed = feed._replace(embeds=self._embeds(feed.ids, rows, starts))
-            keep = None if wanted is None else _keep(wanted, counts)
-            taps = tuple(depth for depth in self.watched if start < depth < stop or 0 == start == depth < stop)
-            passed = self.adapter.run(start, stop, feed, hidden=hidden, keep=keep, taps=taps)
-        self.stats.layers_run += (stop - start) * feed.ids.numel()
-        self._show(passed.taps | {stop: passed.states}, rows, starts, counts)
+        from_ids = segment == 0 or (span.start == 0 and self.starts_from_ids)
+        hidden = None if from_ids else self._entering(segment, rows, starts, counts)
+        tokens = self._tokens(rows, starts, counts)
+        if logits_from is not None:
+            kept = [start + count - logits_from[row] for row, start, count in zip(rows, starts, counts, strict=True)]
+            tokens = tokens._replace(kept=kept)
+        taps = tuple(depth for depth in self.watched if span.start < depth < span.stop or 0 == span.start == depth < span.stop)
+        with self.cache.open(segment, tokens.rows, counts, last, aligned=not self.runner.is_ragged(tokens)):
+            passed = self.runner.run(span, tokens, self.cache, hidden, taps)
+        for row, computed in zip(rows, passed.computed, strict=True):
+            row.stats.layers_run += len(span) * computed
+        self._show(passed.taps | {span.stop: passed.states}, rows, starts, counts)
         if last != self.last:
-            for index, row in enumerate(rows):
-                self.pending.add(last + 1, row, starts[index], passed.states[index, : counts[index]])
-        if wanted is None or passed.logits is None:
+            for row, start, states in zip(rows, starts, passed.states.split(counts), strict=True):
+                self.pending.add(last + 1, row.slot, start, states)
+        if passed.logits is None or tokens.kept is None:
             return {}
-        return {row: passed.logits[i, : counts[i] - wanted[i]] for i, row in enumerate(rows)}
+        return dict(zip(rows, passed.logits.split(tokens.kept), strict=True))
 
-    def _show_first(self, rows: list[int], starts: list[int], counts: list[int]) -> None:
-        """Show states at depth 0 before an exit there is asked."""
-        if self.watcher is not None and 0 in self.watched:
-            for row, start, count in zip(rows, starts, counts, strict=True):
-                self.watcher.observe(0, row, start, self.entering(1, row, start, start + count))
+    def _tokens(self, rows: list[Row], starts: list[int], counts: list[int]) -> PassTokens:
+        ids = [token for row, start, n in zip(rows, starts, counts, strict=True) for token in row.text(start, start + n)]
+        return PassTokens([row.slot for row in rows], starts, counts, ids, self._embeds(rows, starts, counts, ids))
 
-    def _show(self, states: dict[int, torch.Tensor], rows: list[int], starts: list[int], counts: list[int]) -> None:
-        if self.watcher is None:
-            return
-        for depth, found in states.items():
-            for index, row in enumerate(rows if depth in self.watched else ()):
-                own = found[index]
-                self.watcher.observe(depth, row, starts[index], own if counts[index] == len(own) else own[: counts[index]])
-
-    def _feed(self, rows: list[int], starts: list[int], counts: list[int]) -> PassInputs:
-        """Ids, positions and mask of a pass, padded on the right with the row's last position."""
-        width = max(counts)
-        ids = self.batch.ids.new_zeros(len(rows), width)
-        positions = torch.empty(len(rows), width, dtype=torch.long)
-        for index, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
-            ids[index, :count] = self.batch.tokens(row, start, start + count)
-            positions[index] = torch.arange(start, start + width).clamp(max=start + count - 1)
-        device, mask = self.adapter.device, self.cache.mask()
-        return PassInputs(ids.to(device), positions.to(device), None if mask is None else mask.to(device), self.cache)
-
-    def _embeds(self, ids: torch.Tensor, rows: list[int], starts: list[int]) -> torch.Tensor | None:
-        """(n, q, hidden) what the tokens of a pass are embedded as, where prompts came as embeddings and are part of it."""
-        batch = self.batch
-        if batch.embeds is None or all(start >= batch.prompt[row] for row, start in zip(rows, starts, strict=True)):
+    def _embeds(self, rows: list[Row], starts: list[int], counts: list[int], ids: list[int]) -> torch.Tensor | None:
+        """Return the (n, hidden) embeddings of the tokens, if prompts came as embeddings and are part of the pass."""
+        if all(row.embeds is None or start >= len(row.embeds) for row, start in zip(rows, starts, strict=True)):
             return None
-        embeds = self.adapter.model.get_input_embeddings()(ids).clone()
-        for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
-            own = batch.embeds[row, batch.padding[row] + start :]
-            embeds[index, : len(own)] = own.to(embeds)
-        return embeds
+        embeds = list(self.runner.embed_ids(ids).split(counts))
+        for index, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+            if row.embeds is not None and start < len(row.embeds):
+                given = row.embeds[start : start + count].to(embeds[index])
+                embeds[index] = torch.cat([given, embeds[index][len(given) :]])
+        return torch.cat(embeds)
 
-    def _hidden(self, segment: int, rows: list[int], starts: list[int], counts: list[int]) -> torch.Tensor:
+    def _entering(self, segment: int, rows: list[Row], starts: list[int], counts: list[int]) -> torch.Tensor:
+        """Return (n, hidden) states of the tokens of a pass, row after row."""
         parts = [
             self.entering(segment, row, start, start + count) for row, start, count in zip(rows, starts, counts, strict=True)
         ]
-        if len(parts) == 1:
-            return parts[0][None]
-        if len(set(counts)) == 1:
-            return torch.stack(parts)
-        return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _show_first(self, rows: list[Row], starts: list[int], counts: list[int]) -> None:
+        """Show states at depth 0 before an exit there is asked."""
+        if self.watcher is not None and 0 in self.watched:
+            for row, start, count in zip(rows, starts, counts, strict=True):
+                self.watcher.observe(0, row.slot, start, self.entering(1, row, start, start + count))
 
-def _keep(wanted: list[int], counts: list[int]) -> torch.Tensor:
-    """(n, kept) indices from `wanted` to the last token of each row, the last one repeated where rows differ."""
-    kept = max(count - first for first, count in zip(wanted, counts, strict=True))
-    return torch.tensor([[min(first + i, count - 1) for i in range(kept)] for first, count in zip(wanted, counts, strict=True)])
+    def _show(self, states: dict[int, torch.Tensor], rows: list[Row], starts: list[int], counts: list[int]) -> None:
+        if self.watcher is None:
+            return
+        for depth in self.watched & states.keys():
+            for row, start, own in zip(rows, starts, states[depth].split(counts), strict=True):
+                self.watcher.observe(depth, row.slot, start, own)

@@ -1,79 +1,137 @@
-"""What rounds ask of a model's layers, whoever runs them: see gpu_layers.py and own_layers.py."""
+"""A runner executes a model's layers: through the model's own modules, or through compiled code.
+
+    modules     every family on every device; the reference for the others
+    numba       compiled layers on a CPU
+    triton      compiled layers on a GPU, and whole rounds in CUDA graphs
+
+`why_not(row)` says in words why a runner cannot take a row's rounds as a whole; such a row is decoded on the host, pass by
+pass, by the same runner.
+"""
 
 from __future__ import annotations
 
-import weakref
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from TIDE.adapters.adapter import ModelAdapter, PassInputs
-from TIDE.engine.cache.slots import SlotPool, Slots
-from TIDE.kernels import reference
-from TIDE.routing.exits import Exit
+from TIDE.adapters.adapter import ModelAdapter
+from TIDE.adapters.probe import Store
+from TIDE.adapters.rope import Rope
+from TIDE.engine.cache.segment_cache import SegmentCache
+from TIDE.engine.runners.passes import PassResult, PassTokens
+from TIDE.engine.runners.snapshot import ModelSnapshot
+
+if TYPE_CHECKING:
+    from TIDE.engine.row import Row
+    from TIDE.engine.runners.int8_head import Int8LMHead
 
 
-class RoundLayers:
-    """The parts that do not depend on who runs the layers.
+class Runner(ABC):
+    """Executes spans of layers.
 
     Attributes:
-        ops, exits: compiled layers and exits.
-        is_checked: whether what rounds do was seen to give what the model gives; until then there are none.
-        without_rounds: why there are none, where they failed.
-        embedding, norm: the model's own, where nothing else happens to ids before the first layer and to states between the
-            last one and the LM head; None where something does.
+        name: as `TIDE_BACKEND` spells it.
+        reason: why a faster runner was not taken; None: this is the fastest there is.
+        is_checked: its results were compared with the model's. An unchecked runner is not used for small passes.
+        snapshot: the model as it was when the runner was made; None: the runner does not depend on it.
     """
 
-    writes_skipped_kv = False
+    name: str
+    is_checked = True
+    snapshot: ModelSnapshot | None = None
 
-    def __init__(self, adapter: ModelAdapter, ops: Any, exits: Any) -> None:
-        self.adapter: ModelAdapter = weakref.proxy(adapter)
-        self.ops, self.exits = ops, exits
-        self.is_checked = False
-        self.without_rounds: str | None = None
-        self.embedding: nn.Module | None = None
-        self.norm: nn.Module | None = None
-        self.slot_pool = SlotPool(self._slots)
+    def __init__(self, adapter: ModelAdapter, reason: str | None = None) -> None:
+        self.adapter = adapter
+        self.reason = reason
+        self.head = LMHead(self)
 
-    def int8_head(self, weight: torch.Tensor, vocabulary: torch.Tensor | None) -> None:
-        """Rounds have kernels for exits; single steps read the LM head as it is."""
+    @property
+    def num_layers(self) -> int:
+        return self.adapter.num_layers
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        return tuple(self.adapter.stores)
+
+    @property
+    def rope(self) -> Rope:
+        return self.adapter.rope
+
+    @property
+    def device(self) -> torch.device:
+        return self.adapter.device
+
+    def grad_off(self) -> AbstractContextManager[Any]:
+        """Return the context that passes run in."""
+        return self.adapter.grad_off()
+
+    @property
+    @abstractmethod
+    def words(self) -> str:
+        """What runs the layers, for `engine.backend`."""
+
+    def why_not(self, row: Row) -> str | None:
+        """Return why whole rounds of a row cannot run on the device; None: they can."""
+        return f"there are no whole rounds on {self.device.type}" if self.reason is None else self.reason
+
+    @abstractmethod
+    def run(
+        self,
+        span: range,
+        tokens: PassTokens,
+        cache: SegmentCache,
+        hidden: torch.Tensor | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> PassResult:
+        """Take tokens through the layers of a span.
+
+        Args:
+            cache: opened for the tokens.
+            hidden: (n, hidden) their states before the span; None: from their ids or embeddings.
+            taps: depths whose states are wanted too.
+        """
+
+    @abstractmethod
+    def write_skipped_kv(self, span: range, tokens: PassTokens, states: torch.Tensor, cache: SegmentCache) -> None:
+        """Write K/V made of (n, hidden) states into the layers of a span, which the tokens do not run."""
+
+    def is_ragged(self, tokens: PassTokens, writes_only: bool = False) -> bool:
+        """Return True if rows of a pass may stand at columns of their own; otherwise their histories are aligned first.
+
+        Args:
+            writes_only: the pass is one of `write_skipped_kv`.
+        """
+        return False
+
+    def embed(self, ids: list[int]) -> torch.Tensor | None:
+        """Return the (n, hidden) states of tokens at depth 0, if they cost no more than a look-up."""
         return None
 
-    def _slots(self, columns: int, exit_: Exit | None) -> Slots:
-        raise NotImplementedError
+    def embed_ids(self, ids: list[int]) -> torch.Tensor:
+        """Return the (n, hidden) output of the model's embedding module."""
+        found: torch.Tensor = self.adapter.model.get_input_embeddings()(torch.tensor(ids, device=self.device))
+        return found
 
-    def device_guard(self) -> AbstractContextManager[Any]:
-        """Kernels are launched where the model is, which need not be the current device."""
-        device = self.adapter.device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    def logits(self, states: torch.Tensor, vocabulary: torch.Tensor | None = None) -> torch.Tensor:
+        """Return (n, vocabulary) logits of (n, hidden) states at full depth."""
+        return self.adapter.head(states, vocabulary)
 
-    def embed(self, slots: Slots, own: slice, out: torch.Tensor) -> None:
-        """States of tokens of a round at depth 0."""
-        table, rows = self.embedded(slots, own)
-        if rows is None:
-            out.copy_(table)
-        else:
-            torch.index_select(table, 0, rows, out=out)
+    def int8_head(self, vocabulary: torch.Tensor | None) -> Int8LMHead | None:
+        """Return the LM head for exits, in 8 bits, if there is compiled code for it."""
+        return None
 
-    def embedded(self, slots: Slots, own: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A table and the rows of it that are these states; no rows: all of them."""
-        tokens = slots.tokens[own]
-        if type(self.embedding) is nn.Embedding:
-            return self.embedding.weight, tokens
-        if self.embedding is not None:
-            return self.embedding(tokens), None  # some are scaled
-        feed = PassInputs(tokens[None], slots.positions[None, slots.starts[own]], None, None)
-        return self.adapter.run(0, 0, feed).states[0], None
 
-    def choose(
-        self,
-        states: torch.Tensor,
-        token: torch.Tensor,
-        best: torch.Tensor,
-        signals: torch.Tensor | None = None,
-        vocabulary: torch.Tensor | None = None,
-    ) -> None:
-        """The tokens after (n, hidden) states at full depth, their logits, and what a router wants to know of the others."""
-        reference.best_of(self.adapter.head(states, vocabulary), best, token, signals, vocabulary)
+class LMHead:
+    """The model's final norm and LM head as exit policies use them."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def __call__(self, states: torch.Tensor, vocabulary: torch.Tensor | None = None) -> torch.Tensor:
+        return self._runner.logits(states, vocabulary)
+
+    def int8(self, vocabulary: torch.Tensor | None) -> Int8LMHead | None:
+        """Return the same in 8 bits, if there is compiled code for it."""
+        return self._runner.int8_head(vocabulary)

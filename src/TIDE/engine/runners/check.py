@@ -13,14 +13,14 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import torch
-from transformers import StoppingCriteriaList
 
 from TIDE.adapters.adapter import ModelAdapter
-from TIDE.engine.batch import Batch
-from TIDE.engine.plan import Plan
 from TIDE.engine.round.segments import Segments
+from TIDE.engine.row import Row
+from TIDE.engine.runners.base import Runner
+from TIDE.engine.runners.modules import ModuleRunner
+from TIDE.engine.stop import StopRule
 from TIDE.routing.policy import Candidates, ExitPolicy
-from TIDE.stats import ExitStats
 
 logger = logging.getLogger(__name__)
 PREFIX, TOGETHER = {0: 4, 1: 2}, 3
@@ -65,21 +65,19 @@ def warn_where_tokens_are_not_alone(adapter: ModelAdapter) -> None:
 
 def first_difference(adapter: ModelAdapter) -> int | None:
     """Return the first layer whose states are not those of the model when its tokens are caught up; None: there is none."""
-    return _first_difference(adapter, _caught_up)
+    return _first_difference(ModuleRunner(adapter), _caught_up)
 
 
-def first_fused_difference(adapter: ModelAdapter) -> int | None:
-    """Return the first layer whose states are not those of the model when compiled layers run all of them in one pass."""
-    return _first_difference(adapter, _passed)
+def first_compiled_difference(runner: Runner) -> int | None:
+    """Return the first layer whose states are not those of the model when a runner takes tokens through all of them."""
+    return _first_difference(runner, _passed)
 
 
-def _first_difference(
-    adapter: ModelAdapter, run: Callable[[ModelAdapter, list[torch.Tensor]], list[list[torch.Tensor]]]
-) -> int | None:
-    rows = [_some_tokens(adapter, row, count + TOGETHER) for row, count in PREFIX.items()]
-    with adapter.grad_off():
-        expected = [_alone(adapter, ids) for ids in rows]
-        found = run(adapter, rows)
+def _first_difference(runner: Runner, run: Callable[[Runner, list[list[int]]], list[list[torch.Tensor]]]) -> int | None:
+    texts = [_some_tokens(runner.adapter, row, count + TOGETHER) for row, count in PREFIX.items()]
+    with runner.grad_off():
+        expected = [_alone(runner.adapter, ids) for ids in texts]
+        found = run(runner, texts)
     wrong = (
         layer
         for layer, states in enumerate(found)
@@ -88,12 +86,12 @@ def _first_difference(
     return next(wrong, None)
 
 
-def _some_tokens(adapter: ModelAdapter, row: int, count: int) -> torch.Tensor:
+def _some_tokens(adapter: ModelAdapter, row: int, count: int) -> list[int]:
     vocabulary = adapter.model.config.get_text_config(decoder=True).vocab_size
-    return (torch.arange(count) * 37 + 11 + 5 * row) % min(vocabulary, 997)
+    return [(i * 37 + 11 + 5 * row) % min(vocabulary, 997) for i in range(count)]
 
 
-def _alone(adapter: ModelAdapter, ids: torch.Tensor) -> list[torch.Tensor]:
+def _alone(adapter: ModelAdapter, ids: list[int]) -> list[torch.Tensor]:
     """(TOGETHER, hidden) states after each layer for the last tokens of a row, by the model itself."""
     seen: list[torch.Tensor] = []
     hooks = [
@@ -101,7 +99,7 @@ def _alone(adapter: ModelAdapter, ids: torch.Tensor) -> list[torch.Tensor]:
         for layer in adapter.layers
     ]
     try:
-        adapter.model(input_ids=ids[None].to(adapter.device), use_cache=False)
+        adapter.model(input_ids=torch.tensor([ids], device=adapter.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -114,29 +112,30 @@ def _alone(adapter: ModelAdapter, ids: torch.Tensor) -> list[torch.Tensor]:
     return [states[0, -TOGETHER:] for states in seen]
 
 
-def _caught_up(adapter: ModelAdapter, rows: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The same states with every layer a segment of its own: by layer, then by row."""
-    spans = [range(layer, layer + 1) for layer in range(adapter.num_layers)]
-    segments = _segments(adapter, rows, (*spans, range(adapter.num_layers, adapter.num_layers)))
-    for segment in range(adapter.num_layers):
-        segments.run(segment, PREFIX)
+def _caught_up(runner: Runner, texts: list[list[int]]) -> list[list[torch.Tensor]]:
+    """Return the same states with every layer a segment of its own: by layer, then by row."""
+    layers = runner.num_layers
+    rows, segments = _segments(runner, texts, [*(range(layer, layer + 1) for layer in range(layers)), range(layers, layers)])
+    prefix = {row: PREFIX[row.index] for row in rows}
+    for segment in range(layers):
+        segments.run(segment, prefix)
     for _ in range(TOGETHER):
-        segments.run(0, dict.fromkeys(PREFIX, 1))
-    for segment in range(1, adapter.num_layers):
-        segments.run(segment, dict.fromkeys(PREFIX, TOGETHER))
+        segments.run(0, dict.fromkeys(rows, 1))
+    for segment in range(1, layers):
+        segments.run(segment, dict.fromkeys(rows, TOGETHER))
     return [
-        [segments.pending.states(layer + 1, row, start, start + TOGETHER) for row, start in PREFIX.items()]
-        for layer in range(adapter.num_layers)
+        [segments.pending.states(layer + 1, row.slot, start, start + TOGETHER) for row, start in prefix.items()]
+        for layer in range(layers)
     ]
 
 
-def _passed(adapter: ModelAdapter, rows: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The same states with all layers in a pass: a prefix, a token, then the rest together."""
-    watcher = _Watcher(adapter.num_layers)
-    segments = _segments(adapter, rows, (range(adapter.num_layers),), watcher)
+def _passed(runner: Runner, texts: list[list[int]]) -> list[list[torch.Tensor]]:
+    """Return the same states with all layers in a pass: a prefix, a token, then the rest together."""
+    watcher = _Watcher(runner.num_layers)
+    rows, segments = _segments(runner, texts, [range(runner.num_layers)], watcher)
     for counts in (PREFIX, dict.fromkeys(PREFIX, 1), dict.fromkeys(PREFIX, TOGETHER - 1)):
-        segments.run(0, counts)
-    return [[torch.cat(watcher.seen[depth, row])[-TOGETHER:] for row in PREFIX] for depth in watcher.watches]
+        segments.run(0, {row: counts[row.index] for row in rows})
+    return [[torch.cat(watcher.seen[depth, row.slot])[-TOGETHER:] for row in rows] for depth in watcher.watches]
 
 
 class _Watcher(ExitPolicy):
@@ -154,22 +153,11 @@ class _Watcher(ExitPolicy):
 
 
 def _segments(
-    adapter: ModelAdapter, rows: list[torch.Tensor], spans: tuple[range, ...], watcher: ExitPolicy | None = None
-) -> Segments:
-    """The rows in segments of these layers."""
-    longest = max(len(ids) for ids in rows)
-    ids = torch.stack([torch.nn.functional.pad(own, (longest - len(own), 0)) for own in rows])
-    batch = Batch(ids, [longest - len(own) for own in rows], StoppingCriteriaList())
-    plan = Plan(
-        exact=True,
-        kv_cache_strategy="exact",
-        exit_threshold=1.0,
-        exit_thresholds={},
-        max_pending=TOGETHER,
-        compaction_threshold=0.0,
-        spans=spans,
-    )
-    return Segments(adapter, plan, batch, longest, ExitStats(adapter.num_layers), watcher)
+    runner: Runner, texts: list[list[int]], spans: list[range], watcher: ExitPolicy | None = None
+) -> tuple[list[Row], Segments]:
+    """Return the texts as rows, in segments of these layers."""
+    rows = [Row(ids, StopRule(), runner.num_layers, index=index) for index, ids in enumerate(texts)]
+    return rows, Segments(runner, spans, rows, max(map(len, texts)), watcher)
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:

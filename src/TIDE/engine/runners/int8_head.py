@@ -31,7 +31,7 @@ class Int8LMHead:
         self.norm: Norm = arrays(norm)
         rows = (weight if vocabulary is None else weight[vocabulary]).detach().numpy()
         first = len(rows) // LIKELY if vocabulary is None else len(rows)
-        self.likely, self.others = (exits.cpu_ops.in_bytes(part) for part in (rows[:first], rows[first:]))
+        self.likely, self.others = (exits.cpu_ops.quantize_int8(part) for part in (rows[:first], rows[first:]))
 
     def judge(self, guesses: torch.Tensor, router: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """(n, hidden) guesses of an exit head -> (n, tokens) logits, and (n,) scores of a router given by its arrays."""

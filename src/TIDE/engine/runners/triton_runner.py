@@ -1,4 +1,4 @@
-"""The decoder layers of a Llama-like model on a GPU, run by Triton kernels."""
+"""The Triton runner: compiled layers on a GPU, pass by pass or in whole rounds."""
 
 from __future__ import annotations
 
@@ -8,39 +8,65 @@ from typing import Any
 import torch
 
 from TIDE.adapters.adapter import ModelAdapter
-from TIDE.adapters.features import norm_features
-from TIDE.engine.cache.slots import KVShape, Slots, Turns
-from TIDE.engine.runners.base import RoundLayers
+from TIDE.adapters.layer_parts import norm_parts
+from TIDE.engine.cache.segment_cache import SegmentCache
+from TIDE.engine.cache.slots import KVShape, Slots
+from TIDE.engine.plan import Plan
+from TIDE.engine.runners.compiled import CompiledRunner, rows_of
+from TIDE.engine.runners.device import DeviceRunner
+from TIDE.engine.runners.passes import PassTokens
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass
 from TIDE.routing.exits import Exit
 
 
-class GPULayers(RoundLayers):
-    """What `FusedLayers` is on a CPU."""
+class TritonRunner(CompiledRunner, DeviceRunner):
+    """Runs layers by Triton kernels.
 
-    writes_skipped_kv = True
+    Args:
+        exits: operations of exits.
+        propagate: writes K/V of skipped layers.
+    """
+
+    name = "triton"
 
     def __init__(self, adapter: ModelAdapter, layers: list[Layer], ops: Any, exits: Any, propagate: Any) -> None:
-        super().__init__(adapter, ops, exits)
-        self.layers = layers
+        super().__init__(adapter, layers, ops)
+        self.prepare_rounds(ops, exits)
         self.propagate = propagate
-        self.head: torch.Tensor | None = None  # the weight of the LM head; comes with the norm
-        self.rotary = getattr(adapter.model.get_decoder(), "rotary_emb", None)
-        self.is_constant = adapter.rope.switches_at is None
 
     @property
-    def has_rounds(self) -> bool:
-        """Whether whole rounds can run on the device; not before the layers were checked."""
-        return self.is_checked and self.rotary is not None and self.is_constant and self.without_rounds is None
+    def words(self) -> str:
+        layers = f"compiled layers on {self.device.type} (Triton)"
+        without = self.failed or self.without_graphs
+        return f"{layers}, without graphs: {without}" if without else f"{layers}, in CUDA graphs"
 
-    def through(
+    def why_not(self, row: Any) -> str | None:
+        if not self.rotary.is_constant:
+            return "the model's rotary embedding changes with the length of the text"
+        return super().why_not(row)
+
+    def why_not_together(self, plan: Plan, has_memory: bool) -> str | None:
+        if not plan.exact:
+            return "mode fast decides for every row by itself"
+        return "a memory head drafts for one row at a time" if has_memory else None
+
+    def is_ragged(self, tokens: PassTokens, writes_only: bool = False) -> bool:
+        return super().is_ragged(tokens)
+
+    def make_slots(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
+        parts = [layer.attention for layer in self.layers]
+        kv_shapes = [KVShape(len(own.k) // own.head_dim, own.head_dim, own.head_dim) for own in parts]
+        angles = {kind: self.rotary.tables(kind, columns) for kind in self.rotary.kinds}
+        return Slots(parts[0].q[0], kv_shapes, angles, rows, columns, exit_)
+
+    def layers_on_slots(
         self, slots: Slots, span: range, states: torch.Tensor, own: slice, most: int, taps: tuple[int, ...]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Take tokens of a round through layers: their (n, hidden) states change. Those at the depths of `taps` are shown."""
-        assert slots.turns is not None
-        going = slots.going(states, own, slots.turns)
+        assert slots.angles is not None
+        passes = {kind: slots.pass_of(states, own, angles) for kind, angles in slots.angles.items()}
         for index in span:
-            self.ops.decoder_layer(self.layers[index], going, slots.keys[index], slots.values[index], most)
+            layer = self.layers[index]
+            self.ops.decoder_layer(layer, passes[layer.rope], slots.keys[index], slots.values[index], most)
             if index + 1 in taps:
                 yield index + 1, states
 
@@ -52,67 +78,46 @@ class GPULayers(RoundLayers):
         signals: torch.Tensor | None = None,
         vocabulary: torch.Tensor | None = None,
     ) -> None:
-        """The tokens after (n, hidden) states at full depth, their logits, and what a router wants to know of the others."""
-        if self.norm is None:
+        if not self.is_checked or not self.has_plain_logits:
             super().choose(states, token, best, signals, vocabulary)
-        else:
-            normed = self.ops.norm(states, norm_features(self.norm, states))
-            self.exits.best_tokens(normed, self.head, best, token, signals, vocabulary)
+            return
+        normed = self.ops.norm(states, norm_parts(self.norm, states))
+        self.exits.best_tokens(normed, self.lm_head, best, token, signals, vocabulary)
 
-    def _slots(self, columns: int, exit_: Exit | None) -> Slots:
-        kv_shapes = [KVShape(len(layer.k) // layer.head_dim, layer.head_dim, layer.head_dim) for layer in self.layers]
-        return Slots(self.layers[0].q[0], kv_shapes, self._turns(columns), columns, exit_)
+    def _through(
+        self, span: range, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache, taps: tuple[int, ...]
+    ) -> dict[int, torch.Tensor]:
+        passes = {kind: self._pass(kind, x, tokens, cache) for kind in self.rotary.kinds}
+        most = max(cache.view.starts) + tokens.width
+        tapped: dict[int, torch.Tensor] = {}
+        with self.device_guard():
+            for index in span:
+                if index in taps:
+                    tapped[index] = x.clone()
+                layer = self.layers[index]
+                self.ops.decoder_layer(layer, passes[layer.rope], *self._kv(index, x, cache), most)
+        return tapped
 
-    def _turns(self, columns: int) -> Turns:
-        weight = self.layers[0].q
-        positions = torch.arange(columns, device=weight.device)[None]
-        assert self.rotary is not None
-        cos, sin = self.rotary(weight.new_zeros(1, 1, 1), positions)
-        return Turns(cos[0].contiguous(), sin[0].contiguous())
-
-    def takes(self, states: torch.Tensor, cache: Any) -> bool:
-        return self.is_checked and cache is not None and states.shape[0] * states.shape[1] <= MOST_TOKENS
-
-    def run(
-        self, span: range, states: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], cache: Any, taps: tuple[int, ...]
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """(n, q, hidden) states before a span -> those after it, and at the depths of `taps`."""
-        x, tapped = states.flatten(0, 1).clone(), {}
-        going = self._pass(x, states.shape, angles, cache)
-        for index in span:
-            if index in taps:
-                tapped[index] = x.view_as(states).clone()
-            keys, values = self._room(index, x, cache)
+    def write_skipped_kv(self, span: range, tokens: PassTokens, states: torch.Tensor, cache: SegmentCache) -> None:
+        if not self.is_ragged(tokens):
+            super().write_skipped_kv(span, tokens, states, cache)
+            return
+        x = states.contiguous()
+        caches = [self._kv(index, x, cache) for index in span]
+        for kind in self.rotary.kinds:
+            places = [place for place, index in enumerate(span) if self.layers[index].rope == kind]
+            layers = [self.layers[span[place]] for place in places]
             with self.device_guard():
-                self.ops.decoder_layer(self.layers[index], going, keys, values, cache.view.stop)
-        return x.view_as(states), tapped
+                self.propagate(layers, self._pass(kind, x, tokens, cache), [caches[place] for place in places])
 
-    def write_skipped_kv(
-        self, span: range, states: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], cache: Any
-    ) -> None:
-        """K/V of (n, q, hidden) states in layers that they skip."""
-        x = states.flatten(0, 1).contiguous()
-        going, caches = self._pass(x, states.shape, angles, cache), [self._room(index, x, cache) for index in span]
+    def _pass(self, kind: str, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache) -> Pass:
+        (cos, sin), angles = self._angles(kind, tokens.positions())
+        places = torch.tensor([rows_of(tokens), self._columns(tokens, cache), tokens.positions(), angles], dtype=torch.int32)
+        return Pass(x, cos, sin, *places.to(x.device, non_blocking=True))
+
+    def _linear(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if len(states) > MOST_TOKENS or not self.is_checked:
+            return torch.nn.functional.linear(states, weight)
         with self.device_guard():
-            self.propagate([self.layers[index] for index in span], going, caches)
-
-    def _pass(self, x: torch.Tensor, shape: torch.Size, angles: tuple[torch.Tensor, torch.Tensor], cache: Any) -> Pass:
-        rows, tokens, _ = shape
-        cos, sin = (part.expand(rows, -1, -1).reshape(rows * tokens, -1).contiguous() for part in angles)
-        view, own = cache.view, cache.segments[cache.view.segment]
-        places = torch.tensor([*view.rows, *(own.origin[row] for row in view.rows), view.start], dtype=torch.int32)
-        places = places.to(x.device, non_blocking=True)
-        return Pass(x, cos, sin, places[:rows], places[rows : 2 * rows], places[-1:], tokens)
-
-    def _room(self, index: int, x: torch.Tensor, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = self.layers[index]
-        found: tuple[torch.Tensor, torch.Tensor] = cache.room(index, len(layer.k) // layer.head_dim, layer.head_dim, x)
-        return found
-
-    def multiplies(self, states: torch.Tensor, weight: torch.Tensor) -> bool:
-        return self.is_checked and states.shape[0] * states.shape[1] <= MOST_TOKENS
-
-    def linear(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """(n, q, hidden), (m, hidden) -> (n, q, m)"""
-        with self.device_guard():
-            return self.ops.linear(states.flatten(0, 1), weight).view(*states.shape[:2], -1)
+            found: torch.Tensor = self.ops.linear(states.contiguous(), weight)
+            return found

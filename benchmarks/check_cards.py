@@ -1,0 +1,141 @@
+"""Shared memory of the Triton kernels on several cards, compiled ahead of time: no GPU of the kind is needed.
+
+    PYTHONPATH=src python benchmarks/check_cards.py [--dtype bf16] [--dim 128] [--cards 75,80,90]
+
+Compiles the products, projection and attention of a layer of Llama-3.1-8B's size (and with --dim 256 of Gemma's) for each
+compute capability that the installed Triton knows, with the tiles of `TIDE.kernels.cards`. Prints the shared memory each
+kernel uses against the card's limit, and fails if one is above it. bf16 is left out below 8.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+os.environ.pop("TRITON_INTERPRET", None)  # the interpreter does not compile
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from TIDE.kernels import cards, triton_exits, triton_ops, triton_products, triton_propagate
+from TIDE.kernels.cards import Card
+
+LIMITS = {  # compute capability -> KB of shared memory for a block, multiprocessors
+    70: (96, 80),
+    75: (64, 40),
+    80: (163, 108),
+    86: (99, 82),
+    89: (99, 128),
+    90: (227, 132),
+    100: (227, 148),
+    120: (99, 170),
+}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+HEIGHT = WIDTH = 4096
+WHOLE = {"rows", "columns", "angles", "positions", "start", "vocabulary", "tokens_at"}  # arrays of int32
+FLOATS = {"peaks", "sums"}  # arrays of fp32
+NUMBERS = {"scale", "scaling", "eps", "head_eps"}
+SIZES = {"tokens", "height", "width", "heads", "kv_heads", "blocks", "stride_row", "stride_head", "stride_column"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bf16", choices=[*BYTES])
+    parser.add_argument("--dim", type=int, default=128, help="of a head")
+    parser.add_argument("--cards", default=",".join(map(str, LIMITS)))
+    args = parser.parse_args()
+    print(f"triton {triton.__version__}, {args.dtype}, heads of {args.dim}")
+    fits = True
+    for number in map(int, args.cards.split(",")):
+        kilobytes, processors = LIMITS[number]
+        card = Card((number // 10, number % 10), 1024 * kilobytes, processors)
+        reason = cards.why_not(card, TORCH[args.dtype])
+        fits &= check(number, card, args.dtype, args.dim) if reason is None else not print(f"sm{number}  {reason}")
+    sys.exit(not fits)
+
+
+def check(number: int, card: Card, dtype: str, dim: int) -> bool:
+    """Compile all kernels for a card and print a line of what they use; return if all fit."""
+    found, fits = [], True
+    for name, (kernel, constants, stages) in launches(card, dtype, dim).items():
+        try:
+            used = shared_memory(kernel, constants, stages, dtype, number)
+        except Exception as problem:  # compilers refuse cards in many ways
+            found.append(f"{name}: {type(problem).__name__} {str(problem).splitlines()[0][:60] if str(problem) else ''}")
+            continue
+        fits &= used <= card.shared_memory
+        found.append(f"{name} {used / 1024:.0f}{'' if used <= card.shared_memory else ' TOO MUCH'}")
+    print(f"sm{number}  {card.shared_memory // 1024:3} KB   " + "   ".join(found), flush=True)
+    return fits
+
+
+def launches(card: Card, dtype: str, dim: int) -> dict[str, tuple[object, dict[str, object], int]]:
+    """Return kernel, constants and stages by name, as `triton_ops` and its neighbours launch them."""
+    size = BYTES[dtype]
+    linear, gated = cards.linear_tile(card, HEIGHT, WIDTH, size), cards.gated_tile(card, 14336, WIDTH, size)
+    head, project = cards.head_tile(card, 128256, WIDTH, size), cards.project_tile(card, HEIGHT, WIDTH, dim, size)
+    spread, seen = cards.propagate_tile(card, dim // 2, WIDTH, size), cards.attention_tile(card, dim, 16, size)
+    no_bias = {"HAS_BIAS": False}
+    return {
+        "linear": (
+            triton_products._linear,
+            {**no_bias, "HAS_BASE": True, "HAS_START": False, "ACTIVATION": -1, **tile_constants(linear)},
+            linear.stages,
+        ),
+        "gated": (triton_products._gated, {**no_bias, "ACTIVATION": 0, **tile_constants(gated)}, gated.stages),
+        "head": (triton_exits._peaks, {"CHOSEN": False, "SIGNALS": True, **tile_constants(head)}, head.stages),
+        "project": (
+            triton_ops._project,
+            {**no_bias, "DIM": dim, "ROTARY": dim, "HALF": project.rows, "BK": project.columns, "EVEN": project.even},
+            project.stages,
+        ),
+        "attend": (
+            triton_ops._attend,
+            dict(WINDOW=0, CAP=0.0, DIM=dim, GROUP=16, SPLIT=triton_ops.SPLIT, TILE=seen.keys, BLOCK=dim, ONLY=False),
+            seen.stages,
+        ),
+        "propagate": (
+            triton_propagate._propagate,
+            dict(
+                no_bias, OFFSET=0.0, HEAD_OFFSET=0.0, LAYER_NORM=False, SHIFTED=False, DIM=dim, ROTARY=dim, HAS_NORM=False,
+                FACTS=triton_propagate.FACTS, HALF=spread.rows, BK=spread.columns,
+            ),
+            spread.stages,
+        ),
+    }  # fmt: skip
+
+
+def tile_constants(tile: cards.Tile) -> dict[str, object]:
+    return {"BN": tile.rows, "BK": tile.columns, "EVEN": tile.even}
+
+
+def shared_memory(kernel: object, constants: dict[str, object], stages: int, dtype: str, number: int) -> int:
+    """Compile a kernel and return the bytes of shared memory it uses."""
+    signature, attributes, partial = {}, {}, "ONLY" in constants
+    for index, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constants else type_of(name, dtype)
+        if partial and name == "out":
+            signature[name] = "*fp32"  # attention writes parts
+        if signature[name] != "constexpr" and name not in NUMBERS | WHOLE | {"tokens"}:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", number, 32), options={"num_warps": 4, "num_stages": stages})
+    return int(compiled.metadata.shared)
+
+
+def type_of(name: str, dtype: str) -> str:
+    if name in NUMBERS:
+        return "fp32"
+    if name in SIZES:
+        return "i32"
+    if name == "facts":
+        return "*i64"
+    return "*i32" if name in WHOLE else "*fp32" if name in FLOATS else f"*{dtype}"
+
+
+if __name__ == "__main__":
+    main()

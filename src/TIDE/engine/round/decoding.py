@@ -1,0 +1,143 @@
+"""Decoding a request: in whole rounds on the device if its runner can do that for its rows, on the host otherwise.
+
+On a GPU kernels are compiled when they are first used, which takes seconds. So the first prompt of an engine runs before they
+are, its first token is shown, and then the runner is checked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from TIDE.engine.loop import Loop
+from TIDE.engine.plan import Plan
+from TIDE.engine.request import Request
+from TIDE.engine.round.device_drafter import exit_of, why_not_planned
+from TIDE.engine.round.device_stage import DeviceStage
+from TIDE.engine.round.host_stage import HostStage
+from TIDE.engine.round.sampler import Sampler
+from TIDE.engine.row import Row
+from TIDE.engine.runners.base import Runner
+from TIDE.engine.runners.device import DeviceRunner
+from TIDE.engine.runners.select import checked
+from TIDE.engine.schedule.scheduler import Scheduler
+from TIDE.kernels.layer import MOST_TOKENS
+from TIDE.routing.heads import MemoryHead
+from TIDE.routing.policy import ExitPolicy
+
+logger = logging.getLogger(__name__)
+FIRST_ROOM = 256  # new tokens a cache has room for before it grows
+
+
+class Decoding:
+    """The rows of one request.
+
+    Args:
+        replace_runner: called with the runner that takes the place of one that was checked and found wanting.
+
+    Attributes:
+        host: the stage on the host, if there is one.
+        reason: why the rows are decoded on the host; None: they are not.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        plan: Plan,
+        policy: ExitPolicy | None,
+        request: Request,
+        rows: Sequence[Row],
+        scheduler: Scheduler,
+        replace_runner: Callable[[Runner], None],
+    ) -> None:
+        self.runner = runner
+        self.plan = plan
+        self.policy = policy
+        self.request = request
+        self.rows = rows
+        self.scheduler = scheduler
+        self.replace_runner = replace_runner
+        self.sampler = Sampler(rows, request.ids.device)
+        self.host: HostStage | None = None
+        self.reason: str | None = None
+        self._before: HostStage | None = None  # of a request whose text begins alike
+
+    def reuse_prefix(self, other: Decoding) -> None:
+        """Take over what another request has run of a text that begins alike; it cannot go on itself then."""
+        self._before = other.host
+
+    def run(self) -> Iterator[None]:
+        """Decode until every row has ended."""
+        for row in self.rows:
+            self.scheduler.admit(row, self.plan)
+        self.reason = self.why_not()
+        if self.reason is None:
+            yield from self._on_device()
+        if any(not row.finished for row in self.rows):
+            yield from self._on_host()
+
+    def why_not(self) -> str | None:
+        """Return why the rows cannot be decoded in whole rounds; None: they can."""
+        reasons = [self.runner.why_not(row) for row in self.rows]
+        found = next((reason for reason in reasons if reason is not None), None) or why_not_planned(self.plan, self.policy)
+        if found is None and len(self.rows) > 1:
+            return self._why_not_together()
+        return found
+
+    def _why_not_together(self) -> str | None:
+        if len(self.rows) > MOST_TOKENS:
+            return f"a round has room for {MOST_TOKENS} rows, and there are {len(self.rows)}"
+        has_exits = len(self.plan.spans) > 1
+        has_memory = has_exits and isinstance(exit_of(self.plan, self.policy).head, MemoryHead)
+        return self.runner.why_not_together(self.plan, has_memory) if isinstance(self.runner, DeviceRunner) else None
+
+    def _on_host(self) -> Iterator[None]:
+        capacity = min(self.request.columns, self.request.prompt_columns + FIRST_ROOM) + self.plan.max_pending
+        costs = self.scheduler.costs
+        for row in self.rows:
+            row.drafts = []
+        self.host = HostStage(self.runner, self.plan, self.policy, self.rows, self.sampler, capacity, costs)
+        if self._before is not None:
+            self.host.reuse_prefix(self._before)
+        loop = Loop(self.host, self.rows, self.plan, self.scheduler)
+        if not self.runner.is_checked:
+            loop.step()
+            yield
+            self._check()
+            self.host.change_runner(self.runner)
+        yield from loop.run()
+
+    def _check(self) -> None:
+        """Check the runner, now that a first token was shown."""
+        self.runner = checked(self.runner)
+        self.replace_runner(self.runner)
+
+    def _on_device(self) -> Iterator[None]:
+        """Decode in rounds. If the device refuses, rows are left as they are; later requests are decoded on the host too."""
+        runner = self.runner
+        assert isinstance(runner, DeviceRunner)
+        try:
+            stage = DeviceStage(runner, self.plan, self.policy, self.rows, self.request.columns)
+            try:
+                yield from self._rounds(stage)
+            finally:
+                stage.close()
+        except FloatingPointError:
+            raise
+        except Exception as problem:  # compilers refuse cards and sizes, and models shapes, in many ways
+            runner.failed = f"{type(problem).__name__}: {problem}"
+            logger.warning("%s is not decoded in rounds: %s", type(runner.adapter.model).__name__, runner.failed)
+            self.reason = runner.failed
+
+    def _rounds(self, stage: DeviceStage) -> Iterator[None]:
+        # in mode "fast" how many tokens may exit depends on how many did, so a round is read before the next is launched
+        overlap = self.plan.exact
+        loop = Loop(stage, self.rows, self.plan, self.scheduler, overlap and self.runner.is_checked)
+        if not self.runner.is_checked:
+            loop.step()
+            yield
+            self._check()
+            if self.runner is not stage.runner:
+                return
+        loop.overlap = overlap
+        yield from loop.run()

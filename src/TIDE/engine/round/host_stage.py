@@ -1,0 +1,255 @@
+"""Rounds on the host: any number of rows, any exit policy, several checkpoints, any sampler.
+
+A row's newest token runs segment after segment, and at each checkpoint the policy is asked. A token that leaves becomes a
+draft, and what it did not run stays pending; a token that does not leave goes on to full depth with all that is pending. In
+mode "fast" a token that leaves is final at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from TIDE.engine.plan import Plan
+from TIDE.engine.round.accept import accept
+from TIDE.engine.round.round import Launched, run_round
+from TIDE.engine.round.sampler import Sampler
+from TIDE.engine.round.segments import Segments
+from TIDE.engine.row import Draft, RoundResult, Row
+from TIDE.engine.runners.base import Runner
+from TIDE.engine.schedule.costs import Costs
+from TIDE.routing.policy import Candidates, ExitPolicy
+from TIDE.stats import Clock
+
+
+class HostStage:
+    """The rows of one request on a runner.
+
+    Args:
+        policy: the exits; None: every token runs all layers.
+        capacity: columns of the cache to begin with.
+        costs: to record how long passes and exits take.
+    """
+
+    is_planned = False  # scores decide about drafts while a round runs
+
+    def __init__(
+        self,
+        runner: Runner,
+        plan: Plan,
+        policy: ExitPolicy | None,
+        rows: Sequence[Row],
+        sampler: Sampler,
+        capacity: int,
+        costs: Costs,
+    ) -> None:
+        self.runner = runner
+        self.plan = plan
+        self.source = policy
+        self.rows = rows
+        self.sampler = sampler
+        self.costs = costs
+        self.clock = Clock(rows[0].stats.seconds)
+        self.policy = None if policy is None else policy.start(len(rows), runner.head)
+        self.segments = Segments(runner, plan.spans, rows, capacity, self.policy)
+        self.segment = 0  # where the deep pass begins
+        self.going: list[Row] = []  # rows of the deep pass
+        self.deciding: list[Row] = []  # those of them whose newest token is undecided
+        self.logits: dict[Row, torch.Tensor] = {}
+        self.found: dict[Row, list[int]] = {}
+        self.results: list[tuple[Row, RoundResult]] = []
+        self._tokens = 0  # of the longest row of the deep pass
+        self._seconds = 0.0  # that it took
+        self._asked_before = False  # the first exit after a pause catches up with the text, and its time is not typical
+
+    def reuse_prefix(self, other: HostStage) -> None:
+        """Take over the K/V of another request of one row whose text begins alike. The other cannot go on then."""
+        rows = [*self.rows, *other.rows]
+        if other.plan != self.plan or other.source is not self.source or len(self.rows) != 1 or len(other.rows) != 1:
+            return
+        if other.runner is not self.runner or any(row.embeds is not None for row in rows):
+            return
+        ours, theirs = (row.text(0, row.size) for row in rows)
+        alike = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+        self.policy = other.policy
+        self.segments = other.segments
+        self.segments.serve(self.rows, min(alike, len(ours) - 1))
+
+    def change_runner(self, runner: Runner) -> None:
+        """Go on with another runner of the same model."""
+        self.runner = self.segments.runner = runner
+
+    def launch(self) -> Launched:
+        """Run a round; it is over when this returns."""
+        is_prefill = all(row.size == row.prompt for row in self.rows)
+        self.clock.start(instead="prompt" if is_prefill else None)
+        with self.runner.grad_off():
+            run_round(self)
+        return Launched(lambda: self.results, is_prefill=is_prefill)
+
+    # ---- the parts of a round ---------------------------------------------------------------------------------------------
+
+    def draft(self, step: int) -> bool:
+        """Let the newest token of every row leave where its exit allows it; True: all left, or no row is left."""
+        self.going = self.deciding = [row for row in self.rows if not row.finished]
+        self._start_over_where_rope_switches(self.going)
+        may_leave = {row for row in self.going if self._may_leave(row)} if len(self.plan.spans) > 1 else set()
+        seconds = 0.0
+        self.segment = 0
+        while self.going and self.segment < self.segments.last:
+            candidates = [row for row in self.deciding if row in may_leave]
+            if not candidates:
+                if self._pass_by():
+                    break
+                continue
+            self.segments.run(self.segment, self._counts())
+            seconds += self.clock.lap("shallow")
+            self.segment += 1
+            self._leave(self._ask(candidates))
+            seconds += self.clock.lap("exits")
+        if may_leave and self._asked_before:
+            self.costs.exit.add(seconds)
+        self._asked_before = bool(may_leave)
+        return not self.going and any(not row.finished for row in self.rows)
+
+    def deep_pass(self, drafted: int) -> None:
+        """Run the remaining segments, which stand alike, in one pass."""
+        self.logits = {}
+        if not self.going:
+            return
+        counts = self._counts()
+        last = self.segments.last
+        if self.plan.exact:
+            wanted = {row: len(row.tokens) - 1 for row in self.going}
+        else:
+            wanted = {row: self.segments.length(last, row) + counts[row] - 1 for row in self.going}
+        for row, count in counts.items():
+            start = self.segments.length(last, row)
+            row.stats.catch_ups += start + count - max(start, row.prompt) > 1
+        self.logits = self.segments.run(self.segment, counts, wanted, last)
+        self._tokens = max(counts.values())
+        self._seconds = self.clock.lap("deep")
+
+    def sample(self, drafted: int) -> None:
+        if self.plan.exact:
+            self.found = self.sampler.verify(self.logits)
+        elif self.deciding:
+            logits = torch.cat([self.logits[row] for row in self.deciding])
+            chosen = self.sampler.sample(self.deciding, logits, self.runner.num_layers)
+            self.found = {row: [draft.token] for row, draft in zip(self.deciding, chosen, strict=True)}
+        else:
+            self.found = {}
+
+    def accept(self, drafted: int) -> None:
+        """Turn what was found into results; drafts are verified or rolled back."""
+        self.results = []
+        for row, found in self.found.items():
+            result = accept(row.drafts, found, self.runner.num_layers)
+            if result.accepted < len(row.drafts):
+                self.segments.rollback(row, len(row.tokens) + result.accepted)
+            row.drafts = []
+            row.exits_in_a_row = 0
+            self.results.append((row, result))
+        for row in self.going:
+            self.segments.settle(row)
+        seconds = self._seconds + self.clock.lap("choosing")
+        if self.going and self._tokens <= self.plan.max_pending + 1:  # prompts say nothing about steps
+            self.costs.saw_pass(self._tokens, seconds)
+
+    # ---- drafts ------------------------------------------------------------------------------------------------------------
+
+    def _pass_by(self) -> bool:
+        """Take rows that are not asked through segments that stand alike; True: nothing but the deep pass is left."""
+        reached = self.segments.reaches(self.segment, self.going)
+        if reached == self.segments.last:
+            return True
+        counts = self._counts()
+        if reached > self.segment or not self.segments.skip(self.segment, counts):
+            self.segments.run(self.segment, counts, last=reached)
+            self.clock.lap("shallow")
+        self.segment = reached + 1
+        return False
+
+    def _counts(self) -> dict[Row, int]:
+        """Return how many tokens each row takes through the segment: all that wait, but no draft that ends the text."""
+        held = {row for row in self.going if self.segment == 0 and row.is_closed}
+        return {row: self.segments.waiting(self.segment, row) - (row in held) for row in self.going}
+
+    def _may_leave(self, row: Row) -> bool:
+        size, switch = row.size, self.runner.rope.switches_at
+        new_tokens = size - row.prompt
+        if not new_tokens or row.is_closed or (switch is not None and size >= switch):
+            return False
+        if row.wanted is not None:
+            return len(row.drafts) < row.wanted
+        allowed = row.exits_in_a_row < self.plan.max_pending and self.plan.within_share(row.exits, new_tokens)
+        return allowed and (row.budget is None or row.budget.should_draft(size))
+
+    def _start_over_where_rope_switches(self, rows: list[Row]) -> None:
+        switch, starts_over = self.runner.rope
+        for row in rows:
+            if starts_over and row.size - 1 == self.segments.length(0, row) == switch:
+                self.segments.rollback(row, 0)
+
+    def _ask(self, rows: list[Row]) -> tuple[Candidates, list[Row], list[float]] | None:
+        """Return the rows that the policy lets out at this checkpoint, with their scores."""
+        assert self.policy is not None
+        positions = [self.segments.length(self.segment - 1, row) - 1 for row in rows]
+        states = [self.segments.entering(self.segment, row, at, at + 1) for row, at in zip(rows, positions, strict=True)]
+        joined = states[0] if len(states) == 1 else torch.cat(states)
+        candidates = Candidates(self.plan.spans[self.segment].start, joined, [row.slot for row in rows], positions)
+        scores = self.policy.score(candidates)
+        if scores.shape != (len(rows),):
+            raise ValueError(
+                f"an exit policy must give one score per candidate: expected ({len(rows)},), found {tuple(scores.shape)}."
+            )
+        values = scores.tolist()
+        # thresholds are compared in the policy's own precision
+        reached = (scores >= self.plan.threshold(candidates.depth)).tolist()
+        chosen = [i for i, row in enumerate(rows) if self._leaves(row, values[i], reached[i], candidates.depth)]
+        if not chosen:
+            return None
+        if len(chosen) < len(rows):
+            slots, at = [rows[i].slot for i in chosen], [positions[i] for i in chosen]
+            candidates = Candidates(candidates.depth, candidates.states[chosen], slots, at)
+        return candidates, [rows[i] for i in chosen], [values[i] for i in chosen]
+
+    def _leaves(self, row: Row, score: float, is_sure: bool, depth: int) -> bool:
+        if row.wanted is not None:
+            return is_sure or self.plan.weighs
+        if row.budget is None:
+            return is_sure
+        return row.budget.should_exit(score, self.plan.threshold(depth))
+
+    def _leave(self, leaving: tuple[Candidates, list[Row], list[float]] | None) -> None:
+        """Draft the tokens that leave. Rows go on if many others do, because a deep pass costs almost the same for more."""
+        if leaving is None:
+            return
+        candidates, rows, scores = leaving
+        staying = [row for row in self.going if row not in rows]
+        unfinished = sum(not row.finished for row in self.rows)
+        ride_along = self.plan.catches_up and len(staying) > self.plan.compaction_threshold * unfinished
+        if ride_along and self.plan.exact:
+            return  # they are verified with the others at once: no draft is needed
+        self._emit(candidates, rows, scores)
+        self.deciding = [row for row in self.deciding if row not in rows]
+        self.going = self.going if ride_along else staying
+
+    def _emit(self, candidates: Candidates, rows: list[Row], scores: list[float]) -> None:
+        assert self.policy is not None
+        drafts = self.sampler.sample(rows, self.policy.predict(candidates, self.runner.head), candidates.depth)
+        for row, draft, score in zip(rows, drafts, scores, strict=True):
+            self._add(row, draft._replace(score=score))
+        if not self.plan.catches_up:
+            for later in range(self.segment, len(self.plan.spans)):
+                self.segments.write_skipped_kv(later, rows, candidates.states, self.plan.kv_cache_strategy)
+            for row in rows:
+                self.segments.settle(row)
+
+    def _add(self, row: Row, draft: Draft) -> None:
+        row.exits_in_a_row += 1
+        if self.plan.exact:
+            row.drafts.append(draft)
+        else:
+            row.extend(RoundResult([draft], 1, 1, row.exits_in_a_row))

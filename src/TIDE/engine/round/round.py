@@ -1,0 +1,63 @@
+"""The round: draft, deep pass, sample, accept. Written once; it runs as it stands, or while a CUDA graph is captured.
+
+draft       shallow layers, exit head, sample: the next draft of every row
+deep pass   the newest final token of every row and its drafts through the remaining layers, in one pass; finished states
+            are shown to the exit head
+sample      the full model's token after each of them
+accept      the longest run of drafts equal to those; the full model's token behind them is final too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from TIDE.engine.row import RoundResult, Row
+
+
+@dataclass
+class Launched:
+    """A round that was launched.
+
+    Attributes:
+        results: waits for the round and returns its outcome for every row that took part to the end.
+        drafts: how many the round was planned with; None: a prefill, or scores decided while it ran.
+        is_prefill: it ran prompts.
+        is_typical: nothing was compiled or captured for it, so its time says something about others.
+    """
+
+    results: Callable[[], list[tuple[Row, RoundResult]]]
+    drafts: int | None = None
+    is_prefill: bool = False
+    is_typical: bool = True
+
+
+class Stage(Protocol):
+    """The parts of a round: `HostStage` decides on the host, `DeviceStage` launches kernels on fixed buffers."""
+
+    def draft(self, step: int) -> bool:
+        """Make draft number `step`. Return False if there is none, because a row has to go to full depth now."""
+
+    def deep_pass(self, drafted: int) -> None:
+        """Run the remaining layers for the newest final tokens and their drafts, and show their states to the exit head."""
+
+    def sample(self, drafted: int) -> None:
+        """Choose the full model's token after each of them."""
+
+    def accept(self, drafted: int) -> None:
+        """Keep the drafts that equal those tokens."""
+
+
+def run_round(stage: Stage, drafts: int | None = None) -> None:
+    """Run one round.
+
+    Args:
+        drafts: how many to make; None: as many as `stage.draft` finds worth making.
+    """
+    drafted = 0
+    while drafted != drafts and stage.draft(drafted):
+        drafted += 1
+    stage.deep_pass(drafted)
+    stage.sample(drafted)
+    stage.accept(drafted)

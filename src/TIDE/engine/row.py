@@ -1,0 +1,167 @@
+"""A row: one text being written.
+
+    tokens      the prompt, then tokens that are final
+    drafts      tokens that exits predicted and the full model has not verified yet
+
+Tokens are appended, counted and ended in `extend`, and nowhere else. All of this is on the host; `slot` says where the row's
+K/V are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from transformers import LogitsProcessorList
+
+from TIDE.engine.stop import StopRule
+from TIDE.stats import ExitStats, Seconds
+
+if TYPE_CHECKING:
+    from TIDE.engine.schedule.draft_budget import DraftBudget
+
+
+class Draft(NamedTuple):
+    """A token and where it was decided."""
+
+    token: int
+    depth: int
+    score: float | None = None  # of the router that let it out
+    probs: torch.Tensor | None = None  # (vocabulary,) the distribution it was drawn from; None: greedy
+
+
+class Decided(NamedTuple):
+    """Where a new token was decided."""
+
+    depth: int
+    score: float | None = None  # of the router that let it out, where one was asked
+
+
+class Sampling(NamedTuple):
+    """How the tokens of a row are chosen."""
+
+    processors: LogitsProcessorList | None = None
+    do_sample: bool = False
+    keeps_scores: bool = False  # logits and scores are part of the answer
+
+
+class RoundResult(NamedTuple):
+    """The outcome of a round for one row."""
+
+    tokens: Sequence[Draft]  # accepted drafts, then the full model's token
+    drafted: int = 0  # drafts that were verified
+    accepted: int = 0
+    first_step: int = 1  # number of the first token since the full model's last one
+
+
+class Row:
+    """One text and everything the host knows about it.
+
+    Args:
+        tokens: of the prompt.
+        stop: when the text ends.
+        num_layers: of the model.
+        index: the row's place in its request.
+        padding: ids of the columns before the text. Processors and criteria see them, as in `model.generate`.
+        embeds: (prompt, hidden) the prompt as embeddings.
+        unseen: tokens of the prompt that have no ids. Processors, criteria and the output leave them out.
+        sampling: how its tokens are chosen.
+        seconds: of the request, shared by its rows.
+
+    Attributes:
+        wanted: how many drafts to make in this round; None: scores decide.
+        exits: tokens that left early and were kept (mode "fast": all of them).
+        exits_in_a_row: since the full model decided a token.
+        cut_short: the model's context ended the text.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        stop: StopRule,
+        num_layers: int,
+        *,
+        index: int = 0,
+        padding: Sequence[int] = (),
+        embeds: torch.Tensor | None = None,
+        unseen: int = 0,
+        sampling: Sampling | None = None,
+        seconds: Seconds | None = None,
+    ) -> None:
+        self.index = self.slot = index
+        self.tokens = list(tokens)
+        self.prompt = len(self.tokens)
+        self.padding = list(padding)
+        self.embeds = embeds
+        self.unseen = unseen
+        self.stop = stop
+        self.sampling = sampling or Sampling()
+        self.drafts: list[Draft] = []
+        self.wanted: int | None = None
+        self.budget: DraftBudget | None = None
+        self.exits = 0
+        self.exits_in_a_row = 0
+        self.decided: list[Decided] = []
+        self.finished = False
+        self.cut_short = False
+        self.stats = ExitStats(num_layers, seconds=seconds or Seconds())
+
+    @property
+    def size(self) -> int:
+        """Tokens, drafts included."""
+        return len(self.tokens) + len(self.drafts)
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The tokens that were written, as far as they are final."""
+        return self.tokens[self.prompt :]
+
+    @property
+    def is_closed(self) -> bool:
+        """True if the newest draft ends the text, so that nothing is drafted behind it."""
+        return bool(self.drafts) and self.stop.is_last(self, self.drafts[-1].token, self.size)
+
+    def text(self, start: int, stop: int) -> list[int]:
+        """Return the tokens at the positions [start, stop), drafts included."""
+        final = len(self.tokens)
+        if stop <= final:
+            return self.tokens[start:stop]
+        drafts = [draft.token for draft in self.drafts[max(0, start - final) : stop - final]]
+        return self.tokens[start:] + drafts
+
+    def shown(self, drafts: int = 0) -> list[int]:
+        """Return the text as processors and criteria see it, with the first so many drafts."""
+        text = self.padding + self.tokens + [draft.token for draft in self.drafts[:drafts]]
+        return text[self.unseen :]
+
+    def extend(self, round_: RoundResult) -> int:
+        """Append final tokens up to the end of the text and count what the round did; return how many were appended."""
+        drafted = min(round_.drafted, self.stop.room(self))
+        kept = self._append(round_.tokens, round_.first_step)
+        if self.finished:
+            drafted = min(drafted, kept)  # drafts past the end of the text are not counted
+        self.stats.drafted_by_step.update(range(round_.first_step, round_.first_step + drafted))
+        self.stats.rollbacks += round_.accepted < drafted
+        self.stats.rejected += max(0, drafted - round_.accepted)
+        return kept
+
+    def _append(self, tokens: Iterable[Draft], step: int) -> int:
+        kept = 0
+        for draft in tokens:
+            self.tokens.append(draft.token)
+            self.decided.append(Decided(draft.depth, draft.score))
+            self.stats.count_token(draft.depth, step + kept)
+            self.exits += draft.depth < self.stats.num_layers
+            kept += 1
+            self.finished = self.stop.ends(self)
+            if self.finished:
+                break
+        return kept
+
+
+def total(rows: Sequence[Row], num_layers: int) -> ExitStats:
+    """Return the counts of rows together. Their seconds are those of one request, which they share."""
+    found = sum((row.stats for row in rows), start=ExitStats(num_layers))
+    found.seconds = rows[0].stats.seconds if rows else Seconds()
+    return found

@@ -1,0 +1,138 @@
+"""What captured rounds need of a runner: layers on slots, the choice of tokens, and kernels for exits.
+
+Every method launches work on fixed addresses and waits for nothing, so that it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from TIDE.adapters.adapter import PassInputs
+from TIDE.engine.cache.slots import SlotPool, Slots
+from TIDE.engine.runners.base import Runner
+from TIDE.engine.runners.graphs import Graphs
+from TIDE.kernels import reference
+from TIDE.routing.exits import Exit
+
+if TYPE_CHECKING:
+    from TIDE.engine.plan import Plan
+    from TIDE.engine.row import Row
+
+
+class DeviceRunner(Runner):
+    """A runner on whose device whole rounds can run.
+
+    Attributes:
+        ops, exits: compiled operations of layers and exits.
+        failed: why rounds were given up, if they were.
+    """
+
+    embedding: nn.Module | None
+    is_checked = False
+
+    def prepare_rounds(self, ops: Any, exits: Any) -> None:
+        """Set up what rounds work with; nothing is allocated yet."""
+        self.ops = ops
+        self._exits = exits
+        self.failed: str | None = None
+        self.pool = SlotPool(self.make_slots, self._drop)
+        self._graphs: dict[Slots, Graphs] = {}
+        self._dropped_seconds = 0.0
+
+    @property
+    def exits(self) -> Any:
+        """Operations of exits. Before the runner is checked nothing is compiled, so that the first token comes soon."""
+        return self._exits if self.is_checked else reference
+
+    @abstractmethod
+    def make_slots(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
+        """Return fresh slots for texts of up to `columns` tokens."""
+
+    @property
+    def without_graphs(self) -> str | None:
+        """Why rounds are not captured; None: they are."""
+        if os.environ.get("TIDE_NO_GRAPHS") == "1":
+            return "TIDE_NO_GRAPHS=1 is set"
+        if self.device.type != "cuda":
+            return f"there are none on {self.device.type}"
+        return next((graphs.without for graphs in self._graphs.values() if graphs.without is not None), None)
+
+    @property
+    def capture_seconds(self) -> float:
+        """Spent so far on captures."""
+        return sum(graphs.seconds for graphs in self._graphs.values()) + self._dropped_seconds
+
+    def why_not(self, row: Row) -> str | None:
+        if self.failed is not None:
+            return f"a round failed: {self.failed}"
+        reasons = {
+            "its prompt came as embeddings": row.embeds is not None,
+            "it samples": row.sampling.do_sample,
+            "it has logits processors": bool(row.sampling.processors),
+            "its logits are to be returned": row.sampling.keeps_scores,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def why_not_together(self, plan: Plan, has_memory: bool) -> str | None:
+        """Return why whole rounds of several rows cannot run on the device; None: they can."""
+        return "its modules run whole rounds for one row at a time"
+
+    def launch(self, slots: Slots, key: Hashable, work: Callable[[], None]) -> bool:
+        """Run work on slots, or replay its graph; return True if that was as fast as it will be from now on."""
+        if slots not in self._graphs:
+            self._graphs[slots] = Graphs(self.device)
+        return self._graphs[slots].run(key, work)
+
+    def _drop(self, slots: Slots) -> None:
+        graphs = self._graphs.pop(slots, None)
+        self._dropped_seconds += 0.0 if graphs is None else graphs.seconds
+
+    def device_guard(self) -> AbstractContextManager[Any]:
+        """Return a context in which kernels are launched where the model is."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    @abstractmethod
+    def layers_on_slots(
+        self, slots: Slots, span: range, states: torch.Tensor, own: slice, most: int, taps: tuple[int, ...]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Take the (n, hidden) states of a round's tokens `own`, in place, through layers; yield those at the depths of `taps`.
+
+        Args:
+            most: no row has more tokens.
+        """
+
+    def embed_on_slots(self, slots: Slots, own: slice, out: torch.Tensor) -> None:
+        """Write the states of a round's tokens at depth 0."""
+        table, rows = self.embedded(slots, own)
+        if rows is None:
+            out.copy_(table)
+        else:
+            torch.index_select(table, 0, rows, out=out)
+
+    def embedded(self, slots: Slots, own: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a table and the rows of it that are the states of a round's tokens at depth 0; no rows: all of them."""
+        tokens = slots.tokens[own].flatten()
+        if type(self.embedding) is nn.Embedding:
+            return self.embedding.weight, tokens
+        if self.embedding is not None:
+            return self.embedding(tokens), None  # some are scaled
+        inputs = PassInputs(tokens[None], slots.positions[None, slots.starts[own].flatten()], None, None)
+        return self.adapter.run(0, 0, inputs).states[0], None
+
+    def choose(
+        self,
+        states: torch.Tensor,
+        token: torch.Tensor,
+        best: torch.Tensor,
+        signals: torch.Tensor | None = None,
+        vocabulary: torch.Tensor | None = None,
+    ) -> None:
+        """Choose the tokens after (n, hidden) states at full depth; write their logits and the signals that routers take."""
+        reference.best_of(self.logits(states, vocabulary), best, token, signals, vocabulary)

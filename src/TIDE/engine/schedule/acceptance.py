@@ -1,0 +1,64 @@
+"""How often drafts are accepted, by their number in the round, and rests for texts in which they are not."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from operator import mul
+
+FIRST_REST, LONGEST_REST = 16, 256  # a rest; each one in a text is twice as long as the one before
+KEPT = 0.98  # weight of earlier drafts when a new one is recorded
+PRIOR = 4.0  # drafts that count as seen before any was
+
+
+class Acceptance:
+    """Drafts accepted against drafts expected to be, by number.
+
+    Args:
+        expected: share of drafts that are accepted, before any was seen.
+    """
+
+    def __init__(self, expected: float = 1.0) -> None:
+        self.expected = expected
+        self._seen: dict[int, list[float]] = {}  # number -> accepted, expected
+
+    def add(self, number: int, accepted: bool, expected: float = 1.0) -> None:
+        """Record draft `number` of a round, which was accepted with the probability `expected`."""
+        seen = self._at(number)
+        seen[0] = KEPT * seen[0] + accepted
+        seen[1] = KEPT * seen[1] + expected
+
+    def share(self, number: int) -> float:
+        """Return accepted drafts by expected ones."""
+        accepted, expected = self._at(number)
+        return accepted / expected
+
+    def tokens(self, drafts: int) -> float:
+        """Return the expected tokens of a round with `drafts` drafts: 1 + a1 + a1·a2 + …"""
+        return 1 + sum(accumulate((self.share(number) for number in range(1, drafts + 1)), mul))
+
+    def fade(self) -> None:
+        """Let what was seen so far count for no more than the prior: another text begins."""
+        for seen in self._seen.values():
+            seen[:] = [count * min(1.0, PRIOR / seen[1]) for count in seen]
+
+    def clear(self) -> None:
+        self._seen.clear()
+
+    def _at(self, number: int) -> list[float]:
+        return self._seen.setdefault(number, [PRIOR * self.expected, PRIOR])
+
+
+class Rest:
+    """The length of the next rest of a text."""
+
+    def __init__(self, length: int = FIRST_REST) -> None:
+        self.length = length
+
+    def take(self) -> int:
+        """Return the length of this rest; the next one is twice as long."""
+        length = self.length
+        self.length = min(2 * length, LONGEST_REST)
+        return length
+
+    def reset(self) -> None:
+        self.length = FIRST_REST

@@ -1,0 +1,85 @@
+"""Measured costs: seconds of steps, exits, deep passes and whole rounds on this machine, known from one request to the next."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+NEWEST = 0.2  # weight of the newest measurement
+GUESS = 0.1  # of a step: the cost of a draft's place in a deep pass before it was measured
+
+
+class RunningMean:
+    """A mean that forgets."""
+
+    def __init__(self, mean: float | None = None) -> None:
+        self.mean = mean
+
+    def add(self, value: float) -> None:
+        self.mean = value if self.mean is None else self.mean + NEWEST * (value - self.mean)
+
+
+class ClippedMean(RunningMean):
+    """A running mean of timings, which a busy machine skews: slow samples are clipped to twice the mean, and one below half the
+    mean replaces it."""
+
+    def add(self, value: float) -> None:
+        if self.mean is None or value < self.mean / 2:
+            self.mean = value
+        else:
+            super().add(min(value, 2 * self.mean))
+
+
+class Costs:
+    """Seconds of the parts of a round, and of rounds that are launched as a whole.
+
+    Deep passes are kept as multiples of a pass of one token, and every pass updates the seconds of that: texts grow, and a
+    timing of a long one must not stand for a short one.
+    """
+
+    def __init__(self) -> None:
+        self.step = ClippedMean()  # seconds of a pass of one token, as of now
+        self.exit = ClippedMean()  # seconds up to and with an exit
+        self.passes: dict[int, RunningMean] = {}  # by tokens: a deep pass, in steps
+        self.rounds: dict[int, ClippedMean] = {}  # by drafts: seconds of a captured round
+
+    def saw_pass(self, tokens: int, seconds: float) -> None:
+        """Record a deep pass."""
+        if tokens == 1:
+            self.step.add(seconds)
+        elif self.step.mean is not None:
+            known = self.passes.setdefault(tokens, RunningMean())
+            if known.mean is not None:
+                self.step.add(seconds / known.mean)
+            known.add(min(seconds / self.step.mean, 2.0 * tokens))
+
+    def saw_round(self, drafts: int, seconds: float) -> None:
+        """Record a captured round."""
+        self.rounds.setdefault(drafts, ClippedMean()).add(seconds)
+
+    def deep(self, tokens: int) -> float | None:
+        """Return the steps that a deep pass takes, if they are known."""
+        known = self.passes.get(tokens)
+        return 1.0 if tokens == 1 else known.mean if known else None
+
+    def round(self, exits: int, tokens: int) -> float | None:
+        """Return the steps that a round with `exits` exits and a deep pass of `tokens` takes, if they are known."""
+        deep = self.deep(tokens)
+        if deep is None or self.step.mean is None or (exits and self.exit.mean is None):
+            return None
+        return deep + exits * (self.exit.mean or 0.0) / self.step.mean
+
+    def marginal_cost(self, tokens: int) -> float:
+        """Return the steps that one more token costs in a deep pass of `tokens`."""
+        known = [(n, deep) for n in sorted({1, *self.passes}) if (deep := self.deep(n)) is not None]
+        for (n, before), (m, after) in pairwise(known):
+            if n <= tokens < m:
+                return max(0.0, (after - before) / (m - n))
+        return GUESS
+
+    def captured_round(self, drafts: int) -> float | None:
+        """Return the seconds of a captured round: measured, or those of the next shorter one and a guess for the rest."""
+        step = self.rounds.get(0)
+        if step is None or step.mean is None:
+            return None
+        known = max(length for length in self.rounds if length <= drafts)
+        return (self.rounds[known].mean or 0.0) + GUESS * step.mean * (drafts - known)

@@ -1,0 +1,58 @@
+"""The scheduler: how many drafts each row makes, decided from what drafting cost and brought so far.
+
+A round on the host asks after every draft (`Row.budget`). A round that is launched as a whole is planned before it runs.
+"""
+
+from __future__ import annotations
+
+from TIDE.engine.plan import Plan
+from TIDE.engine.round.round import Launched
+from TIDE.engine.row import RoundResult, Row
+from TIDE.engine.schedule.costs import Costs
+from TIDE.engine.schedule.draft_budget import DraftBudget, Experience
+from TIDE.engine.schedule.draft_length import DraftLength
+from TIDE.kernels.layer import MOST_TOKENS
+
+
+class Scheduler:
+    """Decides about drafts; known from one request to the next."""
+
+    def __init__(self) -> None:
+        self.costs = Costs()
+        self.experience = Experience()
+        self.length = DraftLength(self.costs)
+
+    def admit(self, row: Row, plan: Plan) -> None:
+        """Prepare for another text."""
+        self.length.begin()
+        if plan.rests:
+            row.budget = DraftBudget(row.size, self.costs, self.experience, plan.weighs)
+
+    def drafts(self, row: Row, plan: Plan, is_planned: bool) -> int | None:
+        """Return how many drafts a row makes in its next round; None: scores decide while it runs.
+
+        Args:
+            is_planned: the round is launched as a whole. In mode "fast" the text must not depend on seconds, so it then has as
+                many drafts as are allowed, and scores decide which of them are kept.
+        """
+        if not is_planned:
+            return None
+        most = most_drafts(row, plan)
+        return self.length.choose(most) if plan.exact else most
+
+    def saw(self, row: Row, result: RoundResult, round_: Launched, seconds: float) -> None:
+        """Record what a round gave a row, and the seconds since the round before it."""
+        if round_.drafts is not None:
+            self.length.saw(round_.drafts, result, seconds if round_.is_typical else None)
+        elif row.budget is not None and not round_.is_prefill:
+            row.budget.record_round(len(row.tokens), len(result.tokens))
+
+
+def most_drafts(row: Row, plan: Plan) -> int:
+    """Return how many exits in a row the plan allows a row now."""
+    if len(plan.spans) == 1:
+        return 0
+    new = len(row.tokens) - row.prompt
+    room = row.stop.room(row) - plan.exact  # a verified round ends with a token of the full model
+    most = min(plan.max_pending, MOST_TOKENS - 1, max(0, room))
+    return next((n for n in range(most) if not plan.within_share(row.exits + n, new + n)), most)

@@ -1,0 +1,86 @@
+"""Tiles fit into the shared memory of every card, and are the measured ones on an H200."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from TIDE.kernels import cards, dispatch
+from TIDE.kernels.cards import Card
+
+KB = 1024
+CARDS = {
+    "V100": Card((7, 0), 96 * KB, 80),
+    "T4": Card((7, 5), 64 * KB, 40),
+    "A100": Card((8, 0), 163 * KB, 108),
+    "RTX 3090": Card((8, 6), 99 * KB, 82),
+    "RTX 3050": Card((8, 6), 99 * KB, 20),
+    "L4": Card((8, 9), 99 * KB, 58),
+    "RTX 4090": Card((8, 9), 99 * KB, 128),
+    "H100": Card((9, 0), 227 * KB, 114),
+    "H200": Card((9, 0), 227 * KB, 132),
+    "B200": Card((10, 0), 227 * KB, 148),
+    "RTX 5090": Card((12, 0), 99 * KB, 170),
+}
+SHAPES = [(24, 24), (576, 576), (1536, 576), (2048, 2048), (4096, 4096), (14336, 4096), (4096, 14336), (128256, 4096), (0, 64)]
+SIZES = [2, 4]
+
+
+@pytest.mark.parametrize("name", CARDS)
+@pytest.mark.parametrize("size", SIZES)
+def test_tiles_fit_into_shared_memory(name, size):
+    card = CARDS[name]
+    for height, width in SHAPES:
+        one = [tile(card, height, width, size) for tile in (cards.linear_tile, cards.head_tile)]
+        two = [cards.gated_tile(card, height, width, size)]
+        two += [cards.project_tile(card, height, width, dim, size) for dim in (16, 64, 128, 256)]
+        two += [cards.propagate_tile(card, rows, width, size) for rows in (16, 32, 64, 128)]
+        for tile, weights in [*((tile, 1) for tile in one), *((tile, 2) for tile in two)]:
+            assert cards.product_memory(tile.rows, tile.columns, tile.stages, size, weights) <= card.shared_memory
+            assert min(tile.rows, tile.columns) >= 16
+            assert tile.stages <= (2 if card.capability < (8, 0) else 5)
+            assert tile.even == (width % tile.columns == 0)
+    for dim, group in itertools.product((16, 64, 128, 256), (16, 32)):
+        tile = cards.attention_tile(card, dim, group, size)
+        assert cards.attention_memory(*tile, dim, group, size) <= card.shared_memory
+        assert 16 <= tile.keys <= 64
+
+
+def measured(height, rows, columns, stages, size):
+    """The tile that was measured to be best on an H200: rows, columns, stages."""
+    while rows > 16 and height < 128 * rows:
+        rows //= 2
+    return rows, 2 * columns // size, stages
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_h200_has_the_tiles_that_were_measured_on_it(size):
+    card = CARDS["H200"]
+    for height, width in SHAPES:
+        assert cards.linear_tile(card, height, width, size)[:3] == measured(height, 32, 256, 5, size)
+        assert cards.gated_tile(card, height, width, size)[:3] == measured(height, 64, 128, 3, size)
+        assert cards.head_tile(card, height, width, size)[:3] == measured(height, 64, 256, 4, size)
+        for dim in (16, 64, 128):
+            rows = 32 if height >= 2048 and dim >= 64 else 16
+            assert cards.project_tile(card, height, width, dim, size)[:3] == (rows, 512 // size, 4)
+            assert cards.propagate_tile(card, max(16, dim // 2), width, size)[1:3] == (128 // size, 2)
+            assert cards.attention_tile(card, dim, 16, size) == (64 if size == 2 else 16, 2)
+
+
+def test_small_cards_have_tall_tiles_sooner():
+    rows = [cards.linear_tile(CARDS[name], 2048, 2048, 2).rows for name in ("RTX 3050", "L4", "H200")]
+    assert rows == [32, 32, 16]
+
+
+def test_the_interpreter_runs_the_tiles_of_an_h200():
+    assert cards.card_of(torch.device("cpu")) == CARDS["H200"]
+
+
+def test_bfloat16_on_an_older_card_is_refused_in_words(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dispatch, "card_of", lambda device: CARDS["T4"])
+    reason = dispatch.why_no_kernels(torch.device("cuda"), torch.bfloat16)
+    assert reason is not None and "8.0" in reason and "7.5" in reason and "float16" in reason
+    assert "8.0" not in str(dispatch.why_no_kernels(torch.device("cuda"), torch.float16))

@@ -1,0 +1,44 @@
+"""Runners as on a GPU, with the references in place of kernels, and schedulers that follow a script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from TIDE.engine.runners.select import described_layers
+from TIDE.engine.runners.static_modules import StaticModuleRunner
+from TIDE.engine.runners.triton_runner import TritonRunner
+from TIDE.engine.schedule.scheduler import Scheduler, most_drafts
+from TIDE.kernels import reference
+
+
+def on_references(engine):
+    """The engine with compiled layers and whole rounds; the references take the place of kernels."""
+    layers = described_layers(engine.adapter)
+    assert isinstance(layers, list), layers
+    engine.runner = TritonRunner(engine.adapter, layers, reference, reference, reference.propagate)
+    return engine
+
+
+def on_modules(engine):
+    """The engine with the model's modules on a static cache."""
+    engine.runner = StaticModuleRunner(engine.adapter, reference, reference)
+    return engine
+
+
+class Recording(Scheduler):
+    """Follows a script of draft lengths, then goes on with `then` or as ever; notes the lengths of planned rounds."""
+
+    def __init__(self, script: Sequence[int] = (), then: int | None = None) -> None:
+        super().__init__()
+        self.script = list(script)
+        self.then = then
+        self.rounds: list[int] = []
+
+    def drafts(self, row, plan, is_planned):
+        wanted = super().drafts(row, plan, is_planned)
+        if row.size > row.prompt and len(plan.spans) > 1:
+            scripted = self.script.pop(0) if self.script else self.then
+            wanted = wanted if scripted is None else min(scripted, most_drafts(row, plan))
+        if is_planned:
+            self.rounds.append(wanted)
+        return wanted
