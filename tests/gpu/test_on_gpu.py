@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from TIDE.engine.gpu_layers import GPULayers
 
 import TIDE
+from decoding import rows_of
 from families import build
 from layers import COLUMNS, DIM, FEATURES, KV_HEADS, ROWS, a_layer, a_pass, in_dtype
 from TIDE.config import TIDEConfig
+from TIDE.engine.round.segments import Segments
+from TIDE.engine.runners.select import checked
 from TIDE.kernels import reference
-from TIDE.routing.heads import IdentityHead, MemoryHead, build_head, head_sizes
+from TIDE.routing.heads import build_head, head_sizes
 from TIDE.routing.router import SIGNALS, Router
 from TIDE.routing.router_file import Exit, RouterFile
 
@@ -44,7 +46,6 @@ def with_exit(model, depth, strategy="memory", threshold=0.0, vocabulary=None):
     torch.manual_seed(0)
     config = model.config.get_text_config(decoder=True)
     head = build_head(strategy, head_sizes(strategy, config, config.hidden_size, depth)).eval().requires_grad_(False)
-    assert isinstance(head, MemoryHead | IdentityHead)
     router = Router(config.hidden_size, 8, SIGNALS).requires_grad_(False)
     file = RouterFile(strategy, {depth: Exit(head, router, threshold)}, (depth,), 7, vocabulary)
     with TIDE.TIDE(model) as engine:
@@ -69,26 +70,17 @@ def test_the_layer_is_the_references(features, dtype, ops):
 @pytest.mark.parametrize("together", range(2, 17))
 def test_logits_have_the_same_bits_alone_and_among_others(dtype, together, ops):
     """Through all layers and the LM head of a model, as a deep pass computes them."""
-    from TIDE.engine.fused import _parts, check_fused
-
     model = build("llama").to("cuda", dtype)
-    ids = torch.randint(3, 100, (together + 9,), generator=torch.Generator().manual_seed(1)).cuda()
+    ids = torch.randint(3, 100, (together + 9,), generator=torch.Generator().manual_seed(1))
 
     def logits(counts):
-        from TIDE.engine.batch import Batch
-        from TIDE.engine.segments import Segments
-        from transformers import StoppingCriteriaList
-
-        from TIDE.stats import ExitStats
-
-        batch = Batch(ids[None], [0], StoppingCriteriaList(), None)
-        segments = Segments(engine.adapter, engine.plan, batch, len(ids), ExitStats(engine.adapter.num_layers))
-        return torch.cat([segments.run(0, {0: n}, {0: segments.length(0, 0)})[0] for n in counts])
+        (row,) = rows_of(ids[None], engine.adapter.num_layers)
+        segments = Segments(engine.runner, engine.plan.spans, [row], len(ids))
+        return torch.cat([segments.run(0, {row: n}, {row: segments.length(0, row)})[row] for n in counts])
 
     with TIDE.TIDE(model) as engine, torch.inference_mode():
-        assert _parts(engine.adapter) is not None
-        check_fused(engine.adapter)
-        assert engine.adapter.fused is not None
+        engine.runner = checked(engine.runner)
+        assert engine.runner.name == "triton"
         alone, among = logits([9] + [1] * together), logits([9, together])
     assert torch.equal(alone, among)
 
@@ -101,7 +93,7 @@ def test_in_fp32_the_text_is_the_models(name, depth, ids):
     with TIDE.TIDE(model, None if depth is None else with_exit(model, depth)) as engine:
         for _ in range(3):  # as it is written, captured, replayed
             assert torch.equal(engine.generate(ids, **OPTIONS), expected)
-        assert engine.adapter.fused is not None
+        assert engine.runner.name == "triton"
 
 
 @pytest.mark.parametrize("name", [*CAPTURED, *NOT_CAPTURED])
@@ -112,12 +104,12 @@ def test_families_without_fused_layers_run_their_own(name, depth, ids):
     with TIDE.TIDE(model, None if depth is None else with_exit(model, depth)) as engine:
         for _ in range(4):
             assert torch.equal(engine.generate(ids, **OPTIONS), expected)
-        assert engine.adapter.fused is not None
+        assert engine.runner.name == "modules"
         assert (engine.without_graphs is None) == (name in CAPTURED)
         assert (engine.capture_seconds > 0) or name in NOT_CAPTURED
 
 
-def test_a_texts_end_at_the_context_is_no_accident(ids):
+def test_generation_stops_at_the_context_limit(ids):
     """Rounds run ahead of what is known, past the positions that a model has."""
     model = build("gpt2").cuda()
     limit = model.config.max_position_embeddings
@@ -129,7 +121,7 @@ def test_a_texts_end_at_the_context_is_no_accident(ids):
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 33, 100, 200])
-def test_openings_of_several_lengths(tokens):
+def test_prompts_of_several_lengths(tokens):
     model = build("llama").cuda()
     ids = torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(tokens)).cuda()
     with TIDE.TIDE(model, with_exit(model, 0)) as engine:
@@ -150,24 +142,24 @@ def test_in_half_precision_exact_is_exits_off(dtype, depth, ids):
         assert drafted
 
 
-@pytest.mark.parametrize("switch", ["TIDE_NO_GRAPHS", "TIDE_NO_KERNELS"])
+@pytest.mark.parametrize("switch", ["TIDE_NO_GRAPHS=1", "TIDE_NO_CUDA=1", "TIDE_BACKEND=modules"])
 def test_plain_paths_write_the_same(switch, ids, monkeypatch):
     model = build("llama").cuda()
     expected = model.generate(ids, **OPTIONS)
-    monkeypatch.setenv(switch, "1")
+    monkeypatch.setenv(*switch.split("="))
     with TIDE.TIDE(model, with_exit(model, 0)) as engine:
         for _ in range(2):
             assert torch.equal(engine.generate(ids, **OPTIONS), expected)
         assert engine.capture_seconds == 0
 
 
-@pytest.mark.parametrize(("strategy", "depth"), [("memory", 0), ("memory", 2), ("identity", 2)])
+@pytest.mark.parametrize(("strategy", "depth"), [("memory", 0), ("memory", 2), ("identity", 2), ("lens", 2)])
 def test_mode_fast_in_rounds_is_mode_fast_without_kernels(strategy, depth, ids, monkeypatch):
     model, texts = build("llama").cuda(), []
     config = TIDEConfig(mode="fast", exit_threshold=0.0, max_pending=3, max_exit_share=0.7)
     policy = with_exit(model, depth, strategy)
-    for plain in ("0", "1"):
-        monkeypatch.setenv("TIDE_NO_KERNELS", plain)
+    for backend in ("triton", "modules"):
+        monkeypatch.setenv("TIDE_BACKEND", backend)
         with TIDE.TIDE(model, policy, config) as engine:
             texts.append([engine.generate(ids, **OPTIONS)[0].tolist() for _ in range(3)])
     assert texts[0][0] == texts[0][1] == texts[0][2] == texts[1][0]
@@ -179,12 +171,12 @@ def test_kv_of_skipped_layers_are_those_the_model_would_make(name, ids, monkeypa
     config = TIDEConfig(mode="fast", exit_threshold=0.0, kv_cache_strategy="propagate", max_exit_share=0.7)
     policy = with_exit(model, 2, "identity")
     both = torch.cat([ids, ids.flip(1)])
-    for plain in ("0", "1"):
-        monkeypatch.setenv("TIDE_NO_KERNELS", plain)
+    for backend in ("triton", "modules"):
+        monkeypatch.setenv("TIDE_BACKEND", backend)
         with TIDE.TIDE(model, policy, config) as engine:
             options = {**OPTIONS, "attention_mask": torch.ones_like(both), "pad_token_id": 0}
             texts.append([engine.generate(ids, **OPTIONS).tolist(), engine.generate(both, **options).tolist()])
-            assert engine.adapter.fused is None or engine.adapter.fused.fills_in
+            assert engine.runner.name == backend
     assert texts[0] == texts[1]
 
 
@@ -199,7 +191,7 @@ def test_drafts_may_come_from_a_vocabulary_of_their_own(dtype, ids):
         assert engine.last_stats.drafted and engine.capture_seconds
     with TIDE.TIDE(model, policy, TIDEConfig(mode="fast", exit_threshold=0.0, max_exit_share=0.7)) as engine:
         text = engine.generate(ids, **OPTIONS)[0, ids.shape[1] :].tolist()
-        early = {token for token, decided in zip(text, engine.last_decided[0], strict=True) if decided.depth == 0}
+        early = {token for token, decided in zip(text, engine.last_rows[0].decided, strict=True) if decided.depth == 0}
         assert early and early <= set(own.tolist())
 
 
@@ -214,7 +206,7 @@ def test_models_spread_over_devices_run_as_they_are(depth, ids):
     policy = None if depth is None else with_exit(spread, depth)
     with TIDE.TIDE(spread, policy) as engine:
         assert torch.equal(engine.generate(ids, **OPTIONS).cpu(), expected)
-        assert engine.adapter.fused is None
+        assert engine.runner.name == "modules" and "several devices" in engine.backend
 
 
 @pytest.mark.parametrize("depth", [None, 0])
@@ -240,7 +232,7 @@ def test_what_graphs_were_captured_with_may_change(depth, ids):
             written()
         adapted.merge_and_unload()
         written()
-        assert isinstance(engine.adapter.fused, GPULayers)
+        assert engine.runner.name == "triton"
         model.lm_head = build("llama", vocab_size=model.config.vocab_size, hidden_size=64).cuda().lm_head
         with torch.no_grad():
             model.lm_head.weight.neg_()
@@ -254,7 +246,7 @@ def test_rows_side_by_side_and_sampling_go_through_fused_layers(ids):
     options = {**OPTIONS, "attention_mask": torch.ones_like(both), "pad_token_id": 0}
     with TIDE.TIDE(model) as engine:
         engine.generate(ids, **OPTIONS)
-        assert engine.adapter.fused is not None and engine.adapter.fused.is_checked
+        assert engine.runner.name == "triton" and engine.runner.is_checked
         assert torch.equal(engine.generate(both, **options), model.generate(both, **options))
         sampled = dict(max_new_tokens=20, do_sample=True, eos_token_id=None)
         torch.manual_seed(0)
@@ -263,7 +255,7 @@ def test_rows_side_by_side_and_sampling_go_through_fused_layers(ids):
         assert torch.equal(engine.generate(ids, **sampled), expected)
 
 
-def test_requests_at_the_same_time_do_not_share_a_circuit(ids):
+def test_requests_at_the_same_time_do_not_share_slots(ids):
     model = build("llama").cuda()
     other = ids.flip(1)
     expected = [model.generate(one, **OPTIONS)[0, ids.shape[1] :].tolist() for one in (ids, other)]
