@@ -39,10 +39,11 @@ def check_ids(model: PreTrainedModel, input_ids: Any) -> torch.Tensor:
     if input_ids.numel() == 0:
         raise ValueError("the prompt is empty. Start from at least one token, such as tokenizer.bos_token_id.")
     vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", model.config.get_text_config(decoder=True).vocab_size)
-    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocabulary:
+    lowest, highest = (int(end) for end in input_ids.cpu().aminmax())
+    if lowest < 0 or highest >= vocabulary:
         raise ValueError(
-            f"token ids must be from 0 to {vocabulary - 1} for this model, found {int(input_ids.min())} to "
-            f"{int(input_ids.max())}. Does the tokenizer belong to the model?"
+            f"token ids must be from 0 to {vocabulary - 1} for this model, found {lowest} to {highest}. Does the tokenizer "
+            f"belong to the model?"
         )
     return input_ids.long()
 
@@ -71,7 +72,7 @@ def left_padding(mask: torch.Tensor | None, shape: Sequence[int]) -> list[int]:
         return [0] * rows
     if tuple(mask.shape) != (rows, columns):
         raise ValueError(f"attention_mask must have the shape of input_ids, {(rows, columns)}, found {tuple(mask.shape)}.")
-    mask = mask.bool()
+    mask = mask.bool().cpu()
     if not bool(mask.any(-1).all()):
         raise ValueError("a prompt is empty: its attention_mask is all zeros. Give every row at least one token.")
     if bool((mask[:, :-1] & ~mask[:, 1:]).any()):

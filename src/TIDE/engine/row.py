@@ -53,6 +53,7 @@ class RoundResult(NamedTuple):
     drafted: int = 0  # drafts that were verified
     accepted: int = 0
     first_step: int = 1  # number of the first token since the full model's last one
+    scores: Sequence[float] = ()  # of the drafts that were verified, where routers gave any
 
 
 class Row:

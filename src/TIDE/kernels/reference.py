@@ -149,12 +149,12 @@ def best_of(
     vocabulary: torch.Tensor | None = None,
 ) -> None:
     """Find the same from logits."""
-    logits = torch.where(logits.isnan(), float("inf"), logits.float())
-    best.copy_(logits.amax(-1))
-    found = logits.argmax(-1)
+    found = logits.argmax(-1)  # points at a NaN if there is one
+    highest = logits.gather(-1, found[:, None])[:, 0].float()
+    best.copy_(torch.where(highest.isnan(), float("inf"), highest))
     token.copy_(found if vocabulary is None else vocabulary[found])
     if signals is not None:
-        logs = logits.log_softmax(-1)
+        logs = logits.float().log_softmax(-1)
         first, second = logs.topk(2, -1).values.unbind(-1)
         entropy = -(logs.exp() * logs).sum(-1)
         signals.copy_(torch.stack([first.exp(), first, first.exp() - second.exp(), entropy], -1))
@@ -202,12 +202,16 @@ def normalize_into(
 
 
 def denormalize(
-    x: torch.Tensor, center: torch.Tensor, spread: torch.Tensor, start: torch.Tensor, table: torch.Tensor
-) -> torch.Tensor:
-    """(1, hidden) out of a memory head's block -> its guess, which also goes into a table, after row `start`."""
-    guess = (x.float() * spread.float() + center.float()).to(x.dtype)
-    table[int(start) + 1] = guess[0]
-    return guess
+    x: torch.Tensor,
+    center: torch.Tensor,
+    spread: torch.Tensor,
+    start: torch.Tensor,
+    table: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Take (1, hidden) out of a memory head's coordinates into `out`, and into a table behind row `start`."""
+    out.copy_((x.float() * spread.float() + center.float()).to(x.dtype))
+    table[int(start) + 1] = out[0]
 
 
 def accepted(drafts: Sequence[int], found: Sequence[int]) -> int:
@@ -233,14 +237,18 @@ def accept(
     `result.py` has the layout of the result. tokens[0] becomes the newest final token, and `starts` the positions of it and of
     those after it; rows that are not active stand still.
     """
+    token_of, full_of, score_of = tokens.tolist(), found[: drafts + 1].tolist(), scores[:drafts].tolist()
+    logit_of, moves = best[: drafts + 1].tolist(), active.tolist()
     for row in range(tokens.shape[1]):
-        sure = next((i for i in range(drafts) if scores[i, row] < threshold), drafts)
-        drafted, full = tokens[1 : sure + 1, row].tolist(), found[: drafts + 1, row].tolist()
+        sure = next((i for i in range(drafts) if score_of[i][row] < threshold), drafts)
+        drafted, full = [own[row] for own in token_of[1 : sure + 1]], [own[row] for own in full_of]
         kept = accepted(drafted, full) if verifies else sure
-        result[row, ACCEPTED] = -1 if bool(best[: drafts + 1, row].isinf().any()) else kept
-        result[row, DRAFTED] = sure
-        result[row, TOKENS : TOKENS + kept + 1] = torch.tensor([*drafted[:kept], full[kept]], dtype=result.dtype)
-        result[row, SCORES : SCORES + drafts] = scores[:drafts, row]
-        if active[row]:
+        fields = [0.0] * result.shape[1]
+        fields[ACCEPTED] = -1 if any(own[row] == float("inf") for own in logit_of) else kept
+        fields[DRAFTED] = sure
+        fields[TOKENS : TOKENS + kept + 1] = [*drafted[:kept], full[kept]]
+        fields[SCORES : SCORES + drafts] = [own[row] for own in score_of]
+        result[row] = torch.tensor(fields)
+        if moves[row]:
             tokens[0, row] = full[kept]
             starts[:, row] += kept + 1

@@ -12,7 +12,7 @@ The tokens of a round are flattened step by step, so those of one step, and of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,13 +100,18 @@ class Slots:
         self.found = torch.zeros(MOST_TOKENS, rows, **long)
         self.best = torch.zeros(MOST_TOKENS, rows, **single)
         self.scores = torch.zeros(MOST_TOKENS, rows, **single)
-        self.signals = torch.zeros(rows, 4, **single)
+        self.signals = torch.zeros(MOST_TOKENS * rows, 4, **single)
+        self.guesses = like.new_zeros(MOST_TOKENS * rows, len(like))  # of the exit head, one for each draft
         self.result = torch.zeros(rows, FIELDS, **single)
         self.states = like.new_zeros(MOST_TOKENS * rows, len(like))
         self.text = torch.zeros(rows, columns, **long)
         self.places = torch.arange(columns, device=like.device)
         self.positions = self.places.clamp(max=(context or columns) - 1)  # of the tokens at each column
         self.pinned = torch.zeros(2, rows, FIELDS, dtype=torch.float32, pin_memory=like.is_cuda)
+
+    def serves(self, rows: int, exit_: Exit | None) -> bool:
+        """Return True if these slots are for so many rows and this exit."""
+        return self.rows == rows and self.exit is exit_
 
     def cache(self, stores: Sequence[Store], row: int, columns: int, static: bool = False) -> SegmentCache:
         """Return a cache for one pass of one row that writes its K/V into the first columns of its slot."""
@@ -127,30 +132,24 @@ class Slots:
 
 
 class SlotPool:
-    """The slots of a runner: each serves one request at a time, then the next.
+    """Slots that wait for their next request."""
 
-    Args:
-        make: returns new slots for rows, columns and an exit.
-
-    Attributes:
-        on_drop: called with slots that are given up.
-    """
-
-    def __init__(self, make: Callable[[int, int, Exit | None], Slots], on_drop: Callable[[Slots], None]) -> None:
-        self._make = make
-        self._on_drop = on_drop
+    def __init__(self) -> None:
         self._free: list[Slots] = []
 
-    def acquire(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
-        """Return slots with room for so many rows and columns; some that served before, if there are any."""
-        for slots in self._free:
-            if slots.rows == rows and slots.columns >= columns and slots.exit is exit_:
-                self._free.remove(slots)
-                return slots
-        for slots in [kept for kept in self._free if kept.exit is exit_ and kept.rows == rows]:  # too small for this text
-            self._free.remove(slots)
-            self._on_drop(slots)
-        return self._make(rows, max(COLUMNS, 1 << (columns - 1).bit_length()), exit_)
+    def acquire(self, rows: int, columns: int, exit_: Exit | None) -> Slots | None:
+        """Return slots that served before and have room for so many rows and columns, if there are any."""
+        fitting = (slots for slots in self._free if slots.serves(rows, exit_) and slots.columns >= columns)
+        found = next(fitting, None)
+        if found is not None:
+            self._free.remove(found)
+        return found
 
     def release(self, slots: Slots) -> None:
         self._free.append(slots)
+
+    def drop(self, rows: int, exit_: Exit | None) -> list[Slots]:
+        """Give up slots that are too small for what is asked of them now; return them."""
+        dropped = [slots for slots in self._free if slots.serves(rows, exit_)]
+        self._free = [slots for slots in self._free if slots not in dropped]
+        return dropped

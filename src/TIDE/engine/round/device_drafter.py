@@ -82,11 +82,21 @@ class DeviceDrafter:
         if self.depth:
             self.shallow(step, most)
         states = slots.states[step * rows : (step + 1) * rows]
-        guess = self._guess(self.memory, own, most) if self.memory is not None else self.exit.head(states).to(states.dtype)
-        self.runner.choose(guess, slots.tokens[step + 1], slots.best[0], slots.signals, self.vocabulary)
-        router = self.exit.router
+        guess = slots.guesses[step * rows : (step + 1) * rows]
+        if self.memory is None:
+            guess.copy_(self.exit.head(states))
+        else:
+            self._guess(self.memory, own, most, guess)
+        signals = slots.signals[step * rows : (step + 1) * rows]
+        self.runner.choose(guess, slots.tokens[step + 1], slots.best[0], signals, self.vocabulary)
+
+    def score(self, drafts: int) -> None:
+        """Score the drafts of a round, all at once."""
+        slots, router = self.slots, self.exit.router
+        count = drafts * slots.rows
         weights = router.down.weight, router.down.bias, router.up.weight
-        self.runner.exits.router_score(guess, slots.signals, *weights, slots.score_params, EPS, slots.scores[step])
+        scores = slots.scores[:drafts].flatten()
+        self.runner.exits.router_score(slots.guesses[:count], slots.signals[:count], *weights, slots.score_params, EPS, scores)
 
     def shallow(self, step: int, most: int, at: torch.Tensor | None = None) -> None:
         """Take the tokens of a step to the checkpoint."""
@@ -111,6 +121,8 @@ class DeviceDrafter:
     def observe(self, drafts: int) -> None:
         """Remember finished tokens in place of guesses, and write K/V of the tokens after them."""
         memory = self.memory
+        if drafts:
+            self.score(drafts)
         if memory is None:
             return
         if drafts == 0:
@@ -125,14 +137,13 @@ class DeviceDrafter:
         if self.memory is not None and drafts:
             self.memory.fed.copy_(self.slots.starts[0])
 
-    def _guess(self, memory: Memory, own: slice, most: int) -> torch.Tensor:
+    def _guess(self, memory: Memory, own: slice, most: int, out: torch.Tensor) -> None:
+        """Let the memory head guess the deep state of a token."""
         head, x = memory.head, self._entered(memory, own)
         tokens = self.slots.pass_of(x, own, memory.angles)
         self.runner.ops.decoder_layer(memory.layer, tokens, memory.keys, memory.values, most)
-        found: torch.Tensor = self.runner.exits.denormalize(
-            x, head.deep_center, head.deep_spread, self.slots.starts[own].flatten(), memory.before
-        )
-        return found
+        start = self.slots.starts[own].flatten()
+        self.runner.exits.denormalize(x, head.deep_center, head.deep_spread, start, memory.before, out)
 
     def _entered(self, memory: Memory, own: slice) -> torch.Tensor:
         """Return tokens of a round as the head's block takes them."""

@@ -41,7 +41,7 @@ class DeviceStage:
         exit_ = None if len(plan.spans) == 1 else exit_of(plan, policy)
         self.depth = 0 if plan.checkpoint is None else plan.checkpoint
         self.threshold = 0.0 if plan.weighs or exit_ is None else plan.threshold(self.depth)
-        self.slots: Slots = runner.pool.acquire(len(rows), columns + AHEAD, exit_)
+        self.slots: Slots = runner.acquire(len(rows), columns + AHEAD, exit_)
         self.drafter = None
         if exit_ is not None:
             self.drafter = DeviceDrafter(runner, self.slots, exit_, self.depth, getattr(policy, "vocabulary", None))
@@ -108,7 +108,7 @@ class DeviceStage:
         scores = fields[SCORES : SCORES + drafted]
         drafts = [Draft(int(fields[TOKENS + i]), self.depth, scores[i]) for i in range(accepted)]
         full = Draft(int(fields[TOKENS + accepted]), self.runner.num_layers)
-        return RoundResult([*drafts, full], drafted, accepted)
+        return RoundResult([*drafts, full], drafted, accepted, scores=scores)
 
     # ---- the parts of a round: what a graph captures ------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 from TIDE.adapters.adapter import PassInputs
 from TIDE.engine.cache.slots import Memory, Slots
 from TIDE.engine.runners.device import DeviceRunner
+from TIDE.kernels import reference
 from TIDE.routing.heads import input_depths, memory_depths, seen_depths
 
 MIN_PREFILL = 32  # more than compiled layers take
@@ -47,13 +48,18 @@ class Prefill:
         slots, adapter, last = self.slots, self.runner.adapter, self.runner.num_layers
         cache = slots.cache(self.runner.stores, row, slots.columns)
         inputs = PassInputs(slots.text[row : row + 1, :width], slots.positions[None, :width], None, cache)
+        newest = slots.starts[0, row : row + 1].long()
+        keep = None if self.runner.has_plain_logits else newest[None]
         with cache.open(0, [0], [width]):
-            passed = adapter.run(0, last, inputs, taps=tuple(depth for depth in self._seen() if depth < last))
+            passed = adapter.run(0, last, inputs, keep=keep, taps=tuple(depth for depth in self._seen() if depth < last))
         if slots.memory is not None:
             states = passed.taps | {last: passed.states}
             self._remember(slots.memory, {depth: own[0] for depth, own in states.items()}, width)
-        newest = passed.states[0].index_select(0, slots.starts[0, row : row + 1])
-        self.runner.choose(newest, slots.found[0, row : row + 1], slots.best[0, row : row + 1])
+        token, best = slots.found[0, row : row + 1], slots.best[0, row : row + 1]
+        if passed.logits is None:
+            self.runner.choose(passed.states[0].index_select(0, newest), token, best)
+        else:
+            reference.best_of(passed.logits[0], best, token)
 
     def _seen(self) -> list[int]:
         """Return the depths that a memory head sees."""

@@ -10,6 +10,7 @@ pass, by the same runner.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,7 @@ class LMHead:
     """The model's final norm and LM head as exit policies use them."""
 
     def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+        self._runner: Runner = weakref.proxy(runner)  # an engine that is dropped lets its model go at once
 
     def __call__(self, states: torch.Tensor, vocabulary: torch.Tensor | None = None) -> torch.Tensor:
         return self._runner.logits(states, vocabulary)

@@ -128,7 +128,7 @@ class CompiledRunner(ModuleRunner):
 
     @property
     def has_plain_logits(self) -> bool:
-        """True if logits are a norm and a product and nothing else."""
+        """True if logits are a norm and a product, and this was checked."""
         return self.norm is not None and self.scale == 1.0 and not self.cap
 
     def _columns(self, tokens: PassTokens, cache: SegmentCache) -> list[int]:

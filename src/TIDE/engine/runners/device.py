@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from TIDE.adapters.adapter import PassInputs
-from TIDE.engine.cache.slots import SlotPool, Slots
+from TIDE.engine.cache.slots import COLUMNS, SlotPool, Slots
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.graphs import Graphs
 from TIDE.kernels import reference
@@ -42,7 +42,7 @@ class DeviceRunner(Runner):
         self.ops = ops
         self._exits = exits
         self.failed: str | None = None
-        self.pool = SlotPool(self.make_slots, self._drop)
+        self.pool = SlotPool()
         self._graphs: dict[Slots, Graphs] = {}
         self._dropped_seconds = 0.0
 
@@ -50,6 +50,11 @@ class DeviceRunner(Runner):
     def exits(self) -> Any:
         """Operations of exits. Before the runner is checked nothing is compiled, so that the first token comes soon."""
         return self._exits if self.is_checked else reference
+
+    @property
+    def has_plain_logits(self) -> bool:
+        """True if logits are a norm and a product, for which there are kernels."""
+        return False
 
     @abstractmethod
     def make_slots(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
@@ -90,9 +95,15 @@ class DeviceRunner(Runner):
             self._graphs[slots] = Graphs(self.device)
         return self._graphs[slots].run(key, work)
 
-    def _drop(self, slots: Slots) -> None:
-        graphs = self._graphs.pop(slots, None)
-        self._dropped_seconds += 0.0 if graphs is None else graphs.seconds
+    def acquire(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
+        """Return slots with room for so many rows and columns, which have to be released."""
+        found = self.pool.acquire(rows, columns, exit_)
+        if found is not None:
+            return found
+        for slots in self.pool.drop(rows, exit_):
+            graphs = self._graphs.pop(slots, None)
+            self._dropped_seconds += 0.0 if graphs is None else graphs.seconds
+        return self.make_slots(rows, max(COLUMNS, 1 << (columns - 1).bit_length()), exit_)
 
     def device_guard(self) -> AbstractContextManager[Any]:
         """Return a context in which kernels are launched where the model is."""

@@ -6,6 +6,7 @@ goes on without graphs; the reason is logged once and kept. `TIDE_NO_GRAPHS=1` l
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -35,10 +36,10 @@ class Graphs:
         self._pool = None if self.without else torch.cuda.graph_pool_handle()
 
     def run(self, key: Hashable, work: Callable[[], None]) -> bool:
-        """Do the work. It must do the same for the same key, wait for nothing, and leave its results at fixed addresses.
+        """Run `work`, or replay its graph. Per key it must launch the same kernels on the same buffers and never synchronize.
 
         Returns:
-            Whether it was done as quickly as it will be from now on: not for the first time, and not captured just now.
+            True at steady-state speed: not a first run, not a capture.
         """
         known = key in self._captured or (key in self._seen and self.without is not None)
         if key not in self._captured and key in self._seen and self.without is None:
@@ -52,6 +53,8 @@ class Graphs:
 
     def _capture(self, key: Hashable, work: Callable[[], None]) -> None:
         began, graph = time.perf_counter(), torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
+        gc.disable()  # graphs of an engine that was dropped cannot be freed while another one is captured
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 work()
@@ -59,4 +62,7 @@ class Graphs:
         except Exception as problem:
             self.without = f"{type(problem).__name__}: {problem}"
             logger.warning("no CUDA graph could be captured, so kernels are launched one by one: %s", self.without)
+        finally:
+            if collects:
+                gc.enable()
         self.seconds += time.perf_counter() - began

@@ -1,7 +1,7 @@
-"""Parts: what a model is made of at a moment, so that one can see later whether it still is.
+"""A snapshot of a model: its modules, weights, hooks and adapters at a moment, to compare with later.
 
-Compiled layers and graphs know weights only where they are, and of adapters what was done when a graph was captured. Before
-each request the engine looks whether modules, weights, hooks and adapters are as they were.
+Compiled layers and graphs hold raw weight addresses, and graphs hold what adapters did when they were captured. Before each
+request the engine checks that the model is as it was; that takes a millisecond, so it looks at no more than it must.
 """
 
 from __future__ import annotations
@@ -15,27 +15,32 @@ from TIDE.adapters.weights import adapter_state, version
 
 
 class ModelSnapshot:
-    """Those of a model as it is now.
+    """A model as it is now.
 
     Args:
-        values: whether weights that change in place count.
+        values: weights that change in place count as changes.
     """
 
     def __init__(self, model: nn.Module, values: bool = False) -> None:
         self._values = values
-        self._held = [*model.modules(), *model.parameters()]  # nothing else is put where they are
-        self._facts = self._look(model)
+        self._model = model
+        self._modules = list(model.modules())  # held, so that nothing else is put where they are
+        self._weights = list(model.parameters())
+        self._facts = self._look()
 
     def matches(self, model: nn.Module) -> bool:
-        """Whether a model is made of them still."""
-        return self._facts == self._look(model)
+        """Return True if a model is as it was."""
+        return model is self._model and self._facts == self._look()
 
-    def _look(self, model: nn.Module) -> list[tuple[Any, ...]]:
-        return [(id(module), *self._look_at(module)) for module in model.modules()]
-
-    def _look_at(self, module: nn.Module) -> tuple[Any, ...]:
-        weights = [(name, self._weight(x)) for name, x in module._parameters.items() if x is not None]
-        return [(name, id(child)) for name, child in module._modules.items()], weights, has_hooks(module), adapter_state(module)
+    def _look(self) -> list[Any]:
+        """Return what can change: a module that takes another's place shows in the module that holds it."""
+        facts: list[Any] = []
+        for module in self._modules:
+            facts.append(tuple(module._modules.values()))
+            facts.append([self._weight(weight) for weight in module._parameters.values() if weight is not None])
+            facts.append(has_hooks(module))
+            facts.append(adapter_state(module))
+        return facts
 
     def _weight(self, weight: torch.Tensor) -> tuple[Any, ...]:
         place = weight.data_ptr() if type(weight.data) is torch.Tensor else None
@@ -43,5 +48,5 @@ class ModelSnapshot:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Those of torch, or of accelerate, which moves states and weights between devices."""
+    """Return True if a module has hooks of torch, or of accelerate, which moves states and weights between devices."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or "_hf_hook" in module.__dict__

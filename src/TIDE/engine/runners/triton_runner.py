@@ -78,7 +78,7 @@ class TritonRunner(CompiledRunner, DeviceRunner):
         signals: torch.Tensor | None = None,
         vocabulary: torch.Tensor | None = None,
     ) -> None:
-        if not self.is_checked or not self.has_plain_logits:
+        if not self.has_plain_logits:
             super().choose(states, token, best, signals, vocabulary)
             return
         normed = self.ops.norm(states, norm_parts(self.norm, states))

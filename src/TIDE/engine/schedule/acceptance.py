@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-from operator import mul
-
 FIRST_REST, LONGEST_REST = 16, 256  # a rest; each one in a text is twice as long as the one before
 KEPT = 0.98  # weight of earlier drafts when a new one is recorded
 PRIOR = 4.0  # drafts that count as seen before any was
 
 
 class Acceptance:
-    """Drafts accepted against drafts expected to be, by number.
+    """Drafts accepted against drafts expected to be, by number."""
 
-    Args:
-        expected: share of drafts that are accepted, before any was seen.
-    """
-
-    def __init__(self, expected: float = 1.0) -> None:
-        self.expected = expected
+    def __init__(self) -> None:
         self._seen: dict[int, list[float]] = {}  # number -> accepted, expected
 
     def add(self, number: int, accepted: bool, expected: float = 1.0) -> None:
@@ -32,10 +24,6 @@ class Acceptance:
         accepted, expected = self._at(number)
         return accepted / expected
 
-    def tokens(self, drafts: int) -> float:
-        """Return the expected tokens of a round with `drafts` drafts: 1 + a1 + a1·a2 + …"""
-        return 1 + sum(accumulate((self.share(number) for number in range(1, drafts + 1)), mul))
-
     def fade(self) -> None:
         """Let what was seen so far count for no more than the prior: another text begins."""
         for seen in self._seen.values():
@@ -45,7 +33,7 @@ class Acceptance:
         self._seen.clear()
 
     def _at(self, number: int) -> list[float]:
-        return self._seen.setdefault(number, [PRIOR * self.expected, PRIOR])
+        return self._seen.setdefault(number, [PRIOR, PRIOR])
 
 
 class Rest:

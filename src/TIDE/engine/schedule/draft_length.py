@@ -1,19 +1,22 @@
 """The number of drafts of a round that is launched as a whole, as on a GPU, before any of its scores is known.
 
-    tokens of a round with k drafts   1 + a1 + a1·a2 + … + a1·…·ak        a: share of drafts accepted, by number
+    tokens of a round with k drafts   1 + a1 + a1·a2 + … + a1·…·ak        a: probability that a draft is accepted, by number
     seconds of it                     measured
 
 The k with the most tokens per second is taken. If that is 0, a rest follows, and a round with the fewest drafts tries again.
 
-Routers score every draft, and the scores of the latest rounds say how easy the text is just now. So a is the running mean of
-the scores times the share of drafts that were accepted by those that the scores promised.
+Routers score every draft, and the scores of the latest rounds say how easy the text is just now. So a is a short running mean
+of the scores, times the long-run share of drafts that were accepted by those that the scores promised.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
+from operator import mul
+
 from TIDE.engine.row import RoundResult
 from TIDE.engine.schedule.acceptance import Acceptance, Rest
-from TIDE.engine.schedule.costs import Costs
+from TIDE.engine.schedule.costs import Costs, RunningMean
 
 LENGTHS = (0, 2, 4, 7)
 FIRST_SHARE = 0.7  # of drafts that are accepted, before any was seen
@@ -24,7 +27,8 @@ class DraftLength:
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self.acceptance = Acceptance(FIRST_SHARE)
+        self.acceptance = Acceptance()
+        self._scores = [RunningMean(FIRST_SHARE) for _ in range(max(LENGTHS))]
         self._rest = Rest()
         self._rested = 0  # rounds
 
@@ -39,7 +43,7 @@ class DraftLength:
         lengths = [length for length in LENGTHS if length <= most]
         if 0 not in self.costs.rounds or len(lengths) == 1:
             return 0
-        best = max(lengths, key=lambda length: self.acceptance.tokens(length) / (self.costs.captured_round(length) or 1.0))
+        best = max(lengths, key=lambda length: self.tokens(length) / (self.costs.captured_round(length) or 1.0))
         if best:
             self._rest.reset()
             self._rested = 0
@@ -51,9 +55,19 @@ class DraftLength:
         self._rest.take()
         return lengths[1]
 
+    def tokens(self, drafts: int) -> float:
+        """Return the expected tokens of a round with `drafts` drafts."""
+        chances = (
+            min(1.0, (score.mean or 0.0) * self.acceptance.share(number))
+            for number, score in enumerate(self._scores[:drafts], 1)
+        )
+        return 1 + sum(accumulate(chances, mul))
+
     def saw(self, drafts: int, result: RoundResult, seconds: float | None) -> None:
         """Record a round; seconds None: it was compiled or captured, and its time says nothing about others."""
         if seconds is not None:
             self.costs.saw_round(drafts, seconds)
-        for number in range(1, min(result.accepted + 1, drafts) + 1):
-            self.acceptance.add(number, number <= result.accepted)
+        for number in range(1, min(result.accepted + 1, drafts, len(self._scores)) + 1):
+            score = result.scores[number - 1] if number <= len(result.scores) else 1.0
+            self._scores[number - 1].add(score)
+            self.acceptance.add(number, number <= result.accepted, score)
