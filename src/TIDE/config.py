@@ -1,7 +1,7 @@
-"""What the user may choose: one frozen dataclass, validated once, read everywhere, changed nowhere.
+"""The settings of the user: one frozen dataclass, validated once, read everywhere, changed nowhere.
 
-`None` means "as calibrated": the exit policy's own figure is used. Fields marked "calibration" are read when an exit policy is
-made; the engine does not look at them.
+`None` means "as calibrated": the value of the exit policy is used. Fields marked "calibration" are read when an exit policy is
+made; the engine does not read them.
 """
 
 from __future__ import annotations
@@ -19,35 +19,34 @@ KV_CACHE_STRATEGIES = ("exact", "propagate", "zero_pad")
 
 @dataclass(frozen=True)
 class TIDEConfig:
-    """How the engine decides and what it promises.
+    """Settings of calibration and decoding.
 
     Attributes:
-        mode: "exact" writes the text of the full model; "fast" emits at the exit without looking back. None: exact, unless
-            `kv_cache_strategy` is one that only fast knows ("propagate", "zero_pad"). `effective_mode` has what it comes to.
-        exit_threshold: router score, in [0, 1], needed to exit; a text that loses time by its drafts goes on without for a
-            while even so. None: as the exit policy says; with a router file, mode
-            "exact" then drafts where scores and the time it takes make it worthwhile, and mode "fast" goes by the file's
-            certificate if it has one for these settings.
+        mode: "exact" generates the text of the full model; "fast" emits exit predictions without verifying them. None: exact,
+            unless `kv_cache_strategy` needs mode fast ("propagate", "zero_pad"); see `effective_mode`.
+        exit_threshold: router score, in [0, 1], needed to exit; drafting still pauses in sequences where it costs time. None:
+            the exit policy's threshold; with a router file, mode "exact" then drafts whenever the scores make it worth the
+            time, and mode "fast" uses the file's certificate if it has one for these settings.
         min_layers: smallest depth at which a token may exit, and smallest candidate of calibration.
-        checkpoint_interval: calibration: candidate checkpoints every so many layers.
-        calibration_samples: calibration: how many texts; small models on a GPU write up to four for each.
-        calibration_dataset: calibration: "self" (the model writes them), "wikitext" or another data set of the hub,
+        checkpoint_interval: calibration: number of layers from one candidate checkpoint to the next.
+        calibration_samples: calibration: number of texts; small models on a GPU write up to four for each.
+        calibration_dataset: calibration: "self" (the model writes the texts), "wikitext" or another data set of the hub,
             or the path of a .txt or .jsonl file.
-        label: calibration: what a router learns to predict. "agreement": the exit's token is the full model's;
-            "cosine": the state is as near to the final one as `convergence_threshold` asks.
-        convergence_threshold: calibration: cosine similarity, in [0, 1], from which a state counts as converged. For label
+        label: calibration: target that a router learns to predict. "agreement": the exit's token is the full model's;
+            "cosine": the state has a cosine similarity to the final one above `convergence_threshold`.
+        convergence_threshold: calibration: cosine similarity, in [0, 1], above which a state counts as converged. For label
             "cosine", and for `TIDE.analyze`.
         router_bottleneck_dim: calibration: width of the routers.
-        exit_strategy: calibration: the head that turns a state into a token. "identity": the model's own norm and LM
-            head; "lens": a small residual network before them; "memory": a decoder block that also sees the token
-            before at full depth.
-        kv_cache_strategy: what happens to the layers a token skipped. "exact" catches them up later,
-            "propagate" writes their K/V from the exit state, "zero_pad" writes zeros.
-        compaction_threshold: in a batch, if at most this share of the rows needs the deeper layers, only
-            those run; otherwise every row with pending tokens rides along.
-        max_pending: exits in a row before a token has to go through all layers.
-        max_exit_share: mode "fast": at most this share, in [0, 1], of a row's new tokens leaves early, at every place of
-            the text; a token that would be too many goes through all layers. 1.0: no bound.
+        exit_strategy: calibration: kind of exit head, which turns a state into a token. "identity": the model's own norm and
+            LM head; "lens": a small residual network before them; "memory": a decoder block that also sees the full-depth
+            state of the previous token.
+        kv_cache_strategy: treatment of the layers a token skipped. "exact" runs them later, "propagate" writes their K/V
+            from the exit state, "zero_pad" writes zeros.
+        compaction_threshold: in a batch, if at most this share of the rows needs the deeper layers, only those rows run;
+            otherwise every row with pending tokens runs with them.
+        max_pending: largest number of consecutive exits before a token has to run all layers.
+        max_exit_share: mode "fast": largest share, in [0, 1], of a row's new tokens that may exit, at every point of the text;
+            a token beyond it runs all layers. 1.0: no limit.
     """
 
     mode: str | None = None
@@ -93,14 +92,14 @@ class TIDEConfig:
 
     @property
     def effective_mode(self) -> str:
-        """`mode`, or what None comes to: fast with a K/V strategy that only fast knows, else exact."""
+        """`mode`, with None resolved: fast if the K/V strategy needs it, otherwise exact."""
         if self.mode is not None:
             return self.mode
         return "exact" if self.kv_cache_strategy == "exact" else "fast"
 
     @classmethod
     def reference(cls) -> TIDEConfig:
-        """The settings of the original system."""
+        """Return the settings of the original system."""
         return cls(
             mode="fast",
             exit_threshold=0.85,
@@ -118,7 +117,7 @@ class TIDEConfig:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write as YAML (.yaml, .yml) or JSON (.json)."""
+        """Write the settings as YAML (.yaml, .yml) or JSON (.json)."""
         path = Path(path)
         values = asdict(self)
         if _is_yaml(path):
@@ -131,7 +130,7 @@ class TIDEConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> TIDEConfig:
-        """Read what `save` wrote. Unknown fields are an error."""
+        """Read a file written by `save`. Unknown fields are an error."""
         path = Path(path)
         text = path.read_text(encoding="utf-8")
         try:

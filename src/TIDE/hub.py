@@ -1,7 +1,7 @@
-"""The hub: whether it answers, found out in seconds and before anything is asked of it, and what reading data sets needs.
+"""Access to the hub: a quick test of the connection, the source of a model, and the check for the package datasets.
 
-huggingface_hub tries again for a minute where there is no connection. One short request tells whether that is worth waiting
-for; without an answer, what was downloaded before is used, and nothing else.
+Without a connection huggingface_hub retries for a minute. One short request, made first, avoids that wait; if it fails, only
+earlier downloads are used.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ EXPECTED = "expected 'default', a folder with a model, a .gguf file, or a hub id
 
 
 def hub_trouble() -> str | None:
-    """Return why the hub cannot be reached, in a few words; None: it answers."""
+    """Return why the hub cannot be reached, in a few words; None if it can."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     try:
         get_session().head(constants.ENDPOINT, timeout=TIMEOUT)
-    except Exception as problem:  # of whichever library carries the request
+    except Exception as problem:  # the type depends on the HTTP library in use
         return f"{constants.ENDPOINT} does not answer: {problem or type(problem).__name__}"
     return None
 
 
 def model_source(name: str) -> str:
-    """Return where to load a model from: a folder or hub id as it is; without the hub, the folder of an earlier download."""
+    """Return the folder or hub id to load a model from; if the hub is out of reach, the folder of an earlier download."""
     if Path(name).is_dir():
         return name
     trouble = hub_trouble()
@@ -36,16 +36,16 @@ def model_source(name: str) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        # not left to transformers, which would try to reach the hub for some files all the same
+        # transformers would still contact the hub for some files
         return str(snapshot_download(name, local_files_only=True))
-    except (OSError, ValueError) as problem:  # nothing there, or no name that a hub could have
+    except (OSError, ValueError) as problem:  # not downloaded, or not a valid hub id
         raise OSError(
             f"cannot load {name!r}: {EXPECTED}. The hub cannot be reached ({trouble}), and it was not downloaded before."
         ) from problem
 
 
 def check_datasets(source: str) -> None:
-    """Make sure that what reads data sets of the hub is installed."""
+    """Raise if the package that reads data sets of the hub is not installed."""
     if importlib.util.find_spec("datasets") is None:
         raise ImportError(
             f'{source!r} is neither a file here nor "self", and reading a data set needs the package datasets. '

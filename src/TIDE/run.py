@@ -1,4 +1,4 @@
-"""A run: one answer, token by token, as it was decided. What pictures and reports are made of.
+"""A run: one answer, token by token, with the depth of each. The input of figures and reports.
 
 run = TIDE.record(engine, tokenizer, "Why is the sky blue?", max_new_tokens=64)
 run.save("run.json")                            tide report run.json
@@ -20,10 +20,10 @@ class Token:
 
     Attributes:
         text: its own part of the answer; empty if it only begins a character that a later token completes.
-        depth: layers it was decided after.
-        score: of the router at the exit it took; None if it ran all layers.
-        full: the full model's most likely token in its place, given the same text before it.
-        special: whether it is a special token, such as the end of the answer, and not text the model wrote.
+        depth: number of layers run before it was decided.
+        score: router score at its exit; None if it ran all layers.
+        full: the full model's most likely token at this position, given the same text before it.
+        special: True for a special token, such as the end of the answer, which is not text.
     """
 
     text: str
@@ -35,7 +35,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Run:
-    """One answer, and how it came about."""
+    """One answer, with its tokens, speed and statistics."""
 
     model: str
     mode: str
@@ -64,7 +64,7 @@ class Run:
 
     @classmethod
     def load(cls, path: str | Path) -> Run:
-        """Read what `save` wrote."""
+        """Read a file written by `save`."""
         try:
             held = json.loads(Path(path).read_text("utf-8"))
             if held.pop("version") != VERSION:
@@ -80,7 +80,7 @@ class Run:
 
 
 def prepared(tokenizer: Any, prompt: str, raw: bool = False) -> Any:
-    """A prompt as tensors, in the model's chat template where it has one, unless `raw`."""
+    """Return a prompt as tensors, in the chat template if the tokenizer has one, unless `raw`."""
     if raw or tokenizer.chat_template is None:
         return tokenizer(prompt, return_tensors="pt")
     messages = [{"role": "user", "content": prompt}]

@@ -1,7 +1,7 @@
-"""What requests did: how deep tokens went, what was drafted and taken back, how many layers really ran, and the time it took.
+"""Statistics of requests: exit depths, drafts accepted and rejected, layers run, and time.
 
-A token counts as exited where its final value was decided. Layers are counted when they run, prompt,
-catch-up and batch padding included: `layers_run` is work, not an estimate of it. Seconds are measured where they pass.
+A token counts as exited if its final value was decided at an exit. Layers are counted when they run, including prompt,
+catch-up and batch padding: `layers_run` is measured work, not an estimate. Times are wall-clock measurements.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from dataclasses import dataclass, field, fields
 
 @dataclass
 class Seconds:
-    """Wall-clock seconds of a request and of its parts, by the clock of the host.
+    """Wall-clock seconds of a request and of its parts, measured on the host.
 
-    On a GPU the host hands out work and waits only where it needs a result, so a part shows where the host waited, not where
-    the device worked. The whole is right all the same: every token has been waited for.
+    GPU work is asynchronous: per-part times show where the host blocked, not where the device worked. The total is accurate.
 
     Attributes:
-        prompt: the first step, which takes the prompts through all layers and chooses the first tokens.
+        prompt: the prefill, which runs the prompts through all layers and samples the first tokens.
         shallow: segments before the last one.
-        exits: asking the exit policy and emitting what leaves, K/V filled in for skipped layers included.
+        exits: scoring exits and emitting the tokens that leave, including K/V filled in for skipped layers.
         deep: the last segment.
-        choosing: verifying drafts, or choosing from the full model's logits.
-        whole: from the call to the last token; a little more than the parts, which leave out what lies between them. The time
-            that a streamer or the reader of a stream takes is not in it.
+        choosing: verifying drafts, or sampling from the full model's logits.
+        whole: from the call to the last token; slightly more than the sum of the parts, which leave gaps between them. Time
+            spent in a streamer or in the consumer of a stream is excluded.
     """
 
     prompt: float = 0.0
@@ -42,7 +41,7 @@ class Seconds:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """What runs in here is part of the whole, also if it fails."""
+        """Add the time spent in the block to `whole`, also if it fails."""
         began = time.perf_counter()
         try:
             yield
@@ -55,19 +54,19 @@ class Seconds:
 
 
 class Clock:
-    """Gives the time that passes to the parts of a request: each lap to the part that has just run."""
+    """A lap timer for the parts of a request: each lap is added to the part that has just run."""
 
     def __init__(self, seconds: Seconds) -> None:
         self.seconds = seconds
         self.start()
 
     def start(self, instead: str | None = None) -> None:
-        """Begin a lap; until the next start all laps belong to the part `instead`, if one is named."""
+        """Begin a lap; until the next start all laps are added to the part `instead`, if given."""
         self._instead = instead
         self._began = time.perf_counter()
 
     def lap(self, part: str) -> float:
-        """End a lap, and say how long it was."""
+        """End a lap and return its seconds."""
         now, part = time.perf_counter(), self._instead or part
         took, self._began = now - self._began, now
         setattr(self.seconds, part, getattr(self.seconds, part) + took)
@@ -80,17 +79,17 @@ class ExitStats:
 
     Attributes:
         num_layers: layers of the model.
-        total_tokens: new tokens that were emitted.
+        total_tokens: new tokens emitted.
         exits_per_layer: last layer run (0-based) -> tokens decided there; -1 is an exit before the first layer.
-        remaining_tokens: tokens that were decided after all layers.
+        remaining_tokens: tokens decided after all layers.
         layers_run: (layer, token) pairs computed in full.
-        drafted_by_step: step -> predictions taken from an exit. Step 1 is the first exit of a row after a token that the full
-            model decided or verified, step 2 the exit after that, and so on.
-        accepted_by_step: those of them that stayed in the text; in mode "fast" all do.
-        catch_ups: passes through the last segment in which a row took more than one token, its prompt not counted.
-        rollbacks: verifications of a row that threw drafts away.
-        rejected: drafts that were thrown away, those behind the first wrong one included.
-        seconds: where the time went.
+        drafted_by_step: step -> drafts made. Step 1 is the first exit of a row after a token that the full model decided or
+            verified, step 2 the exit after that, and so on.
+        accepted_by_step: step -> drafts accepted; in mode "fast" all are.
+        catch_ups: passes through the last segment in which a row ran more than one token, prompts excluded.
+        rollbacks: verifications of a row that rejected drafts.
+        rejected: drafts rejected, including those after the first wrong one.
+        seconds: wall-clock time, in total and by part.
     """
 
     num_layers: int
@@ -106,7 +105,7 @@ class ExitStats:
     seconds: Seconds = field(default_factory=Seconds)
 
     def count_token(self, depth: int, step: int = 1) -> None:
-        """One token of the text was decided after `depth` layers; at an exit, the one of so many in a row."""
+        """Count a token decided after `depth` layers; `step` is its number among consecutive exits."""
         self.total_tokens += 1
         if depth < self.num_layers:
             self.exits_per_layer[depth - 1] += 1
@@ -115,7 +114,7 @@ class ExitStats:
             self.remaining_tokens += 1
 
     def __add__(self, other: ExitStats) -> ExitStats:
-        """Both together; they must be of models of the same depth."""
+        """Return the sum of both; their models must have the same depth."""
         if self.num_layers != other.num_layers:
             raise ValueError(
                 f"stats of models of the same depth can be added, found {self.num_layers} and {other.num_layers} layers. "
@@ -126,17 +125,17 @@ class ExitStats:
 
     @property
     def drafted(self) -> int:
-        """Predictions taken from an exit."""
+        """Number of drafts made."""
         return self.drafted_by_step.total()
 
     @property
     def accepted(self) -> int:
-        """Those of them that stayed in the text."""
+        """Number of drafts accepted."""
         return self.accepted_by_step.total()
 
     @property
     def acceptance_by_step(self) -> dict[int, float]:
-        """Step -> share of the drafts made there that stayed in the text."""
+        """Step -> share of its drafts that were accepted."""
         return {step: self.accepted_by_step[step] / count for step, count in sorted(self.drafted_by_step.items())}
 
     @property
@@ -158,11 +157,11 @@ class ExitStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Emitted tokens by the seconds of the whole, prompt included."""
+        """Emitted tokens per second of the whole request, prompt included."""
         return self.total_tokens / self.seconds.whole if self.seconds.whole else 0.0
 
     def summary(self) -> str:
-        """Return a line for the whole, one for each depth where tokens exited, then drafts, rollbacks and time."""
+        """Return one line for the total, one for each exit depth, then drafts, rollbacks and time."""
         lines = [f"Total tokens: {self.total_tokens}, Exited: {self.exited_tokens} ({self.exit_rate:.1%})"]
         for layer, count in sorted(self.exits_per_layer.items()):
             depth = layer + 1
@@ -174,7 +173,7 @@ class ExitStats:
         if self.drafted:
             steps = ", ".join(f"{share:.1%}" for share in self.acceptance_by_step.values())
             lines.append(f"  Drafted: {self.drafted}, accepted: {self.accepted} (by step: {steps})")
-            lines.append(f"  Catch-ups: {self.catch_ups}, rollbacks: {self.rollbacks} of {self.rejected} tokens")
+            lines.append(f"  Catch-ups: {self.catch_ups}, rollbacks: {self.rollbacks}, rejected: {self.rejected}")
         if self.seconds.whole:
             lines.append(f"  Seconds: {self.seconds.summary()}, {self.tokens_per_second:.1f} tokens/s")
         return "\n".join(lines)

@@ -1,16 +1,16 @@
 """The adapter: any span of a model's decoder layers, run through the model's own `forward`.
 
-Families differ in how they embed, place positions, mask, norm and scale logits; `forward` knows all that. So each decoder layer
-gets a *patch*: its class is exchanged for a subclass whose `__call__` asks the adapter first.
+Families differ in embedding, positions, masks, norms and logit scaling; `forward` does all of that. So each decoder layer gets
+a *patch*: its class is replaced by a subclass whose `__call__` calls the adapter first.
 
     adapter.run(start=2, stop=4, hidden=h)
 
     forward:  embed → [0] → [1] → [2] → [3] → [4] → [5] → norm → LM head
-    patches:    h takes over at 0, skip   run   run  skip  skip          only the positions asked for
+    patches:    h enters at 0,     skip   run   run  skip  skip          only the requested positions
 
-A skipped layer hands on what it was given, so it costs one Python call and its hooks do not fire. The LM head is patched
-too: it computes the logits of the positions asked for, or none. Modules, parameters, hooks and names stay as they are. Outside
-`run` every layer runs and the model behaves as ever; `close` puts the classes back.
+A skipped layer returns its input, so it costs one Python call and its hooks do not fire. The LM head is patched too: it
+computes the logits of the requested positions, or none. Modules, parameters, hooks and names stay as they are. Outside `run`
+every layer runs and the model behaves as before; `close` restores the classes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from TIDE.adapters.weights import holds_numbers, version
 
 
 class KVWritten(Exception):
-    """Raised by the cache to leave a layer as soon as its K/V are stored."""
+    """An exception of the cache, raised to leave a layer as soon as its K/V are stored."""
 
 
 class PassInputs(NamedTuple):
@@ -41,17 +41,17 @@ class PassInputs(NamedTuple):
 
     ids: torch.Tensor  # (n, q)
     positions: torch.Tensor  # (n, q), position of each token in its row
-    mask: torch.Tensor | None  # (n, columns) 1 where the cache holds a token of the row; None: everywhere
-    cache: Any  # a transformers Cache with `leave_after_write` and `shared_view`: see engine/cache.py; None: keep nothing
+    mask: torch.Tensor | None  # (n, columns) 1 if the cache holds a token of the row there; None: all ones
+    cache: Any  # a Cache with `leave_after_write` and `shared_view`, see engine/cache/segment_cache.py; None: store nothing
     embeds: torch.Tensor | None = None  # (n, q, hidden) instead of `ids`
 
 
 class PassOutputs(NamedTuple):
-    """What came out of a span."""
+    """The states and logits after a span of layers."""
 
     states: torch.Tensor  # (n, q, hidden) after the last layer of the span
     logits: torch.Tensor | None  # (n, kept, vocabulary)
-    taps: dict[int, torch.Tensor]  # (n, q, hidden) at each depth asked for
+    taps: dict[int, torch.Tensor]  # (n, q, hidden) at each requested depth
 
 
 @dataclass
@@ -70,7 +70,7 @@ class _Task:
 
 
 class _Rows(NamedTuple):
-    """Rows of an LM head's weight and bias, and what they are of."""
+    """Rows of an LM head's weight and bias, with the weight they were copied from."""
 
     vocabulary: torch.Tensor
     weight: torch.Tensor
@@ -79,7 +79,7 @@ class _Rows(NamedTuple):
     rows: tuple[torch.Tensor, torch.Tensor | None]
 
     def are_of(self, weight: torch.Tensor) -> bool:
-        """Whether it is the same weight, unchanged: models are moved, trained and given other heads."""
+        """Return True if `weight` is the one copied, unchanged: models are moved, trained and given other heads."""
         return self.weight is weight and (self.place, self.version) == (weight.data_ptr(), version(weight))
 
 
@@ -95,19 +95,19 @@ class ModelAdapter:
         self.is_known = known is not None
         self.family = known or probe_family(model)
         self.rope = rope_of(model)
-        # Inference mode is quicker, but what a forward stores on the model (frequencies of a rope that changes with
-        # length, caches of unknown families) would be useless for training afterwards.
+        # Inference mode is quicker, but tensors that a forward stores on the model (frequencies of a rope that changes
+        # with length, caches of unknown families) could not be used in training afterwards.
         harmless = self.is_known and self.rope.switches_at is None
         self.grad_off = torch.inference_mode if harmless else torch.no_grad
         self._sources = shared_sources(model, self.stores)
         self.layers = self._own_layers()
         self._kept_rows: _Rows | None = None
         self._forward_takes = set(inspect.signature(model.forward).parameters)
-        self._tasks = threading.local()  # another thread may use the model as ever while we run
+        self._tasks = threading.local()  # per thread: another one may use the model normally during a pass
         self._patch_all()
 
     def follow(self) -> None:
-        """Patch again if layers or the LM head were exchanged since: PEFT puts modules of its own around some."""
+        """Patch again if layers or the LM head were replaced since: PEFT wraps some in modules of its own."""
         layers, head = self._own_layers(), self.model.get_output_embeddings()
         if self.layers == layers and (self._fitted[-1] is head or not self._head_is_patched):
             return
@@ -124,7 +124,7 @@ class ModelAdapter:
         return list(self.model.get_submodule(self.family.layers).children())
 
     def _patch_all(self) -> None:
-        """One before each layer; the last one before the LM head, where it is a module of its own."""
+        """Patch every layer, and the LM head if it is a module of its own."""
         head = self.model.get_output_embeddings()
         self._head_is_patched = head is not None and head is not self.model.get_input_embeddings()
         try:
@@ -137,7 +137,7 @@ class ModelAdapter:
 
     @property
     def device(self) -> torch.device:
-        """Where tokens go."""
+        """The device of the input tokens."""
         return input_device(self.model)
 
     @property
@@ -150,7 +150,7 @@ class ModelAdapter:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """Logits of a token. Asked of the head: configurations leave out padding rows."""
+        """Number of logits of a token, read off the head: configurations leave out padding rows."""
         nothing = torch.zeros(1, self.hidden_dim, device=self.device, dtype=self.model.dtype)
         return int(self.head(nothing).shape[-1])
 
@@ -159,7 +159,7 @@ class ModelAdapter:
         return bool(self._fitted)
 
     def close(self) -> None:
-        """Remove the patches: the model is as it was handed in."""
+        """Remove the patches, which leaves the model as it was before."""
         while self._fitted:
             unpatch(self._fitted.pop())
 
@@ -181,14 +181,14 @@ class ModelAdapter:
         kv_only: bool = False,
         taps: tuple[int, ...] = (),
     ) -> PassOutputs:
-        """Take tokens through the layers [start, stop).
+        """Run tokens through the layers [start, stop).
 
         Args:
-            inputs: the tokens, where they stand and the cache, opened for them.
+            inputs: the tokens, their positions and the cache, opened for them.
             hidden: (n, q, hidden) their states at depth `start`; None: from the embedding (start must be 0).
-            keep: (n, kept) indices into q whose logits are wanted; None: no logits.
+            keep: (n, kept) indices into q of the requested logits; None: no logits.
             kv_only: store K/V computed from `hidden` in each layer of the span and nothing else.
-            taps: depths in [start, stop) whose states are wanted too.
+            taps: depths in [start, stop) whose states are returned too.
         """
         assert 0 <= start <= stop <= self.num_layers, (start, stop)
         assert hidden is not None or start == 0, "states are needed to start above the embedding"
@@ -213,11 +213,11 @@ class ModelAdapter:
         *,
         with_grad: bool = False,
     ) -> torch.Tensor:
-        """(n, hidden) states -> (n, vocabulary) logits by the model's final norm and LM head: the identity exit.
+        """Map (n, hidden) states to (n, vocabulary) logits by the model's final norm and LM head: the identity exit.
 
         Args:
-            vocabulary: the token ids whose logits are wanted; None: all.
-            with_grad: let gradients through to `states`.
+            vocabulary: the token ids of the requested logits; None: all.
+            with_grad: let gradients flow to `states`.
         """
         n = states.shape[0]
         keep = torch.zeros(n, 1, dtype=torch.long, device=states.device)
@@ -270,13 +270,13 @@ class ModelAdapter:
         return states
 
     def _lend_shared_kv(self, task: _Task, kwargs: dict[str, Any]) -> None:
-        """Layers that read another's K/V get it from the cache where that other layer is outside the span."""
+        """Give layers that read another layer's K/V those of the cache, if that layer is before the span."""
         for kind, source in self._sources.items():
             if source < task.start:
                 kwargs["shared_kv_states"][kind] = task.cache.shared_view(source)
 
     def _head(self, task: _Task, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the LM head for the positions asked for."""
+        """Run the LM head at the requested positions."""
         if task.keep is None:
             return args[0][..., :0]
         picked = _pick(args[0], task.keep)
@@ -284,14 +284,14 @@ class ModelAdapter:
         return call(picked, *args[1:], **kwargs) if rows is None else nn.functional.linear(picked, *rows)
 
     def head_rows(self, vocabulary: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the LM head's weight for some tokens, where it is a linear layer without bias."""
+        """Return the rows of the LM head's weight for some tokens; the head must be a linear layer without bias."""
         rows = self._head_rows(vocabulary)
         assert rows is not None and rows[1] is None
         return rows[0]
 
     @property
     def plain_head(self) -> torch.Tensor | None:
-        """The weight of the LM head, if it is a linear layer without bias."""
+        """The weight of the LM head if it is a linear layer without bias, otherwise None."""
         head = self.model.get_output_embeddings()
         return head.weight if self._head_is_linear and head.bias is None else None
 
@@ -301,7 +301,7 @@ class ModelAdapter:
         return self.is_known and self._head_is_patched and type(head).__mro__[1] is nn.Linear and holds_numbers(head.weight)
 
     def _head_rows(self, vocabulary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Weight and bias of the LM head for some tokens, kept for the next call; None where it is no plain linear layer."""
+        """Return the LM head's weight and bias for some tokens, kept for the next call; None if it is no plain linear layer."""
         if not self._head_is_linear:
             return None
         head, kept = self.model.get_output_embeddings(), self._kept_rows
@@ -314,7 +314,7 @@ class ModelAdapter:
 
 
 def _pick(values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """(n, q, d) values and (n, kept) indices into q -> (n, kept, d)"""
+    """Gather (n, q, d) values at (n, kept) indices into q -> (n, kept, d)."""
     return values.gather(1, keep.to(values.device)[..., None].expand(-1, -1, values.shape[-1]))
 
 

@@ -1,4 +1,4 @@
-"""Patches: a module's class is exchanged for a subclass that looks the same and asks the adapter before it runs.
+"""Patches: a module's class is replaced by a subclass that looks the same and calls the adapter before it runs.
 
 Modules, parameters, hooks and names stay as they are. `adapter.py` decides what a patched layer does.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LayerPatch:
-    """The patch of a layer (or of the LM head, index None). It holds its adapter weakly: an engine that is dropped closes."""
+    """The patch of a layer (or of the LM head, index None), with a weak reference to its adapter: a dropped engine closes."""
 
     def __init__(self, adapter: ModelAdapter, index: int | None) -> None:
         self._adapter = weakref.ref(adapter)
@@ -57,7 +57,7 @@ def unpatch(module: nn.Module) -> None:
 
 @functools.cache
 def _patched(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `cls` that looks the same and asks the patch before it runs."""
+    """Return a subclass of `cls` that looks the same and calls the patch before it runs."""
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_tide_patch"](functools.partial(cls.__call__, self), args, kwargs)

@@ -1,7 +1,7 @@
-"""Finding out what the table does not say, by looking at the model and running a few tokens through it.
+"""Probing a model: facts that the table lacks are read off the model and off one token run through it.
 
-`known_family` gives the table's line, `probe_family` works one out; `layer_stores` says what each layer keeps for later
-tokens. Both refuse, with the reason, what TIDE cannot skip and catch up exactly.
+`known_family` returns the table's entry, `probe_family` derives one; `layer_stores` returns what each layer stores for later
+tokens. Models whose layers cannot be skipped and caught up exactly are refused, with the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from TIDE.adapters.table import FAMILIES, Family
 
 
 class Store(Enum):
-    """What a layer keeps of the tokens it has seen."""
+    """The kind of storage a layer has for the tokens it has seen."""
 
     KV = "K/V per position"
     STATE = "one running state"
@@ -26,7 +26,7 @@ class Store(Enum):
 
 
 def known_family(model: PreTrainedModel) -> Family | None:
-    """The table's line for this model, if it has one that fits."""
+    """Return the table's entry for this model; None if there is none that fits."""
     config = model.config.get_text_config(decoder=True)
     family = FAMILIES.get(config.model_type)
     fits = family is not None and _is_layer_list(_submodule(model, family.layers), config.num_hidden_layers)
@@ -34,14 +34,14 @@ def known_family(model: PreTrainedModel) -> Family | None:
 
 
 def probe_family(model: PreTrainedModel) -> Family:
-    """What the table would say of this model, found by looking and by running one token."""
+    """Derive the table's entry for a model from its modules and from running one token."""
     config = model.config.get_text_config(decoder=True)
     path = _find_layers(model, config.num_hidden_layers)
     return Family(path, _tuple_size(model, model.get_submodule(path)))
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where a model takes its tokens. Weights that accelerate keeps on a disk are on no device until they are used."""
+    """Return the device of a model's inputs. Weights that accelerate keeps on disk have no device until they are used."""
     own = model.device
     if own.type != "meta":
         return own
@@ -51,7 +51,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def layer_stores(model: PreTrainedModel) -> tuple[Store, ...]:
-    """What each decoder layer keeps, read off the cache transformers would build for the model."""
+    """Return the storage of each decoder layer, read off the cache that transformers would build for the model."""
     config = model.config.get_text_config(decoder=True)
     count = config.num_hidden_layers
     found: list[Store] = []
@@ -68,7 +68,7 @@ def layer_stores(model: PreTrainedModel) -> tuple[Store, ...]:
 
 
 def shared_sources(model: PreTrainedModel, stores: tuple[Store, ...]) -> dict[str, int]:
-    """Layer type -> the layer whose K/V the sharing layers of that type read."""
+    """Map each layer type to the layer whose K/V the sharing layers of that type read."""
     if Store.SHARED not in stores:
         return {}
     types = model.config.get_text_config(decoder=True).layer_types
@@ -96,7 +96,7 @@ def _is_layer_list(module: nn.Module | None, count: int) -> bool:
 
 
 def _find_layers(model: PreTrainedModel, count: int) -> str:
-    """The path of the decoder's layer list: the outermost ModuleList with one entry per layer."""
+    """Return the path of the decoder's layer list: the outermost ModuleList with one entry per layer."""
     decoder = model.get_decoder()
     name_of = {id(module): name for name, module in model.named_modules()}
     inside = [name for name, module in decoder.named_modules() if _is_layer_list(module, count)]
@@ -117,7 +117,7 @@ def _outermost(paths: list[str]) -> str:
 
 @torch.no_grad()
 def _tuple_size(model: PreTrainedModel, layers: nn.Module) -> int:
-    """How many things the first layer answers with, seen on one token; 0 if it is not a tuple."""
+    """Return the size of the tuple that the first layer returns, seen on one token; 0 if it returns no tuple."""
     seen: list[int] = []
     first = layers.get_submodule("0")
     hook = first.register_forward_hook(lambda _, args, out: seen.append(len(out) if isinstance(out, tuple) else 0))

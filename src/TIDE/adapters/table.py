@@ -1,7 +1,7 @@
-"""What TIDE knows of each family: where its decoder layers are and what a layer answers with.
+"""The table of model families: the path of the decoder layers and the return type of a layer.
 
-Everything else (embedding, positions, masks, norms, scaling, the LM head) stays with the model's own
-`forward`. A model that is not here is probed (`probe.py`); a new family is one line.
+Everything else (embedding, positions, masks, norms, scaling, the LM head) is done by the model's own `forward`. A model that
+is not in the table is probed (`probe.py`); a new family is one line.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 
 class Family(NamedTuple):
-    """How to find and answer for the decoder layers of a model."""
+    """The path and the return type of a model's decoder layers."""
 
-    layers: str  # path of the layer list from the model
-    answers: int = 0  # a layer returns a tuple of so many, hidden states first; 0: the hidden states themselves
+    layers: str  # path of the layer list in the model
+    answers: int = 0  # size of the tuple a layer returns, hidden states first; 0: the hidden states alone
 
 
 LLAMA_LIKE = Family("model.layers")

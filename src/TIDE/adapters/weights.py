@@ -1,4 +1,4 @@
-"""Weights of models that others have changed: quantized, offloaded, or with adapters beside them (PEFT)."""
+"""Weights of models modified by other libraries: quantized, offloaded, or with PEFT adapters."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch import nn
 
-FROM_OUTSIDE = "XLORA", "SHADOW", "POLY"  # kinds of adapters that PEFT's own `forward` feeds
-SWITCHES = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"  # of PEFT's modules, beside their weights
+FROM_OUTSIDE = "XLORA", "SHADOW", "POLY"  # kinds of adapters that need PEFT's own `forward`
+SWITCHES = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"  # attributes of PEFT modules, besides weights
 
 
 def holds_numbers(weight: Any) -> bool:
-    """Whether a weight is a plain tensor of numbers that are there: not quantized, not offloaded."""
+    """Return True if a weight is a plain tensor in memory: not quantized, not offloaded."""
     return type(weight.data) is torch.Tensor and weight.is_floating_point() and not weight.is_meta
 
 
 def version(weight: torch.Tensor) -> int | None:
-    """Counts changes of a tensor in place, though not those through `.data`; None where torch does not count them."""
+    """Return the count of in-place changes of a tensor, without those through `.data`; None if torch keeps no count."""
     return None if weight.is_inference() else weight._version
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether transformers quantized it, or any weight is something else than numbers of two bytes or more."""
+    """Return True if transformers quantized the model, or any weight is not a float of two bytes or more."""
     if getattr(model, "hf_quantizer", None) is not None:
         return True
     return any(
@@ -32,12 +32,12 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def is_stock(*modules: nn.Module) -> bool:
-    """Whether these are modules of torch or transformers, and nobody's wrappers around some."""
+    """Return True if all modules are classes of torch or transformers, not wrappers of other libraries."""
     return all(type(module).__module__.split(".")[0] in ("torch", "transformers") for module in modules)
 
 
 def unwrapped(model: Any) -> Any:
-    """The Hugging Face model inside a `PeftModel`, its adapters in place; any other model is itself."""
+    """Return the Hugging Face model inside a `PeftModel`, with its adapters; any other model as it is."""
     if not any(kind.__module__.startswith("peft.") for kind in type(model).__mro__):
         return model
     for name, config in model.peft_config.items():
@@ -51,7 +51,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def adapter_state(module: nn.Module) -> tuple[Any, ...]:
-    """What decides, beside weights, how a module of PEFT's computes; nothing for other modules."""
+    """Return the switches that, besides weights, decide what a PEFT module computes; empty for other modules."""
     if not type(module).__module__.startswith("peft."):
         return ()
     return tuple(_copy(getattr(module, name, None)) for name in SWITCHES)

@@ -1,15 +1,15 @@
 """Analysis: at which depth of a model its tokens are decided, by several measures.
 
-    cosine      the state points where the finished one does, as near as `convergence_threshold` asks
-    identity    the model's own norm and LM head make the full model's token of the state
+    cosine      the state's cosine similarity to the final state is above `convergence_threshold`
+    identity    the model's own norm and LM head predict the full model's token from the state
     lens        a trained lens head does
     memory      a trained memory head does, at its first and at its last draft step
 
-    oracle      the mean depth at which tokens would leave if one knew: for identity from where it agrees and stays so,
-                for heads the first candidate checkpoint that agrees; full depth where there is none
+    oracle      the mean depth at which tokens would exit with perfect knowledge: for identity the depth from which it agrees
+                at all later ones too, for heads the first candidate checkpoint that agrees; full depth if there is none
 
-What counts is what the model wrote. States of all depths are counted as they come and let go again. Heads learn from
-training texts and are measured on those held out, which also choose the moment at which their training ends.
+Only tokens that the model wrote are counted. States of all depths are counted as they are computed and then freed. Heads are
+trained on training texts and measured on held-out ones, which also decide when their training ends.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from TIDE.config import TIDEConfig
 from TIDE.routing.fingerprint import fingerprint
 from TIDE.routing.heads import MEMORIES, HeadSizes, head_sizes, input_depths, memory_depths
 
-GROUP_BYTES = 512 << 20  # states of all depths held at once
-AT_ONCE = 1024  # positions whose logits are held at once
+GROUP_BYTES = 512 << 20  # of states of all depths in memory at once
+AT_ONCE = 1024  # positions whose logits are in memory at once
 QUICK_TEXTS = 24
 QUICK_ANSWER = 48  # longest answer, in tokens
 SCHEDULE = Schedule(batch_tokens=8192, positions=2048)
@@ -50,14 +50,14 @@ CRITERIA = ("cosine", "identity", "lens", "memory", "memory_last")
 
 @dataclass(frozen=True)
 class Analysis:
-    """How deep a model's tokens need to go.
+    """The depths at which a model's tokens are decided.
 
     Attributes:
-        texts: how many texts, with `tokens` positions that count.
-        held_out_tokens: those on which heads were measured; 0: no heads.
+        texts: number of texts, with `tokens` counted positions.
+        held_out_tokens: number of positions on which heads were measured; 0: no heads.
         convergence_threshold: of the cosine column.
         draft_steps: of the column "memory_last".
-        rows: one per depth: "depth", and for each of CRITERIA the share of tokens or None.
+        rows: one per depth: "depth", and for each of CRITERIA the share of tokens, or None.
         oracle_depth: mean depth needed, by criterion.
     """
 
@@ -73,7 +73,7 @@ class Analysis:
 
     @property
     def titles(self) -> dict[str, str]:
-        """What the measured criteria are called."""
+        """The titles of the measured criteria."""
         names = {
             "cosine": f"cosine > {self.convergence_threshold:g}",
             "memory": "memory, step 1",
@@ -83,7 +83,7 @@ class Analysis:
         return {name: names.get(name, name) for name in measured}
 
     def table(self) -> str:
-        """All of it, for the terminal."""
+        """Return the analysis as a table for the terminal."""
         held_out = f", {self.held_out_tokens} of them to measure heads" if self.held_out_tokens else ""
         head = f"{self.model}: {self.layers} layers, {self.tokens} tokens of {self.texts} texts{held_out}"
         cells = [["depth", *self.titles.values()]]
@@ -97,7 +97,7 @@ class Analysis:
         return asdict(self)
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON."""
+        """Write the analysis as JSON."""
         Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
 
 
@@ -111,14 +111,14 @@ def analyze(
     seed: int = 0,
     quick: bool = False,
 ) -> Analysis:
-    """Find out how deep the tokens of a model need to go. The model is left as it was.
+    """Measure at which depth the tokens of a model are decided. The model is left unchanged.
 
     Args:
         config: `calibration_dataset`, `checkpoint_interval` and `convergence_threshold` are read.
-        samples: how many texts.
-        heads: train lens and memory heads at the candidate checkpoints; most of the time goes there.
+        samples: number of texts.
+        heads: train lens and memory heads at the candidate checkpoints, which takes most of the time.
         seed: of texts and training.
-        quick: few and short texts and little training, for a first look.
+        quick: few, short texts and little training, for a first look.
     """
     model, config = unwrapped(model), config or TIDEConfig()
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
@@ -148,7 +148,7 @@ def analyze(
 
 
 class _Counted(NamedTuple):
-    """What was found on the same tokens."""
+    """The counts of some criteria on the same tokens."""
 
     tokens: int
     shares: dict[tuple[int, str], float]  # (depth, criterion) -> share of tokens
@@ -156,7 +156,7 @@ class _Counted(NamedTuple):
 
 
 class _Course(NamedTuple):
-    """What heads are trained with, and where."""
+    """The texts, depths and schedule of head training."""
 
     train: list[Text]
     valid: list[Text]
@@ -176,7 +176,7 @@ def _percent(share: float | None) -> str:
 
 @torch.no_grad()
 def _converged(adapter: ModelAdapter, texts: list[Text], threshold: float) -> _Counted:
-    """Cosine and identity at every depth but 0 and the last, over all texts."""
+    """Count cosine and identity at every depth except 0 and the last, over all texts."""
     layers, taps = adapter.num_layers, tuple(range(1, adapter.num_layers))
     near, right = torch.zeros(2, len(taps), dtype=torch.long)
     tokens = needed = 0
@@ -190,7 +190,7 @@ def _converged(adapter: ModelAdapter, texts: list[Text], threshold: float) -> _C
             near += torch.stack([converged(at, full, threshold).sum() for at in found]).cpu()
             hits = torch.stack([best_tokens(adapter, at, None, AT_ONCE) == best for at in [*found, full]])
             right += hits[:-1].sum(1).cpu()
-            # as many depths as agree in a row, counted from the end, need not be run
+            # consecutive depths that agree, counted from the end, need not be run
             needed += int((layers + 1 - hits.flip(0).long().cumprod(0).sum(0)).sum())
             tokens += len(best)
             bar.update(len(group))
@@ -202,7 +202,7 @@ def _converged(adapter: ModelAdapter, texts: list[Text], threshold: float) -> _C
 
 
 def _groups(adapter: ModelAdapter, texts: list[Text]) -> Iterator[list[Text]]:
-    """Texts of similar length whose states at all depths fit into memory together."""
+    """Yield groups of texts of similar length whose states at all depths fit into memory together."""
     per_token = adapter.num_layers * adapter.hidden_dim * adapter.model.dtype.itemsize
     for shard in _shards(texts):
         size = max(1, GROUP_BYTES // (per_token * len(shard[-1].ids)))
@@ -210,7 +210,7 @@ def _groups(adapter: ModelAdapter, texts: list[Text]) -> Iterator[list[Text]]:
 
 
 def _split(texts: list[Text]) -> tuple[list[Text], list[Text]]:
-    """Texts to learn from and texts to measure on."""
+    """Return texts to train on and texts to measure on."""
     train, valid = [text for text in texts if not text.is_held_out], [text for text in texts if text.is_held_out]
     if not train or not valid:
         raise ValueError(
@@ -221,7 +221,7 @@ def _split(texts: list[Text]) -> tuple[list[Text], list[Text]]:
 
 
 def _with_heads(adapter: ModelAdapter, course: _Course) -> list[_Counted]:
-    """Lens and memory heads at the candidate checkpoints, on held-out texts."""
+    """Train lens and memory heads at the candidate checkpoints, and count their agreement on held-out texts."""
     layers = adapter.num_layers
     hits: dict[str, dict[int, torch.Tensor]] = {"lens": {}, "memory": {}}
     with tempfile.TemporaryDirectory(prefix="tide-states-") as folder:
@@ -243,7 +243,7 @@ def _sizes(adapter: ModelAdapter, strategy: str, depth: int) -> HeadSizes:
 
 
 def _counted(strategy: str, hits: dict[int, torch.Tensor], layers: int) -> _Counted:
-    """Shares and oracle from (steps, tokens) hits by depth."""
+    """Return shares and oracle depth, given (steps, tokens) hits by depth."""
     shares = {(depth, strategy): found[0].float().mean().item() for depth, found in hits.items()}
     if strategy == "memory":
         shares |= {(depth, "memory_last"): found[-1].float().mean().item() for depth, found in hits.items()}

@@ -1,13 +1,13 @@
-"""Bounds: how surely the mean of a loss in [0, 1] is at most a risk, from a sample of it.
+"""Bounds: the confidence that the mean of a loss in [0, 1] is at most a risk, from a sample of it.
 
 A p-value is for the hypothesis "the mean is above the risk". Under it, whatever the distribution, the p-value is at
-most x with a probability of at most x. Two are computed, and each is better somewhere:
+most x with a probability of at most x. Two are computed, and each is tighter in some cases:
 
-    Hoeffding-Bentkus     from the mean of the sample; best where hardly a loss is found
-    betting               Waudby-Smith and Ramdas: a gambler bets on losses below the risk, one after the other; what
-                          the gambler owns is a supermartingale under the hypothesis; best where losses vary little
+    Hoeffding-Bentkus     from the mean of the sample; best if almost all losses are zero
+    betting               Waudby-Smith and Ramdas: a gambler bets on losses below the risk, one after the other; the
+                          gambler's capital is a supermartingale under the hypothesis; best if losses vary little
 
-Taking the better of two is paid for: twice the smaller one is a p-value again.
+The smaller of the two, doubled (union bound), is a p-value again.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import NamedTuple
 
 
 class PValues(NamedTuple):
-    """How a sample speaks for the mean being above the risk; small: it does not."""
+    """Two p-values of "the mean is above the risk"; a small one rejects it."""
 
     hoeffding_bentkus: float
     betting: float
 
     @property
     def both(self) -> float:
-        """The better of the two, with the union bound."""
+        """The smaller of the two, with the union bound."""
         return min(1.0, 2 * min(self))
 
 
 def p_values(losses: Sequence[float], risk: float, confidence: float) -> PValues:
-    """Both p-values of losses in [0, 1]. They are read in their order, which must not depend on them.
+    """Return both p-values of losses in [0, 1]. They are read in order, which must not depend on their values.
 
     Args:
-        confidence: the bets are sized for it; the p-values hold whatever it is.
+        confidence: the bets are sized for it; the p-values are valid for any value.
     """
     check_share("risk", risk)
     check_share("confidence", confidence)
@@ -45,7 +45,7 @@ def p_values(losses: Sequence[float], risk: float, confidence: float) -> PValues
 
 
 def prompts_needed(risk: float, confidence: float) -> int:
-    """The fewest losses, all of them 0, with which a mean of at most `risk` can be certified."""
+    """Return the fewest losses, all of them 0, with which a mean of at most `risk` can be certified."""
     check_share("risk", risk)
     check_share("confidence", confidence)
     guess = max(1, math.floor(math.log(2 / (1 - confidence)) / -math.log1p(-risk)) - 1)
@@ -55,16 +55,16 @@ def prompts_needed(risk: float, confidence: float) -> int:
 
 
 def hoeffding_bentkus(losses: Sequence[float], risk: float) -> float:
-    """The smaller of Hoeffding's and Bentkus's bounds on a sum this small (both bound one tail: no union is due)."""
+    """Return the smaller of Hoeffding's and Bentkus's bounds on a sum this small (of the same tail, so no union bound)."""
     total, count = math.fsum(losses), len(losses)
     bentkus = math.e * binomial_at_most(math.ceil(total), count, risk)
     return min(1.0, _hoeffding(total / count, count, risk), bentkus)
 
 
 def betting(losses: Sequence[float], risk: float, level: float) -> float:
-    """One over the most the gambler ever owned, who starts with 1 and bets up to all of it on the next loss being small.
+    """Return 1 / the largest capital of a gambler who starts with 1 and bets up to all of it on the next loss being small.
 
-    A bet is sized by the mean and variance of the losses before it, and for reaching 1 / level.
+    A bet is sized by the mean and variance of the losses before it, to reach 1 / level.
     """
     capital = most = 0.0  # logarithms
     total, squares = 0.5, 0.25  # as if a loss of 0.5 with a variance of 0.25 had been seen
@@ -78,7 +78,7 @@ def betting(losses: Sequence[float], risk: float, level: float) -> float:
 
 
 def binomial_at_most(successes: int, count: int, share: float) -> float:
-    """Probability of at most so many successes in `count` trials that succeed with probability `share`, in (0, 1)."""
+    """Return the probability of at most `successes` in `count` trials, each with probability `share`, in (0, 1)."""
     if successes >= count:
         return 1.0
     logs = [
@@ -98,7 +98,7 @@ def check_share(name: str, value: float) -> None:
 
 
 def _hoeffding(mean: float, count: int, risk: float) -> float:
-    """exp(-n KL(mean, risk)); 1 where the mean is not below the risk."""
+    """Return exp(-n KL(mean, risk)); 1 if the mean is not below the risk."""
     if mean >= risk:
         return 1.0
     divergence = (1 - mean) * math.log((1 - mean) / (1 - risk))

@@ -1,9 +1,9 @@
-"""Calibration: one call turns a frozen model into one that can exit.
+"""Calibration: one call trains exits for a frozen model.
 
     texts → states → draft vocabulary → for each candidate checkpoint: head, router → placement → router file
 
-Memory heads are tried from the shallowest candidate on, until one is no longer worth clearly more than the best before
-it; the others, cheap to fit, are all tried. The model is left as it was found.
+Memory heads are tried from the shallowest candidate on, until one is not clearly faster than the best before it; heads of
+other kinds are cheap to train, so all candidates are tried. The model is left unchanged.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from TIDE.routing.router_file import RouterFile
 from TIDE.routing.storage import check_suffix
 
 logger = logging.getLogger(__name__)
-LENS_EPOCHS = 3  # times as many: a lens learns slowly, and its steps are short
-MEASURED = 400  # held-out texts that are measured on, at most
+LENS_EPOCHS = 3  # times as many epochs: a lens learns slowly, and its steps are short
+MEASURED = 400  # most held-out texts to measure on
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much work a calibration is."""
+    """The amount of work of a calibration."""
 
     answer: int = ANSWER  # longest text the model writes, in tokens
     samples: int = 1 << 30  # most texts
@@ -76,10 +76,10 @@ def calibrate(
     Args:
         save_path: ends in .safetensors or .pt.
         seed: the same seed gives the same file on the same machine.
-        quick: few and short texts, short training: minutes on a CPU.
-        resume: go on where an interrupted calibration with the same settings stopped.
+        quick: few, short texts and short training: minutes on a CPU.
+        resume: continue an interrupted calibration with the same settings.
         compress: store heads in 8 bits.
-        epochs: how often heads see every text; None: as usual.
+        epochs: passes over the texts in head training; None: the default.
     """
     path, config = Path(save_path), config or TIDEConfig()
     check_suffix(path)
@@ -106,7 +106,7 @@ def _open(model: PreTrainedModel) -> Iterator[ModelAdapter]:
         if not adapter.is_known:
             check_unknown(adapter)
         if adapter.device.type == "cuda":
-            torch.set_num_threads(1)  # what is left for the CPU is small, and threads would wait for each other
+            torch.set_num_threads(1)  # little work is left for the CPU, and threads would wait for each other
         yield adapter
     finally:
         torch.set_num_threads(threads)
@@ -181,7 +181,7 @@ class _Job:
         return head_sizes(self.config.exit_strategy, text_config, self.adapter.hidden_dim, depth)
 
     def _fit(self, strategy: str, depth: int, before: list[Exit]) -> Fitted:
-        """Train a head. Memory heads begin as the one before them and see more."""
+        """Train a head. A memory head starts from the one at the previous depth, with more inputs."""
         head = fresh_head(strategy, self._sizes(depth), self.seed)
         if before and isinstance(head, MemoryHead) and isinstance(before[-1].head, MemoryHead):
             head.begin_as(before[-1].head)
@@ -197,7 +197,7 @@ class _Job:
         where = Exits(depth, self.vocabulary)
         fitted = fit_head(self.adapter, head, self.split, where, schedule, self.seed, f"{strategy} head at depth {depth}")
         for tensor in (*fitted.head.parameters(), *fitted.head.buffers()):
-            tensor.data = tensor.data.bfloat16().float()  # as it will be stored
+            tensor.data = tensor.data.bfloat16().float()  # rounded as it will be stored
         self.work.keep_head(depth, fitted)
         return fitted
 
@@ -217,7 +217,7 @@ class _Job:
 
     def _file(self, exits: dict[int, Exit], placed: list[Placed], tried: list[Placed], texts: int) -> RouterFile:
         best = placed[0]
-        for setting in (*tried, best):  # the best set last: its thresholds stand
+        for setting in (*tried, best):  # the best one last: its thresholds are kept
             for depth, threshold in zip(setting.checkpoints, setting.thresholds, strict=True):
                 exits[depth].threshold = threshold
         speedup = best.tokens_per_second * self.costs.full_step
@@ -256,7 +256,7 @@ def _some(texts: list[Text]) -> list[Text]:
 
 
 def _milliseconds(costs: Costs) -> dict[str, Any]:
-    """Costs for people."""
+    """Return the costs in milliseconds, rounded for display."""
     return {
         "full step": round(costs.full_step * 1e3, 3),
         "entry": round(costs.entry * 1e3, 3),

@@ -1,11 +1,11 @@
-"""Certification: how low the exit threshold of mode "fast" may go before its text differs too much from the full model's.
+"""Certification: the lowest exit threshold of mode "fast" whose text stays close to the full model's.
 
-    never exit  →  0.995 →  0.99  →  …          the deployed decoder writes all prompts at each threshold
+    never exit  →  0.995 →  0.99  →  …          the engine continues all prompts at each threshold,
        loss 0      passes   fails: stop         and the mean loss is tested against the risk
 
-Thresholds are tested in a fixed order, from the safest on, each at the full level, and the first that fails ends it
+Thresholds are tested in a fixed order, from the safest on, each at the full level, and the first failure ends the test
 (fixed-sequence testing, as in Learn then Test, Angelopoulos et al. 2021): the probability that any threshold passes whose mean
-loss is above the risk is at most 1 - confidence. That loss rises as the threshold falls is not assumed.
+loss is above the risk is at most 1 - confidence. The loss need not increase as the threshold decreases.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def certify(
 ) -> Certificate:
     """Find the lowest exit threshold of mode "fast" whose mean loss is, with `confidence`, at most `risk`.
 
-    It holds for prompts drawn as these were, independently of each other and of what the exits were trained on, for as many
-    new tokens, greedily, a row at a time, and for the engine's own kv_cache_strategy, min_layers and max_pending.
+    It is valid for prompts drawn as these were, independently of each other and of the training texts of the exits, for the
+    same number of new tokens, greedy decoding of one row, and the engine's kv_cache_strategy, min_layers and max_pending.
 
     Args:
         prompts: token ids, or strings with `tokenizer`, which go into its chat template if it has one. One prompt is one unit.
-        risk: mean loss that is acceptable.
+        risk: largest acceptable mean loss.
         loss: "rouge_l" (1 - ROUGE-L of the token ids), "mismatch" (share of positions that differ), or a function of
-            (ids found, ids of the full model) that gives a number from 0 to 1.
-        max_new_tokens: how far each prompt is continued at most.
-        thresholds: in the order of the test, falling. They must not be chosen by looking at these prompts.
+            (ids found, ids of the full model) that returns a number from 0 to 1.
+        max_new_tokens: most new tokens for each prompt.
+        thresholds: in the order of the test, decreasing. They must not be chosen by looking at these prompts.
     """
     name, measure = named_loss(loss)
     check_max_new_tokens(max_new_tokens)
@@ -93,7 +93,7 @@ def certify(
 
 
 def _mixed(prompts: list[T]) -> list[T]:
-    """In an order that has nothing to do with what they ask: one of the p-values reads losses one after the other."""
+    """Shuffle prompts, so that their order is independent of their losses: one of the p-values depends on it."""
     return random.Random(0).sample(prompts, len(prompts))
 
 

@@ -1,10 +1,10 @@
-"""Collection: the states of every text at the candidate checkpoints and at full depth, through the engine's window.
+"""Collection: the states of every text at the candidate checkpoints and at full depth, through the adapter.
 
-    texts  →  shards of similar length  →  window.run(0, L, taps=depths)  →  the model's device, then disk
+    texts  →  shards of similar length  →  adapter.run(0, L, taps=depths)  →  the model's device, then disk
 
-A shard is what one pass computes. States stay on the model's device until the budget is used up (0.4 of a GPU's
-free memory, 1 GiB without one); the rest goes to files, one per shard and depth, and is read back when asked for. A
-candidate's states are added for the time it is tried and dropped again, so that memory does not grow with candidates.
+A shard holds the texts of one pass. States stay on the model's device until the budget is used up (0.4 of a GPU's free
+memory, 1 GiB without one); the rest goes to files, one per shard and depth, and is read back when needed. A candidate's
+states are kept only while it is tried, so memory does not grow with the number of candidates.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from TIDE.calibration.grouped_attention import without_plans
 from TIDE.calibration.text import Text
 
 SHARD_TOKENS = 65536  # tokens of one pass, padding included
-CPU_SHARD_TOKENS = 8192  # where there is no GPU
-HOST_BUDGET = 1 << 30  # bytes of states kept in memory where there is no GPU
+CPU_SHARD_TOKENS = 8192  # without a GPU
+HOST_BUDGET = 1 << 30  # bytes of states kept in memory without a GPU
 DEVICE_SHARE = 0.4  # of a GPU's free memory
 
 
@@ -37,21 +37,21 @@ class Shard:
 
     ids: torch.Tensor  # (n, T)
     lengths: list[int]
-    asked: torch.Tensor  # (n, T) positions whose prediction counts: those that predict what the model wrote
-    learned: torch.Tensor  # (n, T) positions a head may learn from: all whose next token is there
-    best: torch.Tensor  # (n, T) the full model's top-1 after each position
+    asked: torch.Tensor  # (n, T) counted positions: those that predict a token the model wrote
+    learned: torch.Tensor  # (n, T) positions a head may learn from: all that have a next token
+    best: torch.Tensor  # (n, T) the full model's most likely token after each position
     _states: dict[int, torch.Tensor | Path] = field(default_factory=dict)
 
     def parts(self, tokens: int) -> int:
-        """How many batches of about `tokens` tokens it makes."""
+        """Return its number of batches of about `tokens` tokens."""
         return min(len(self.lengths), -(-self.ids.numel() // tokens))
 
     def learnable(self, rows: torch.Tensor) -> int:
-        """How many positions of some rows (on the CPU) a head may learn from, without asking the device."""
+        """Return the number of positions in some rows (on the CPU) a head may learn from, without waiting for the device."""
         return sum(max(0, self.lengths[row] - 2) for row in rows.tolist())
 
     def states(self, depth: int) -> torch.Tensor:
-        """(n, T, hidden) at a depth, on the model's device."""
+        """Return (n, T, hidden) states at a depth, on the model's device."""
         found = self._states[depth]
         if isinstance(found, Path):
             return load_file(found, device=str(self.best.device))["states"]
@@ -66,11 +66,11 @@ class Collection:
 
     @property
     def tokens(self) -> int:
-        """Positions whose prediction counts."""
+        """Number of counted positions."""
         return sum(int(shard.asked.sum()) for shard in self.shards)
 
     def batches(self, tokens: int, generator: torch.Generator) -> Iterator[tuple[Shard, torch.Tensor]]:
-        """Every text once, in random order: shards with rows of them, about `tokens` tokens at a time."""
+        """Yield every text once, in random order, as shards and rows of about `tokens` tokens at a time."""
         for index in torch.randperm(len(self.shards), generator=generator).tolist():
             shard = self.shards[index]
             rows = torch.randperm(len(shard.lengths), generator=generator)
@@ -78,18 +78,18 @@ class Collection:
                 yield shard, part
 
     def batch_count(self, tokens: int) -> int:
-        """How many batches `batches` gives, nearly."""
+        """Return the approximate number of batches that `batches` yields."""
         return sum(shard.parts(tokens) for shard in self.shards)
 
     def in_order(self, tokens: int = SHARD_TOKENS // 2) -> Iterator[tuple[Shard, torch.Tensor]]:
-        """Every text once, in the order they are stored."""
+        """Yield every text once, in the order of storage."""
         for shard in self.shards:
             for part in torch.arange(len(shard.lengths), device=shard.ids.device).chunk(shard.parts(tokens)):
                 yield shard, part
 
 
 class Budget:
-    """How many bytes of states may stay in memory; what does not fit becomes files in `folder`."""
+    """The bytes of states that may stay in memory; the rest goes to files in `folder`."""
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         self.folder = folder
@@ -101,7 +101,7 @@ class Budget:
         size = states.numel() * states.element_size()
         if size <= self.left:
             self.left -= size
-            return states.clone()  # an ordinary tensor, whatever mode it was made in
+            return states.clone()  # not an inference-mode tensor
         handle, name = tempfile.mkstemp(suffix=".safetensors", dir=self.folder)
         os.close(handle)
         save_file({"states": states.contiguous().cpu()}, name)
@@ -115,7 +115,7 @@ class Budget:
 
 
 def collect(adapter: ModelAdapter, texts: list[Text], depths: list[int], budget: Budget, title: str) -> Collection:
-    """Run texts through the model and keep their states at `depths` (full depth among them)."""
+    """Run texts through the model and keep their states at `depths`, which include full depth."""
     shards = []
     with tqdm(total=len(texts), desc=title, unit="text") as bar:
         for group in _shards(texts, SHARD_TOKENS if adapter.device.type == "cuda" else CPU_SHARD_TOKENS):
@@ -130,7 +130,7 @@ def collect(adapter: ModelAdapter, texts: list[Text], depths: list[int], budget:
 
 @contextmanager
 def extended(adapter: ModelAdapter, collections: Iterable[Collection], depths: list[int], budget: Budget) -> Iterator[None]:
-    """States at more depths, for a while."""
+    """Keep states at more depths inside the block."""
     shards = [shard for own in collections for shard in own.shards]
     depths = [depth for depth in depths if any(depth not in shard._states for shard in shards)]
     try:

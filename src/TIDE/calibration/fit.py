@@ -1,9 +1,9 @@
-"""Fitting exit heads: they learn the full model's distribution from the states the engine will show them.
+"""Fitting exit heads: they learn the full model's distribution from the states the engine will pass to them.
 
     loss = Σ over draft steps s of 0.8^s · ( KL(full ‖ exit) + ½ · |normed guess − normed deep state| )
 
-Heads learn from all of a text; what counts when they are compared, on prompts held out from training, is what the
-model wrote. The model's final norm and LM head take part through the window and are never changed.
+Heads are trained on all tokens of a text, and compared, on held-out prompts, on the tokens that the model wrote. The
+model's final norm and LM head are run through the adapter and never changed.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from TIDE.routing.heads import HeadSizes, Jitter, MemoryHead, build_head, input_
 
 STEP_DECAY = 0.8
 STATE_WEIGHT = 0.5
-MEASURED = 20000  # states from which a head takes centre and spread
+MEASURED = 20000  # states from which centre and spread of a head are measured
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how hard to train."""
+    """The training schedule of a head."""
 
     epochs: float = 2
-    least_steps: int = 300  # few texts are seen more often
+    least_steps: int = 300  # so few texts are seen more often
     batch_tokens: int = 8192
-    positions: int = 6144  # of a batch whose logits are compared
+    positions: int = 6144  # per batch whose logits are compared
     learning_rate: float = 3e-3
     weight_decay: float = 0.05
-    jitter: float = 0.2  # noise on what a memory head is given
+    jitter: float = 0.2  # noise on the inputs of a memory head
     draft_steps: int = 3
-    checks: int = 5  # looks at the held-out prompts
-    patience: int = 2  # looks without progress before training ends
+    checks: int = 5  # evaluations on the held-out prompts
+    patience: int = 2  # evaluations without progress before training ends
 
     def fitted_to(self, hidden_dim: int, vocabulary: int, device: torch.device) -> Schedule:
-        """Smaller batches for wide models and large vocabularies; AdamW's rate and no extra steps without a GPU."""
+        """Return smaller batches for wide models and large vocabularies; AdamW's rate and no extra steps without a GPU."""
         tokens = min(self.batch_tokens, (64 << 20) // hidden_dim)
         positions = min(self.positions, tokens, (384 << 20) // vocabulary)
         fitted = replace(self, batch_tokens=tokens, positions=positions)
@@ -53,37 +53,37 @@ class Schedule:
 
 
 class Split(NamedTuple):
-    """States for training, and states of prompts held out from it."""
+    """States of training texts and of held-out texts."""
 
     train: Collection
     valid: Collection
 
 
 class Exits(NamedTuple):
-    """An exit to be fitted."""
+    """The depth and vocabulary of an exit to be fitted."""
 
     depth: int
     vocabulary: torch.Tensor | None
 
 
 class Dice(NamedTuple):
-    """Random numbers on either side."""
+    """Random generators on host and device."""
 
     host: torch.Generator  # texts
     device: torch.Generator  # positions and noise
 
 
 class Fitted(NamedTuple):
-    """A trained head and how it does on prompts it has not seen."""
+    """A trained head and its agreement on held-out prompts."""
 
     head: nn.Module
-    agreement: list[float]  # top-1, by draft step
+    agreement: list[float]  # of the most likely token, by draft step
 
 
 def fit_head(
     adapter: ModelAdapter, head: nn.Module, split: Split, exits: Exits, schedule: Schedule, seed: int, title: str
 ) -> Fitted:
-    """Train a head for an exit; the state with the best agreement on held-out prompts is kept."""
+    """Train a head for an exit; return the weights with the best agreement on held-out prompts."""
     device = adapter.device
     head = head.to(device, torch.float32).train()
     _measure(adapter, head, split.train, exits.depth)
@@ -115,7 +115,7 @@ def fit_head(
 
 
 def fresh_head(strategy: str, sizes: HeadSizes, seed: int) -> nn.Module:
-    """An untrained head, the same for the same seed."""
+    """Return an untrained head, the same for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return build_head(strategy, sizes)
@@ -130,7 +130,7 @@ def guesses(
     steps: int,
     jitter: Jitter | None = None,
 ) -> list[torch.Tensor]:
-    """(n, T, hidden) guesses of the head for rows of a shard, by draft step."""
+    """Return (n, T, hidden) guesses of the head for rows of a shard, by draft step."""
     device = adapter.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
         if not isinstance(head, MemoryHead):
@@ -141,13 +141,13 @@ def guesses(
 
 
 def agreement(adapter: ModelAdapter, head: nn.Module, data: Collection, exits: Exits, steps: int) -> list[float]:
-    """Share of positions at which the exit's best token is the full model's, by draft step."""
+    """Return the share of positions at which the exit's most likely token is the full model's, by draft step."""
     return agreed(adapter, head, data, exits, steps).float().mean(1).tolist()
 
 
 @torch.no_grad()
 def agreed(adapter: ModelAdapter, head: nn.Module, data: Collection, exits: Exits, steps: int) -> torch.Tensor:
-    """(steps, positions) where the exit's best token is the full model's, on the CPU; one step for heads without memory."""
+    """Return (steps, positions) on the CPU: True if the exit's token is the full model's. One step for heads without memory."""
     found = []
     for shard, rows in data.in_order():
         asked = shard.asked[rows]
@@ -160,7 +160,7 @@ def agreed(adapter: ModelAdapter, head: nn.Module, data: Collection, exits: Exit
 def best_tokens(
     adapter: ModelAdapter, guess: torch.Tensor, vocabulary: torch.Tensor | None, at_once: int = 2048
 ) -> torch.Tensor:
-    """(n, hidden) guesses -> (n,) best tokens."""
+    """Map (n, hidden) guesses to (n,) most likely tokens."""
     parts = guess.to(adapter.model.dtype).split(at_once)
     best = torch.cat([adapter.head(part, vocabulary).argmax(-1) for part in parts])
     return best if vocabulary is None else vocabulary[best]
@@ -169,10 +169,10 @@ def best_tokens(
 def _backward(
     adapter: ModelAdapter, head: nn.Module, shard: Shard, rows: torch.Tensor, exits: Exits, schedule: Schedule, dice: Dice
 ) -> None:
-    """Gradients of the loss for rows (on the CPU) of a shard, step by step: logits are what takes memory, and time.
+    """Compute gradients of the loss for rows (on the CPU) of a shard, step by step: logits take most memory and time.
 
-    The gradient of KL(full ‖ exit) at the exit's logits is exit − full, so the loss itself is never computed. Nothing
-    here waits for the device.
+    The gradient of KL(full ‖ exit) at the exit's logits is exit − full, so the loss itself is never computed. The
+    host never waits for the device here.
     """
     device = adapter.device
     count = min(schedule.positions, shard.learnable(rows))
@@ -197,7 +197,7 @@ def _backward(
 
 
 def _some(usable: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Places of `count` of the usable positions (n, T), counted through all rows."""
+    """Return flat indices of `count` random usable positions (n, T)."""
     order = torch.rand(usable.shape, generator=generator, device=usable.device).masked_fill(~usable, 2)
     return order.flatten().argsort(stable=True)[:count]
 
@@ -219,7 +219,7 @@ def _forever(data: Collection, schedule: Schedule, generator: torch.Generator) -
 
 
 def _optimizers(head: nn.Module, schedule: Schedule, device: torch.device) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices on a GPU (it works in bf16, which many CPUs lack), AdamW for the rest."""
+    """Return Muon for the matrices on a GPU (it works in bf16, which many CPUs lack), and AdamW for the rest."""
     matrices = [p for p in head.parameters() if p.ndim == 2]
     rest = [p for p in head.parameters() if p.ndim != 2]
     rate, decay = schedule.learning_rate, schedule.weight_decay
@@ -232,7 +232,7 @@ def _optimizers(head: nn.Module, schedule: Schedule, device: torch.device) -> li
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """The model's parameters without gradients, for a while."""
+    """Turn off the gradients of the model's parameters inside the block."""
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in wanted:
         parameter.requires_grad_(False)

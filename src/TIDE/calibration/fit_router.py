@@ -1,11 +1,11 @@
-"""Fitting routers: they learn, from what the engine will show them, which exits can be trusted.
+"""Fitting routers: they learn, from the inputs the engine will pass to them, which exits can be trusted.
 
     training texts          some positions, all draft steps  →  MLP, class-balanced
-    held-out texts, even    temperature and offset (Platt scaling), so that scores are shares
+    held-out texts, even    temperature and offset (Platt scaling), so that scores are probabilities
     held-out texts, odd     figures
 
-The router trains on features of centre 0 and spread 1 and with both classes of equal weight; both are folded into its
-weights afterwards, so that it takes features as they are and its scores start from how often exits are right.
+The router is trained on features of centre 0 and spread 1 and with equal weight for both classes; both are folded into its
+weights afterwards, so that it takes raw features and its scores start from the share of right exits.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ EPOCHS, LEAST_STEPS = 6, 100
 SMALLEST_BATCH, LARGEST_BATCH = 64, 2048
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.01
 LOGITS_AT_ONCE = 128 << 20  # numbers
-FEWEST = 50  # positions from which a half of the held-out texts says something
-PULL = 0.05  # of temperature and offset towards (1, 0), in examples
+FEWEST = 50  # positions that make a half of the held-out texts large enough
+PULL = 0.05  # regularization of temperature and offset towards (1, 0), in examples
 
 
 class Trace(NamedTuple):
-    """What an exit did on texts, in order of text and position."""
+    """The scores and agreement of an exit on texts, in order of text and position."""
 
     scores: torch.Tensor  # (n, steps) router scores
-    agreed: torch.Tensor  # (n, steps) whether the exit's best token is the full model's, whatever the label
-    texts: torch.Tensor  # (n,) running number of the text
+    agreed: torch.Tensor  # (n, steps) True if the exit's token is the full model's, whatever the label
+    texts: torch.Tensor  # (n,) number of the text
 
 
 class FittedRouter(NamedTuple):
-    """A trained router and how it does on texts it has not seen."""
+    """A trained router and its figures on held-out texts."""
 
     router: Router
     figures: dict[str, Any]  # about agreement, whatever the label
@@ -62,7 +62,7 @@ class _Seen(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """Everything that makes an exit's guesses, and what is asked about them."""
+    """An exit with its head and router, and the settings to examine it with."""
 
     adapter: ModelAdapter
     head: nn.Module
@@ -75,10 +75,10 @@ class _Job(NamedTuple):
 def fit_router(
     adapter: ModelAdapter, head: nn.Module, split: Split, exits: Exits, config: TIDEConfig, steps: int, seed: int, title: str
 ) -> FittedRouter:
-    """Train a router for an exit with a fitted head, make its scores shares, and measure it.
+    """Train a router for an exit with a fitted head, calibrate its scores, and measure it.
 
     Args:
-        steps: draft steps to learn from; heads without memory have one.
+        steps: draft steps to train on; heads without memory have one.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
@@ -100,7 +100,7 @@ def fit_router(
 
 
 def platt(raw: torch.Tensor, label: torch.Tensor) -> tuple[float, float]:
-    """Temperature (> 0) and offset with which sigmoid(raw / temperature + offset) is the share of true labels."""
+    """Return temperature (> 0) and offset with which sigmoid(raw / temperature + offset) is the share of true labels."""
     raw, right = raw.detach().cpu().double(), label.cpu().double()
     fit = torch.zeros(2, dtype=torch.double, requires_grad=True)  # logarithm of 1 / temperature, and offset
     optimizer = torch.optim.LBFGS([fit], max_iter=200, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
@@ -148,7 +148,7 @@ def _batches(count: int, size: int, generator: torch.Generator) -> Iterator[torc
 
 
 def _center_and_spread(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each coordinate, in pieces: features are many and of half precision."""
+    """Return centre and spread of each coordinate, computed in pieces: features are many and of half precision."""
     parts = features.split(8192)
     center = torch.stack([part.double().sum(0) for part in parts]).sum(0) / len(features)
     square = torch.stack([(part.double() - center).square().sum(0) for part in parts]).sum(0) / len(features)
@@ -157,7 +157,7 @@ def _center_and_spread(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 @torch.no_grad()
 def _examples(job: _Job, data: Collection, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """At most `EXAMPLES` features and labels, drawn from all positions and draft steps."""
+    """Return at most `EXAMPLES` features and labels, drawn from all positions and draft steps."""
     count = data.tokens * job.steps
     if not count:
         raise ValueError("there is no training position for a router. Calibrate on more or longer texts.")
@@ -172,7 +172,7 @@ def _examples(job: _Job, data: Collection, generator: torch.Generator) -> tuple[
 
 @torch.no_grad()
 def _held_out(job: _Job, data: Collection) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores before scaling, labels, agreement, each (n, steps), and (n,) the number of the text; on the CPU."""
+    """Return scores before scaling, labels, agreement, each (n, steps), and (n,) the number of the text; on the CPU."""
     flags = torch.zeros(0, job.steps, dtype=torch.bool)
     raw, label, agreed, texts = [torch.zeros(0, job.steps)], [flags], [flags], [torch.zeros(0, dtype=torch.long)]
     everything = torch.ones(data.tokens, job.steps, dtype=torch.bool)
@@ -185,10 +185,10 @@ def _held_out(job: _Job, data: Collection) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def _look(job: _Job, data: Collection, chosen: torch.Tensor) -> Iterator[tuple[list[_Seen], torch.Tensor]]:
-    """Exits at chosen positions, by batch and draft step, and the numbers of the texts all asked positions are in.
+    """Yield exits at chosen positions, by batch and draft step, and the text number of every counted position.
 
     Args:
-        chosen: (n, steps) which of all asked positions, in order, at each step.
+        chosen: (n, steps) mask over all counted positions, in order, at each step.
     """
     adapter, start, text = job.adapter, 0, 0
     for shard, rows in data.in_order():
@@ -207,7 +207,7 @@ def _look(job: _Job, data: Collection, chosen: torch.Tensor) -> Iterator[tuple[l
 
 
 def _shown(job: _Job, guess: torch.Tensor, best: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(n, hidden) guesses and (n,) best tokens -> what the engine shows the router, and whether the exit agrees."""
+    """Map (n, hidden) guesses and (n,) best tokens to the features of the router and (n,) agreement."""
     if not len(guess):
         return guess.new_zeros(0, job.router.down.in_features, dtype=torch.float32), best.bool()
     vocabulary = job.exits.vocabulary
@@ -222,7 +222,7 @@ def _shown(job: _Job, guess: torch.Tensor, best: torch.Tensor) -> tuple[torch.Te
 
 
 def _halves(texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Positions to scale by and positions to measure on, and whether there are enough to keep them apart."""
+    """Return masks of positions to scale by and to measure on, and whether there are enough to separate them."""
     first = texts % 2 == 0
     if min(int(first.sum()), int((~first).sum())) >= FEWEST:
         return first, ~first, True

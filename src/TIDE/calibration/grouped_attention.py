@@ -1,7 +1,7 @@
-"""Attention for writing many texts at once with a model whose query heads share K/V.
+"""Attention for generating many texts at once with a model whose query heads share K/V.
 
-Where rows are padded, transformers copies K/V once for every query head before it attends, and for one new token that
-takes longer than all the rest. Here the query heads of a group stand side by side as if they were tokens:
+If rows are padded, transformers copies K/V once for every query head before attention, and for one new token that takes
+longer than all the rest. Here the query heads of a group are treated as if they were tokens:
 
     queries (n, heads, 1, d)  →  (n, kv_heads, heads / kv_heads, d), all of which see the same keys
 """
@@ -23,7 +23,7 @@ NAME = "tide_grouped"
 
 
 def without_plans() -> AbstractContextManager[None]:
-    """Attention without cuDNN's, which makes a plan for every new length: that takes longer than the attention itself."""
+    """Exclude the attention of cuDNN, which plans for every new length: that takes longer than the attention itself."""
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
@@ -36,7 +36,7 @@ def grouped_attention(
     scaling: float | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Like transformers' own for "sdpa", without copies where there is one new token a row."""
+    """Compute attention like transformers' "sdpa", without copies if there is one new token per row."""
     (rows, heads, tokens, _), groups = query.shape, query.shape[1] // key.shape[1]
     if tokens > 1 or groups == 1 or attention_mask is None or rest.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **rest)
@@ -47,7 +47,7 @@ def grouped_attention(
 
 @contextmanager
 def grouped(model: PreTrainedModel) -> Iterator[None]:
-    """The model with this attention for a while, if it has query heads to group and uses transformers' "sdpa"."""
+    """Use this attention inside the block, if the model has query heads to group and uses transformers' "sdpa"."""
     config = model.config
     shared = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     if config._attn_implementation != "sdpa" or config.sub_configs or shared == getattr(config, "num_attention_heads", None):

@@ -1,9 +1,9 @@
-"""Labels: what a router learns to predict about an exit.
+"""Labels: the targets that a router learns to predict about an exit.
 
-    agreement   the exit's best token is the full model's
-    cosine      the state at the checkpoint already points where the state at full depth will (the original criterion)
+    agreement   the exit's most likely token is the full model's
+    cosine      the state at the checkpoint has the direction of the state at full depth (the original criterion)
 
-A state is converged or not whatever is drafted from it, so the cosine label is the same at all draft steps.
+Convergence of a state does not depend on drafts, so the cosine label is the same at all draft steps.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def labels(
     chosen: torch.Tensor,
     agreed: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Labels of chosen positions in rows of a shard, by draft step.
+    """Return the labels of chosen positions in rows of a shard, by draft step.
 
     Args:
         depths: of the checkpoint, and full depth.
-        chosen: (n, steps) which of the n asked positions of these rows are wanted at each step.
-        agreed: per step, for the chosen positions, whether the exit's best token is the full model's.
+        chosen: (n, steps) mask over the n counted positions of these rows, at each step.
+        agreed: per step, for the chosen positions, True if the exit's token is the full model's.
     """
     if config.label == "agreement":
         return agreed
@@ -39,11 +39,11 @@ def labels(
 
 
 def agrees(logits: torch.Tensor, best: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
-    """(n, vocabulary) logits of an exit and (n,) best tokens of the full model -> (n,) whether they agree."""
+    """Compare (n, vocabulary) logits of an exit with (n,) tokens of the full model; return (n,) agreement."""
     found = logits.argmax(-1)
     return (found if vocabulary is None else vocabulary[found]) == best
 
 
 def converged(shallow: torch.Tensor, deep: torch.Tensor, threshold: float) -> torch.Tensor:
-    """(n, hidden) states at the checkpoint and at full depth -> (n,) whether they point the same way, in fp32."""
+    """Compare (n, hidden) states at the checkpoint and at full depth by cosine similarity, in fp32; return (n,) booleans."""
     return F.cosine_similarity(shallow.float(), deep.float(), dim=-1) > threshold

@@ -1,7 +1,7 @@
-"""Losses: how far a continuation is from the full model's, from 0 (the same) to 1 (nothing in common).
+"""Losses: the distance of a continuation from the full model's, from 0 (the same) to 1 (nothing in common).
 
-rouge_l     1 - F of the longest common subsequence of tokens (Lin 2004); a token too many shifts nothing
-mismatch    share of the positions that differ; where one text ends earlier, all that is missing differs
+rouge_l     1 - F of the longest common subsequence of tokens (Lin 2004); an extra token does not shift the rest
+mismatch    share of the positions that differ; if one text ends earlier, the missing positions differ
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ Loss = Callable[[Tokens, Tokens], float]
 
 
 def rouge_l(found: Tokens, full: Tokens) -> float:
-    """1 - 2 · common / (found + full), in tokens."""
+    """Return 1 - 2 · common / (found + full), in tokens."""
     if found == full:
         return 0.0
     return 1 - 2 * _common(found, full) / (len(found) + len(full))
 
 
 def mismatch(found: Tokens, full: Tokens) -> float:
-    """Positions that differ, of those of the longer text."""
+    """Return the share of positions of the longer text that differ."""
     longest = max(len(found), len(full))
     same = sum(one == other for one, other in zip(found, full, strict=False))
     return (longest - same) / longest if longest else 0.0
@@ -31,7 +31,7 @@ LOSSES: dict[str, Loss] = {"rouge_l": rouge_l, "mismatch": mismatch}
 
 
 def named_loss(loss: str | Loss) -> tuple[str, Loss]:
-    """A loss and what it is called. What a function of the user gives is checked each time."""
+    """Return a loss and its name. The results of a user's function are checked each time."""
     if isinstance(loss, str) and loss in LOSSES:
         return loss, LOSSES[loss]
     if not callable(loss):
@@ -53,7 +53,7 @@ def _checked(name: str, value: Any) -> float:
 
 
 def _common(one: Tokens, other: Tokens) -> int:
-    """Length of the longest common subsequence: row by row of the usual table."""
+    """Return the length of the longest common subsequence, by dynamic programming over one row."""
     row = [0] * (len(other) + 1)
     for token in one:
         diagonal = 0

@@ -1,8 +1,8 @@
-"""Prompts to measure an engine on: from strings or a file to token ids, and how the engine continues them.
+"""Prompts to measure an engine on: strings or a file as token ids, and their continuation by the engine.
 
     {"prompt": ...}   {"question": ...}   {"turns": [...]}   {"messages": [...]}        a line of a .jsonl file
 
-A string is what a user says: it is put into the tokenizer's chat template where there is one. Answers in a file are left out.
+A string is a user message: it is put into the tokenizer's chat template if there is one. Answers in a file are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Prompts = Sequence[str] | Sequence[Sequence[int]]
 
 
 def prompt_ids(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
-    """Token ids of every prompt.
+    """Return the token ids of every prompt.
 
     Args:
         tokenizer: for prompts that are strings.
@@ -44,10 +44,10 @@ def prompt_ids(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None) -> l
 def load_prompts(
     path: str | Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None, seed: int = 0
 ) -> list[list[int]]:
-    """Token ids of the prompts in a .jsonl file.
+    """Return the token ids of the prompts in a .jsonl file.
 
     Args:
-        limit: how many at most; which ones is drawn with `seed`.
+        limit: most prompts; they are drawn with `seed`.
     """
     path = Path(path)
     if path.suffix != ".jsonl":
@@ -65,9 +65,9 @@ def load_prompts(
 
 
 def continued(engine: TIDE, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """What the engine writes after a prompt, greedily."""
+    """Return the engine's greedy continuation of a prompt."""
     ids = torch.tensor([list(prompt)], dtype=torch.long, device=engine.adapter.device)
-    # one row is never padded; where the model names no padding token, transformers would warn at every prompt
+    # one row needs no padding; if the model names no padding token, transformers would warn at every prompt
     options = dict(attention_mask=torch.ones_like(ids), pad_token_id=0, do_sample=False)
     text = engine.generate(ids, max_new_tokens=max_new_tokens, **options)
     return text[0, len(prompt) :].tolist()

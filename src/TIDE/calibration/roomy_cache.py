@@ -1,7 +1,7 @@
-"""A K/V cache with room to grow, for writing many texts at once.
+"""A KV cache with preallocated space, for generating many texts at once.
 
-Transformers' own dynamic cache copies everything it holds for every new token, into memory it asks for anew. Here
-a layer has room for a whole text from the start.
+Transformers' own dynamic cache copies its whole contents for every new token, into newly allocated memory. Here a layer
+has space for a whole text from the start.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOM = 128  # tokens
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values are views of the filled part of larger tensors."""
+    """A cache layer whose keys and values are views of the filled part of larger tensors."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -46,7 +46,7 @@ class RoomyLayer(DynamicLayer):
 
 
 def roomy_cache(model: PreTrainedModel, room: int) -> DynamicCache:
-    """The cache the model would make, with roomy layers, for so many tokens, in place of plain growing ones."""
+    """Return the cache the model would make, with plain growing layers replaced by ones with space for `room` tokens."""
     cache = DynamicCache(config=model.config)
     cache.layers = [RoomyLayer(room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

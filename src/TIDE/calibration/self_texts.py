@@ -1,11 +1,11 @@
-"""Texts the model writes itself: the distribution an exit has to know is the one the model produces.
+"""Texts the model writes itself: exits have to learn the distribution that the model produces.
 
-    wave 1   openings of its own: what a user might say, sampled from the model in the user's place
+    wave 1   openings of its own: user messages, sampled from the model in the user's place
     wave 2   answers to those and to the built-in prompts; continuations of built-in openings
     wave 3   answers to tasks about passages of wave 2 (summarise, translate, question …)
 
-Most answers are greedy, the rest sampled. With one seed the texts are the same. Where writing is quick a sample is several
-texts: a head learns more from more texts than from seeing them again.
+Most answers are greedy, the rest sampled. The same seed gives the same texts. If generation is quick, a sample is several
+texts: a head learns more from additional texts than from more epochs.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ MOST_BUILTIN = 1000  # answers to built-in prompts
 SAMPLED = 0.25  # share of answers that are sampled rather than greedy
 TEMPERATURES = (0.6, 0.8, 1.0)
 WRITING_SHARE = 0.55  # of a GPU's free memory
-CPU_TOKENS = 8192  # tokens of a batch where there is no GPU
-MATERIAL = 768  # most tokens of passages put into a task
-PER_SAMPLE = 4  # most texts of a sample
-QUICK_WEIGHTS = 2_000_000_000  # a GPU writes one text of so many weights in the time it should take for a sample
+CPU_TOKENS = 8192  # per batch without a GPU
+MATERIAL = 768  # most tokens of passages in a task
+PER_SAMPLE = 4  # most texts per sample
+QUICK_WEIGHTS = 2_000_000_000  # texts per sample on a GPU: this divided by the number of weights
 
 
 @dataclass(frozen=True)
 class _Order:
-    """Something to be written."""
+    """A prompt to be continued."""
 
     prompt: list[int]
     group: int
@@ -48,7 +48,7 @@ class _Order:
 
 
 def builtin_prompts() -> dict[str, list[str]]:
-    """The prompts that come with the package, by section."""
+    """Return the prompts of the package, by section."""
     sections: dict[str, list[str]] = {}
     for line in (files("TIDE.calibration") / "prompts.txt").read_text("utf-8").splitlines():
         if line.startswith("## "):
@@ -61,7 +61,7 @@ def builtin_prompts() -> dict[str, list[str]]:
 def write_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: int, seed: int, answer: int = ANSWER
 ) -> list[Text]:
-    """Let the model write `samples` times `texts_per_sample` texts."""
+    """Generate `samples` times `texts_per_sample` texts with the model."""
     author, count = _Author(model, tokenizer, seed, answer), samples * texts_per_sample(model)
     third = max(1, min(count // 3, MOST_BUILTIN))
     orders = author.builtin_orders(third) + author.prefills((count - third) // 2, "texts 1/3: openings of its own")
@@ -70,14 +70,14 @@ def write_texts(
 
 
 def texts_per_sample(model: PreTrainedModel) -> int:
-    """One without a GPU and for large models, more for small ones."""
+    """Return the number of texts per sample: one without a GPU and for large models, more for small ones."""
     if input_device(model).type != "cuda":
         return 1
     return max(1, min(PER_SAMPLE, QUICK_WEIGHTS // model.num_parameters()))
 
 
 class _Author:
-    """A model with pen and paper."""
+    """A model with the prompts and settings to generate texts."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int, answer: int) -> None:
         self.model = model
@@ -91,7 +91,7 @@ class _Author:
         self.frame = chat_frame(tokenizer)
 
     def builtin_orders(self, count: int) -> list[_Order]:
-        """Built-in prompts, each section in turn; every prompt greedily first, then sampled."""
+        """Return orders for built-in prompts, alternating between sections; every prompt greedily first, then sampled."""
         sections = [[(name, text) for text in own] for name, own in self.prompts.items() if name != "tasks"]
         for section in sections:
             self.random.shuffle(section)
@@ -107,7 +107,7 @@ class _Author:
         ]
 
     def prefills(self, count: int, title: str) -> list[_Order]:
-        """Orders whose prompts the model wrote: user turns in its chat template, or the first words of a text."""
+        """Return orders whose prompts the model wrote: user turns in its chat template, or the first words of a text."""
         before, _ = self.frame
         orders = [_Order(self._ids(before) if before else self._begin(), next(self.groups), 1.0) for _ in range(count)]
         texts = self._write(orders, OPENING, title)
@@ -120,7 +120,7 @@ class _Author:
         return found
 
     def task_orders(self, texts: list[Text], count: int) -> list[_Order]:
-        """Tasks about passages the model wrote. A task belongs to the group of its passage."""
+        """Return orders for tasks about passages the model wrote. A task belongs to the group of its passage."""
         passages = [text for text in texts if len(text.ids) - text.start >= 32] or texts
         alike = {side: [text for text in passages if text.is_held_out == side] for side in (True, False)}
         orders = []
@@ -145,7 +145,7 @@ class _Author:
         return self._ids(" ".join(words[: self.random.randint(1, 4)]))
 
     def _asked(self, section: str, text: str) -> list[int]:
-        """Token ids of a prompt, in the chat template unless it is an opening to be continued."""
+        """Return the token ids of a prompt, in the chat template unless it is an opening to be continued."""
         before, after = self.frame
         ids = self._ids(text if section == "openings" else before + text + after)
         return ids[-max(1, self.context - self.answer) :]
@@ -165,7 +165,7 @@ class _Author:
                     texts[index] = Text(ids, len(orders[index].prompt), orders[index].group)
                 bar.update(len(batch))
                 if self._devices():
-                    torch.cuda.empty_cache()  # the next batch has other sizes, which would not fit into what this one leaves
+                    torch.cuda.empty_cache()  # the next batch has other sizes, which would not fit into the freed blocks
         return [text for text in texts if text is not None and len(text.ids) > text.start]
 
     def _continue(self, orders: list[_Order], longest: int) -> list[list[int]]:
@@ -191,7 +191,7 @@ class _Author:
         return [o.prompt + _until_end(row[width:], ends) for o, row in zip(orders, out.tolist(), strict=True)]
 
     def _batches(self, orders: list[_Order], longest: int) -> Iterator[list[int]]:
-        """Orders of similar length, as many as fit."""
+        """Yield batches of orders of similar length, as many as fit."""
         most = _tokens_that_fit(self.model)
         batch: list[int] = []
         for index in sorted(range(len(orders)), key=lambda i: len(orders[i].prompt)):
@@ -207,7 +207,7 @@ class _Author:
 
 
 class _Heats(LogitsProcessor):
-    """A temperature for each row; 0 leaves only the best token."""
+    """A logits processor with a temperature for each row; 0 leaves only the most likely token."""
 
     def __init__(self, heats: torch.Tensor) -> None:
         self.heats = heats[:, None]
@@ -218,19 +218,19 @@ class _Heats(LogitsProcessor):
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Tokens the model was made for; very many where its config does not say."""
+    """Return the context length of the model; a very large number if its config has none."""
     config = model.config.get_text_config(decoder=True)
     return int(getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 1 << 30)
 
 
 def end_tokens(model: PreTrainedModel) -> set[int]:
-    """The tokens that end a text."""
+    """Return the tokens that end a text."""
     ends = model.generation_config.eos_token_id
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """What the chat template puts before and after a user's words; empty where there is no template."""
+    """Return the text that the chat template puts before and after a user message; empty if there is no template."""
     if tokenizer.chat_template is None:
         return "", ""
     marker = "\u241fuser\u241f"
@@ -245,7 +245,7 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 def _tokens_that_fit(model: PreTrainedModel) -> int:
-    """Tokens that take about half of the device's free memory: their K/V, and a layer's work on all of them at once."""
+    """Return the number of tokens whose K/V and activations of one layer take about half of the device's free memory."""
     if input_device(model).type != "cuda":
         return CPU_TOKENS
     config = model.config.get_text_config(decoder=True)
@@ -259,7 +259,7 @@ def _tokens_that_fit(model: PreTrainedModel) -> int:
 
 
 def _until_end(ids: list[int], ends: set[int]) -> list[int]:
-    """Up to and including the first end token."""
+    """Return ids up to and including the first end token."""
     for place, token in enumerate(ids):
         if token in ends:
             return ids[: place + 1]
@@ -269,7 +269,7 @@ def _until_end(ids: list[int], ends: set[int]) -> list[int]:
 def answer_prompts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], seed: int, answer: int = ANSWER
 ) -> list[Text]:
-    """Let the model answer given prompts, greedily. The group of a text is the place of its prompt."""
+    """Generate greedy answers to given prompts. The group of a text is the index of its prompt."""
     author = _Author(model, tokenizer, seed, answer)
     orders = [_Order(author._asked("chat", prompt), place, 0.0) for place, prompt in enumerate(prompts)]
     return author.answers(orders, "answers to given prompts")

@@ -1,18 +1,18 @@
-"""A calibration text: token ids, and which of them the model wrote."""
+"""A calibration text: token ids, and the index from which the model wrote them."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-HOLD_OUT = 10  # one group in so many is kept for validation
+HOLD_OUT = 10  # one group out of HOLD_OUT is held out for validation
 
 
 class Text(NamedTuple):
-    """A text and who wrote it."""
+    """The token ids of a text, split into prompt and answer."""
 
     ids: list[int]
-    start: int  # where the model's own writing begins; tokens before are the prompt
-    group: int  # texts of one group share a prompt, and go to training or to validation together
+    start: int  # index of the first token the model wrote; tokens before it are the prompt
+    group: int  # texts of one group share a prompt, and are all for training or all held out
 
     @property
     def is_held_out(self) -> bool:

@@ -1,9 +1,9 @@
-"""Texts for calibration, from where the user says: the model itself, a file, or a data set of the hub.
+"""Texts for calibration, from the source the user chose: the model itself, a file, or a data set of the hub.
 
     source  →  documents (prompt, answer)  →  pieces of at most 512 tokens  →  every document's first, then its second …
 
-What counts is what a model would have to write: in a plain document all but the first token, in a chat the last answer. A
-prompt without an answer is answered by the model, greedily. Nothing stands in for a source that cannot be read.
+Counted are the tokens that a model would have to generate: in a plain document all but the first token, in a chat the last
+answer. A prompt without an answer is answered by the model, greedily. A source that cannot be read is an error.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from TIDE.hub import check_datasets, hub_trouble
 
 logger = logging.getLogger(__name__)
 PIECE = 512  # longest text, in tokens
-SHORTEST = 16  # shorter pieces say too little
-DOCUMENTS = 20  # fewer leave too little to hold out
-SPREAD = 200  # documents that are looked at before a few long ones may be enough
-WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1")  # the hub no longer takes names without an owner
+SHORTEST = 16  # shorter pieces are dropped
+DOCUMENTS = 20  # with fewer, too little would be held out
+SPREAD = 200  # documents to read even if a few long ones would be enough
+WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1")  # the hub no longer accepts names without an owner
 ANSWERS = ("response", "completion", "answer")
 ACCEPTED = (
     '"text"; "prompt" with "response", "completion" or "answer"; "messages"; "question" with "answer"; "turns"; '
@@ -37,11 +37,11 @@ ACCEPTED = (
 
 
 class Document(NamedTuple):
-    """What one record says."""
+    """The prompt and the answer of one record."""
 
-    prompt: str  # what comes before the part that counts
-    answer: str | None  # the part that counts; None: the model is to write it
-    templated: bool = False  # the chat template has put the special tokens in
+    prompt: str  # the text before the counted part
+    answer: str | None  # the counted part; None: the model generates it
+    templated: bool = False  # True if the chat template has added the special tokens
 
 
 def load_texts(
@@ -52,14 +52,14 @@ def load_texts(
     seed: int,
     answer: int = ANSWER,
 ) -> list[Text]:
-    """The texts of a source.
+    """Return the texts of a source.
 
     Args:
         source: "self" (the model writes them); a file: .txt, documents between blank lines, or .jsonl, an object a line;
             "wikitext" or another data set of the hub as "name", "name:config" or "name:config:split".
-        samples: how many at most. A file with more is sampled, of a data set the first are taken.
-        seed: of the sample, and of what the model writes.
-        answer: longest text the model writes at once, in tokens.
+        samples: most texts. A file with more is sampled, of a data set the first are used.
+        seed: of the sample, and of the texts that the model generates.
+        answer: longest text the model generates, in tokens.
     """
     if source == "self":
         return write_texts(model, tokenizer, samples, seed, answer)
@@ -102,9 +102,9 @@ def _check_found(source: str, documents: int, texts: int, samples: int) -> None:
 
 
 def _pieces(document: Document, tokenizer: PreTrainedTokenizerBase, longest: int, group: int) -> list[Text]:
-    """A document in tokens, cut where it is too long; without pieces that are too short or have nothing that counts."""
+    """Return a document as tokens, cut into pieces, without those that are too short or have no counted token."""
     ids = _ids(document.prompt + (document.answer or ""), tokenizer, document.templated)
-    # as far as both agree: a token may reach across the border
+    # the common prefix: a token may span the border
     start = _agree(ids, _ids(document.prompt, tokenizer, document.templated))
     pieces = [Text(ids[at : at + longest], max(1, start - at), group) for at in range(0, len(ids), longest)]
     return [piece for piece in pieces if len(piece.ids) >= SHORTEST and piece.start < len(piece.ids)]
@@ -115,7 +115,7 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase, templated: bool) -> list
 
 
 def _agree(one: Sequence[object], other: Sequence[object]) -> int:
-    """How far two sequences are the same."""
+    """Return the length of the common prefix of two sequences."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -133,7 +133,7 @@ def _documents(source: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> It
 
 
 def _paragraphs(path: Path) -> Iterator[Document]:
-    """What stands between blank lines."""
+    """Yield the documents between blank lines."""
     for blank, lines in itertools.groupby((line for _, line in _lines(path)), key=lambda line: not line.strip()):
         if not blank:
             yield Document("", "\n".join(lines))
@@ -162,7 +162,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _hub_records(source: str) -> Iterator[Any]:
-    """Records of a data set in their order, read as they are asked for."""
+    """Yield the records of a data set in order, streamed."""
     parts = source.split(":")
     if len(parts) > 3 or not parts[0]:
         raise ValueError(f'a data set is "name", "name:config" or "name:config:split", found {source!r}.')
@@ -179,7 +179,7 @@ def _hub_records(source: str) -> Iterator[Any]:
         )
     try:
         yield from load_dataset(name, config or None, split=split or "train", streaming=True)
-    except Exception as problem:  # anything may go wrong between here and the hub
+    except Exception as problem:  # any error may occur on the way to the hub
         raise OSError(
             f"the data set {name} (config {config or None}, split {split or 'train'}) cannot be loaded: "
             f'{type(problem).__name__}: {problem}. Give the path of a .txt or .jsonl file, or "self".'
@@ -187,7 +187,7 @@ def _hub_records(source: str) -> Iterator[Any]:
 
 
 def _document(record: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> Document:
-    """Read a record by the first of its keys that we know. None counts as absent."""
+    """Read a record by the first of its keys that is known. None counts as absent."""
     if not isinstance(record, dict):
         raise ValueError(f"{where} should be an object with {ACCEPTED}, found {type(record).__name__}.")
     has = {key: value for key, value in record.items() if value is not None}
@@ -218,7 +218,7 @@ def _words(record: dict[str, Any], key: str, where: str) -> str:
 
 
 def _pair(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase, where: str) -> Document:
-    """A prompt and its answer: as a chat where the model has a template for it, as a text otherwise."""
+    """Return a prompt and its answer: as a chat if the tokenizer has a template, otherwise as a text."""
     if tokenizer.chat_template is not None:
         return _chat([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], tokenizer, where)
     apart = prompt[-1:].isspace() or answer[:1].isspace()
@@ -226,7 +226,7 @@ def _pair(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase, where: s
 
 
 def _chat(messages: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> Document:
-    """A chat up to the assistant's last answer; the user's first words where there is none."""
+    """Return a chat up to the assistant's last answer; the first user message if there is no answer."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages):
         raise ValueError(f'{where}: "messages" should be a list of objects with "role" and "content", found {messages!r:.80}.')
     roles = [message.get("role") for message in messages]
@@ -243,7 +243,7 @@ def _chat(messages: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> Docu
     try:
         whole = str(tokenizer.apply_chat_template(messages[: last + 1], tokenize=False)).rstrip()
         before = str(tokenizer.apply_chat_template(messages[:last], add_generation_prompt=True, tokenize=False))
-    except Exception as problem:  # templates raise what they like
+    except Exception as problem:  # templates may raise anything
         raise ValueError(f"{where}: the chat template refuses messages with the roles {roles}: {problem}") from problem
     cut = _agree(whole, before)
     return Document(whole[:cut], whole[cut:], templated=True)

@@ -1,10 +1,10 @@
-"""Timing: what a pass through layers, an exit head and a choice cost on the machine at hand.
+"""Timing: the cost of a pass through layers, an exit head and a sampled token on this machine.
 
-Everything is timed as the engine runs it, Python included. One table is enough for every span of layers:
+Everything is timed as the engine runs it, including Python. One table is enough for every span of layers:
 
     time(start → stop, n tokens) = entry + (stop − start) · layer(n) + LM head(n), the last at full depth only
 
-Timings of a model on a machine are kept in the cache folder, so that calibrating twice gives the same file.
+Timings of a model on a machine are stored in the cache folder, so that calibrating twice gives the same file.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from TIDE.routing.policy import Candidates
 from TIDE.routing.storage import write_atomically
 
 COUNTS = (1, 2, 4, 8, 16)
-CONTEXT = 128  # tokens before
+CONTEXT = 128  # tokens before the timed ones
 REPEATS = 9
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds."""
+    """The costs of the parts of a step, in seconds."""
 
     entry: float  # a pass through no layer
     layer: dict[int, float]  # one layer, by number of tokens
     lm_head: dict[int, float]  # by number of tokens
-    choice: float  # a token chosen from logits
+    choice: float  # a token sampled from logits
     num_layers: int
 
     def span(self, start: int, stop: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Time of a pass of (n,) tokens through the layers [start, stop)."""
+        """Return the time of a pass of (n,) tokens through the layers [start, stop)."""
         found = self.entry + (stop - start) * _between(self.layer, tokens)
         return found + _between(self.lm_head, tokens) if stop == self.num_layers else found
 
     @property
     def full_step(self) -> float:
-        """A token without exits."""
+        """Seconds for one token without exits."""
         return float(self.span(0, self.num_layers, torch.ones(1))) + self.choice
 
 
 def measure_costs(adapter: ModelAdapter, key: str) -> Costs:
-    """Time the model's layers, or take what was measured for it on this machine before."""
+    """Time the model's layers, or return earlier timings of this model and machine."""
     kept = _kept().get(key)
     if kept:
         by_count = {name: {int(n): value for n, value in kept[name].items()} for name in ("layer", "lm_head")}
@@ -71,7 +71,7 @@ def measure_costs(adapter: ModelAdapter, key: str) -> Costs:
 
 
 def measure_head(adapter: ModelAdapter, policy: CalibratedPolicy, depth: int, key: str) -> float:
-    """Seconds for an exit to be scored and made, one token."""
+    """Return the seconds to score and predict one token at an exit."""
     kept = _kept().get(key)
     if kept:
         return float(kept["seconds"])
@@ -93,7 +93,7 @@ def measure_head(adapter: ModelAdapter, policy: CalibratedPolicy, depth: int, ke
 
 
 def timed(adapter: ModelAdapter, action: Callable[[], object]) -> float:
-    """Least seconds of an action, after a warm-up: noise only ever slows down."""
+    """Return the least seconds of an action, after a warm-up: noise only slows it down."""
     cuda = adapter.device.type == "cuda"
     found = []
     for _ in range(REPEATS + 2):
@@ -108,14 +108,14 @@ def timed(adapter: ModelAdapter, action: Callable[[], object]) -> float:
 
 
 def machine(adapter: ModelAdapter) -> str:
-    """What timings depend on besides the model."""
+    """Return the device, dtype and torch version that timings depend on, as a key."""
     device = adapter.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu-{torch.get_num_threads()}"
     return f"{name}|{str(adapter.model.dtype).removeprefix('torch.')}|torch-{torch.__version__}"
 
 
 def _passes(adapter: ModelAdapter) -> tuple[float, dict[int, float]]:
-    """Time of a pass of one token through no layer, and of passes of some tokens through all."""
+    """Return the time of a pass of one token through no layer, and of passes through all layers by number of tokens."""
     layers = adapter.num_layers
     row = Row([i % 97 + 1 for i in range(CONTEXT + max(COUNTS))], StopRule(), layers)
     segments = Segments(ModuleRunner(adapter), (range(0), range(layers)), [row], row.size)
@@ -149,7 +149,7 @@ def _states(adapter: ModelAdapter, count: int) -> torch.Tensor:
 
 
 def _between(table: dict[int, float], tokens: torch.Tensor) -> torch.Tensor:
-    """Straight lines between what was measured, and on beyond it."""
+    """Interpolate linearly between the measured token counts, and extrapolate beyond them."""
     counts = torch.tensor(sorted(table), dtype=torch.float)
     values = torch.tensor([table[int(n)] for n in counts])
     at = torch.searchsorted(counts, tokens.float(), right=True).clamp(1, len(counts) - 1)

@@ -1,11 +1,11 @@
-"""Tuning: what each setting of an engine gives and costs on prompts of the user: seconds by the clock, nearness of the text.
+"""Tuning: speed and agreement of each setting of an engine on the user's prompts.
 
     exits off     every token runs all layers: the baseline, and the full model's text
     exact         drafts are verified: the same text
-    fast          for every kv_cache_strategy and exit threshold: other text, sooner
+    fast          for every kv_cache_strategy and exit threshold: faster, with a text that may differ
 
-Every prompt is written with all settings before the next one, beginning with another setting each time, so that a machine that
-slows down slows all of them.
+Settings are interleaved: every prompt is continued with all of them before the next one, starting with another setting each
+time, so that a machine that slows down affects all of them alike.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from TIDE.engine.engine import TIDE
 from TIDE.routing.fingerprint import fingerprint
 
 THRESHOLDS = (0.95, 0.9, 0.8, 0.6, 0.4)
-WARM_UP = 8  # tokens that are written with each setting before anything is timed
+WARM_UP = 8  # tokens generated with each setting before timing begins
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A setting and what it came to.
+    """A setting and its measured speed and agreement.
 
     Attributes:
         mode: "off", "exact" or "fast".
         exit_threshold: of mode "fast".
         tokens_per_second: new tokens over all seconds, prompts included.
         speedup: over exits off.
-        agreement: share of positions where the token is the full model's.
+        agreement: share of positions at which the token is the full model's.
         rouge_l: F of the longest common subsequence with the full model's text.
-        exit_rate: share of new tokens that were decided at an exit.
+        exit_rate: share of new tokens decided at an exit.
     """
 
     mode: str
@@ -55,7 +55,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Tuning:
-    """All settings on the same prompts; exits off first, then exact, then fast."""
+    """The results of all settings on the same prompts: exits off, then exact, then fast."""
 
     model: str
     prompts: int
@@ -63,7 +63,7 @@ class Tuning:
     rows: list[Tried]
 
     def table(self) -> str:
-        """All of it, for the terminal."""
+        """Return the results as a table for the terminal."""
         cells = [["mode", "kv cache", "threshold", "tok/s", "x off", "agreement", "ROUGE-L", "exits"]]
         for row in self.rows:
             threshold = "-" if row.exit_threshold is None else f"{row.exit_threshold:g}"
@@ -87,13 +87,13 @@ def tune(
     thresholds: Sequence[float] = THRESHOLDS,
     strategies: Sequence[str] | None = None,
 ) -> Tuning:
-    """Measure speed and text of exits off, mode "exact" and mode "fast" on prompts of yours.
+    """Measure speed and agreement of exits off, mode "exact" and mode "fast" on your prompts.
 
     Args:
         prompts: token ids, or strings with `tokenizer`, which go into its chat template if it has one.
-        max_new_tokens: how far each prompt is continued at most.
+        max_new_tokens: most new tokens for each prompt.
         thresholds: exit thresholds of mode "fast".
-        strategies: values of kv_cache_strategy in mode "fast"; None: all the model can do.
+        strategies: values of kv_cache_strategy in mode "fast"; None: all that the model supports.
     """
     check_max_new_tokens(max_new_tokens)
     if engine.policy is None:
@@ -129,7 +129,7 @@ class _Written(NamedTuple):
 
 
 class _Sum:
-    """What a setting came to over prompts."""
+    """The sums of a setting over prompts."""
 
     def __init__(self) -> None:
         self.tokens = self.exited = self.prompts = 0
@@ -172,7 +172,7 @@ def _settings(engine: TIDE, thresholds: Sequence[float], strategies: Sequence[st
 
 
 def _possible(engine: TIDE) -> Sequence[str]:
-    """Running states cannot be filled in."""
+    """Return the strategies the model supports: running states cannot be filled in."""
     return ("exact",) if Store.STATE in engine.adapter.stores else KV_CACHE_STRATEGIES
 
 

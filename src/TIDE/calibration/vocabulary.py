@@ -1,7 +1,7 @@
-"""The draft vocabulary: the smallest set of tokens that covers almost all of what the model would write.
+"""The draft vocabulary: the smallest set of tokens that covers almost all of the model's probability mass.
 
-Covered is probability mass, not tokens seen: what the model considers without writing it on these texts it writes on
-others. A smaller vocabulary makes an exit's LM head cheaper and its training too; it can never draft the rest.
+Probability mass is covered, not tokens seen: a token that is likely on these texts but not sampled occurs in others. A
+smaller vocabulary makes an exit's LM head and its training cheaper; tokens outside it are never drafted.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from TIDE.calibration.collect import Collection
 from TIDE.calibration.self_texts import end_tokens
 
 COVERED = 0.999
-FEW = 65536  # tokens that a GPU can do with as they are
+FEW = 65536  # vocabulary size up to which a GPU uses all tokens
 LARGEST, CPU_LARGEST = 32768, 16384
-POSITIONS = 100_000  # looked at
+POSITIONS = 100_000  # examined
 
 
 def draft_vocabulary(adapter: ModelAdapter, data: Collection) -> torch.Tensor | None:
-    """Rising ids of the likeliest tokens, with those that end a text; None: training can afford all tokens."""
+    """Return the sorted ids of the most likely tokens and of end tokens; None: use all tokens."""
     cuda = adapter.device.type == "cuda"
     if cuda and adapter.vocab_size <= FEW:
         return None
@@ -33,7 +33,7 @@ def draft_vocabulary(adapter: ModelAdapter, data: Collection) -> torch.Tensor | 
 
 
 def token_mass(adapter: ModelAdapter, data: Collection) -> torch.Tensor:
-    """(vocabulary,) what the full model gives each token, summed over positions it wrote."""
+    """Return (vocabulary,) probabilities of the full model, summed over the positions it wrote."""
     stride = max(1, data.tokens // POSITIONS)
     total: torch.Tensor | None = None
     for shard, rows in data.in_order():

@@ -1,11 +1,11 @@
-"""The unfinished work of a calibration, beside the file it will become: what took long is kept as soon as it is done.
+"""Saved progress of a calibration, in a folder beside its router file: each slow result is saved at once.
 
     router.safetensors.unfinished/
-        settings.json       what was asked for; going on with other settings is refused
+        settings.json       the settings; resuming with other ones is refused
         texts.json          the texts
         head-4.safetensors  a fitted head, with its figures
 
-Each file appears by a rename, so one that is there is whole. The folder is removed when the router file is written.
+Each file appears by a rename, so an existing file is complete. The folder is removed when the router file is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from TIDE.routing.storage import write_atomically
 
 
 class Work:
-    """What is done so far."""
+    """The saved progress of a calibration."""
 
     def __init__(self, save_path: Path, settings: dict[str, Any], resume: bool) -> None:
         self.folder = save_path.with_name(save_path.name + ".unfinished")
@@ -52,7 +52,7 @@ class Work:
         self._write("texts.json", json.dumps(texts))
 
     def head(self, depth: int, empty: nn.Module) -> Fitted | None:
-        """A fitted head, loaded into an empty one."""
+        """Return a fitted head, loaded into an empty one; None if there is none."""
         path = self.folder / f"head-{depth}.safetensors"
         if not path.exists():
             return None

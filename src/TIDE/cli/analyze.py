@@ -1,4 +1,4 @@
-"""`tide analyze`: how deep the tokens of a model need to go."""
+"""`tide analyze`: the depths at which the tokens of a model are decided."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from TIDE.plots.analysis import check_figure, plot_analysis
 def analyze(
     model: str,
     *,
-    samples: Annotated[int, typer.Option(metavar="N", min=1, help="How many texts.")] = 200,
+    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Number of texts.")] = 200,
     no_heads: Annotated[
-        bool, typer.Option("--no-heads", help="Leave out lens and memory heads; training takes longest.")
+        bool, typer.Option("--no-heads", help="Skip lens and memory heads, whose training takes longest.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     figure: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", callback=checked(check_figure), help="Draw it too: a .png, .svg or .pdf file."),
+        typer.Option(metavar="FILE", callback=checked(check_figure), help="Also draw a figure: a .png, .svg or .pdf file."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few texts and little training, for a first look.")] = False,
     config: TIDEConfig,

@@ -33,9 +33,11 @@ def _version(asked: bool) -> None:
 def _main(
     context: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
-    debug: bool = typer.Option(False, "--debug", help="Show tracebacks; also behind a command."),  # read by Commands
+    debug: bool = typer.Option(
+        False, "--debug", help="Show tracebacks (also accepted after the subcommand)."
+    ),  # read by Commands
 ) -> None:
-    """TIDE: a frozen causal LM that does not run every layer for every token.
+    """TIDE: faster decoding for a frozen causal LM, which does not run every layer for every token.
 
     \b
     Examples:

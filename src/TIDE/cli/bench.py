@@ -1,4 +1,4 @@
-"""`tide bench`: what TIDE brings here, by the clock."""
+"""`tide bench`: wall-clock speed of `model.generate` and of TIDE on this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OURS = ("exits_off", "exits")  # beside model.generate
 @with_settings(*RUNNING)
 def bench(
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT", help="What to ask; a few built-in prompts unless given.")
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts; a few built-in ones unless given.")
     ] = None,
     *,
     model: ModelOption = "default",
@@ -35,11 +35,11 @@ def bench(
     router: Router = None,
     no_exits: NoExits = False,
     max_new_tokens: MaxNewTokens = 64,
-    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="How often each prompt is timed.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs per prompt.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     config: TIDEConfig,
 ) -> None:
-    """Time model.generate, TIDE with exits off and TIDE with exits. By turns, on the same prompts.
+    """Time model.generate, TIDE with exits off and TIDE with exits. The runs are interleaved, on the same prompts.
 
     \b
     Examples:
@@ -65,7 +65,7 @@ def bench(
 
 
 def _time(engine: Any, inputs: Any, max_new_tokens: int, rounds: int) -> dict[str, Any]:
-    """Tokens per second of each way, and whether the texts are the same."""
+    """Return the tokens per second of each contender, and whether it generated the same text as `model.generate`."""
     import torch
 
     inputs = inputs.to(engine.model.device)

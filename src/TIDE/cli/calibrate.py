@@ -35,15 +35,17 @@ def calibrate(
             "--output", "-o", metavar="FILE", callback=checked(check_new_router), help="Router file: .safetensors or .pt."
         ),
     ] = Path("router.safetensors"),
-    epochs: Annotated[float | None, typer.Option(metavar="NUMBER", min=0.1, help="How often heads see every text.")] = None,
+    epochs: Annotated[
+        float | None, typer.Option(metavar="NUMBER", min=0.1, help="Passes over the texts in head training.")
+    ] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="To run in; the model's own unless given.")
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Dtype of the model; its own unless given.")
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same file.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A CPU-sized run: few, short texts.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on after an interruption.")] = False,
-    compress: Annotated[bool, typer.Option("--compress", help="Store heads in 8 bits.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what the file holds as JSON.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted calibration.")] = False,
+    compress: Annotated[bool, typer.Option("--compress", help="Store exit heads in 8 bits.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the contents of the file as JSON.")] = False,
     config: TIDEConfig,
 ) -> None:
     """Train exit heads and routers for a model. A few minutes on a GPU.

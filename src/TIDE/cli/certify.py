@@ -1,4 +1,4 @@
-"""`tide certify MODEL`: how low the exit threshold of mode fast may go for a bounded loss, kept in the router file."""
+"""`tide certify MODEL`: find the lowest exit threshold of mode fast with a bounded loss, and store it in the router file."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def certify(
     model: str,
     prompts: Prompts,
     router: Router = None,
-    risk: Annotated[float, typer.Option(metavar="SHARE", min=0, max=1, help="Mean loss that is acceptable.")] = 0.05,
-    confidence: Annotated[float, typer.Option(metavar="SHARE", min=0, max=1, help="How surely it is not exceeded.")] = 0.95,
-    loss: Annotated[Literal[*LOSSES], typer.Option(help="What is counted.")] = "rouge_l",  # type: ignore[valid-type]
+    risk: Annotated[float, typer.Option(metavar="SHARE", min=0, max=1, help="Largest acceptable mean loss.")] = 0.05,
+    confidence: Annotated[float, typer.Option(metavar="SHARE", min=0, max=1, help="Confidence in that bound.")] = 0.95,
+    loss: Annotated[Literal[*LOSSES], typer.Option(help="Loss against the full model's text.")] = "rouge_l",  # type: ignore[valid-type]
     max_new_tokens: MaxNewTokens = 64,
-    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Take N of the prompts, drawn at random.")] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Use N of the prompts, drawn at random.")] = None,
     kv_cache_strategy: Annotated[
         Literal[KV_CACHE_STRATEGIES],  # type: ignore[valid-type]
         typer.Option(help=HELP["kv_cache_strategy"]),
@@ -38,12 +38,12 @@ def certify(
             "-o",
             metavar="FILE",
             callback=checked(check_new_router),
-            help="Where the certified file goes; over the router file unless it is shipped.",
+            help="Output file; unless given, the router file is overwritten, except the shipped one.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
-    """Find how low the exit threshold of mode fast may go. Held-out prompts test it, from the safest threshold on.
+    """Find the lowest safe exit threshold of mode fast. Held-out prompts test thresholds, from the safest on.
 
     \b
     Examples:
@@ -58,7 +58,7 @@ def certify(
 
     shipped = source == Path(TIDE.default_router())
     target = output or (None if shipped else source)
-    # with a threshold, whichever, nobody asks for a certificate the file may have already
+    # an explicit threshold, of any value, overrides a certificate that the file may already have
     config = TIDEConfig(mode="fast", kv_cache_strategy=kv_cache_strategy, exit_threshold=1.0)
     loaded = load(model)
     asked = load_prompts(prompts, loaded.tokenizer, limit)

@@ -21,12 +21,12 @@ from TIDE.config import TIDEConfig
 
 COMMANDS = {
     "/help": "show these commands",
-    "/reset": "forget what was said",
+    "/reset": "clear the conversation",
     "/save [FILE]": "write the conversation to a JSON file",
     "/stats": "show where the tokens of the last answer were decided",
-    "/quit": "leave, as /exit and the end of input do",
+    "/quit": "leave (also /exit, or end of input)",
 }
-HELP = "\n".join(f"{name:14}{said}" for name, said in COMMANDS.items()) + "\nCtrl-C ends an answer that is being written."
+HELP = "\n".join(f"{name:14}{said}" for name, said in COMMANDS.items()) + "\nCtrl-C stops the current answer."
 
 
 @with_settings(*RUNNING)
@@ -36,14 +36,14 @@ def chat(
     *,
     router: Router = None,
     no_exits: NoExits = False,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told before everything else.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     depth: Annotated[bool, typer.Option("--depth", help="Colour each token by the depth at which it was decided.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per turn.")] = False,
     config: TIDEConfig,
 ) -> None:
-    """Talk with a model. What was said is not run again at each turn; /help lists the commands of a chat.
+    """Chat with a model. The KV cache is reused from turn to turn; type /help for the commands of a chat.
 
     \b
     Examples:
@@ -86,7 +86,7 @@ def chat(
 
 
 def _obeyed(line: str, talk: Talk) -> str:
-    """Do what a line with a slash says, and return what to say about it."""
+    """Run a slash command and return the text to print."""
     name, _, rest = line.strip().partition(" ")
     if name == "/save":
         return f"written: {talk.save(rest.strip())}"
@@ -98,19 +98,19 @@ def _obeyed(line: str, talk: Talk) -> str:
         return str(talk.engine.last_stats.summary())
     if name == "/reset" and not rest:
         talk.reset()
-        return "all forgotten."
+        return "conversation cleared."
     raise ValueError(
         f"there is no command {line.strip()}. There are {', '.join(COMMANDS)}. Put a space before it to say it to the model."
     )
 
 
 def _read(asks: bool) -> str | None:
-    """The next line; None at the end of input."""
+    """Return the next line of input; None at its end."""
     if not asks:
         line = sys.stdin.buffer.readline()
         return decoded(line, "standard input").rstrip("\r\n") if line else None
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  input() edits lines and knows those before
+        import readline  # noqa: F401  gives input() line editing and history
     try:
         return input("> ")
     except EOFError:

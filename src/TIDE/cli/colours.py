@@ -1,6 +1,6 @@
-"""Text in a terminal, each token on a ground whose colour is the depth at which it was decided.
+"""Coloured text in a terminal: the background of each token shows the depth at which it was decided.
 
-Without colours (`NO_COLOR`, or output that is not a terminal) tokens that left early stand in brackets.
+Without colours (`NO_COLOR`, or output that is not a terminal) tokens that exited early are put in brackets.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ def has_colours() -> bool:
 
 
 def show(text: str, nl: bool = True) -> None:
-    """Print text that may be painted."""
+    """Print text that may hold colours."""
     typer.echo(text, nl=nl, color=has_colours())
 
 
 def painted(text: str, depth: int, layers: int) -> str:
-    """A piece of text as the depth colours it."""
+    """Return a piece of text in the colour of its depth."""
     if not has_colours():
         return text if depth == layers or not text.strip() else f"[{text}]"
+    # Line by line, or the colour fills the rest of a line.
     ground = "\x1b[48;2;{};{};{}m\x1b[38;2;0;0;0m".format(*colour(depth / layers))
-    return "\n".join(f"{ground}{line}\x1b[0m" if line else "" for line in text.split("\n"))  # or the rest of a line is filled
+    return "\n".join(f"{ground}{line}\x1b[0m" if line else "" for line in text.split("\n"))
 
 
 def legend(depths: Iterable[int], layers: int) -> str:
-    """Each depth on its own ground."""
+    """Return the names of the depths, each in its colour."""
     names = {0: "before the first layer", layers: f"all {layers} layers"}
     said = [painted(names.get(depth, f"after {depth} layers"), depth, layers) for depth in sorted({*depths})]
     return "decided " + ", ".join(said)
 
 
 class Pieces:
-    """Tokens to text, a piece at a time: a character of several tokens comes with the last of them."""
+    """An incremental detokenizer: a character made of several tokens comes with the last of them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""`tide demo`: a prompt through `model.generate` and through TIDE, timed by turns, and where its tokens were decided."""
+"""`tide demo`: one prompt through `model.generate` and TIDE, timed interleaved, with the depth of every token."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ NAMES = {"generate": "model.generate", "exits_off": "TIDE, exits off", "exits": 
 
 
 def demo(
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to ask the model.")] = PROMPT,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Prompt for the model.")] = PROMPT,
     model: ModelOption = "default",
     router: Router = None,
     max_new_tokens: MaxNewTokens = 64,
-    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="How often each way is timed.")] = 3,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs of each contender.")] = 3,
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", metavar="FILE", callback=checked(check_report), help="The report: a page with every token."
+            "--output", "-o", metavar="FILE", callback=checked(check_report), help="Report: an HTML page with every token."
         ),
     ] = Path("tide-demo.html"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Show TIDE at work on the embedded model: the same text, faster.
+    """Compare TIDE with model.generate: the same text, faster. Runs the embedded model unless another is given.
 
     \b
     Examples:
@@ -71,18 +71,18 @@ def demo(
         coloured = _painted(loaded.tokenizer, answers[shown], run)
         _side_by_side({_title("generate", speeds): plain, _title(shown, speeds): coloured})
         show(f"\n{legend([token.depth for token in run.tokens], run.num_layers)}\n\n{_table(speeds, same)}\n\n{run.summary}\n")
-        typer.echo("tide bench measures your own prompts and models.")
-        typer.echo(f"report: {output} (open it in a browser: scores and the full model's word for every token)")
+        typer.echo("Measure your own prompts and models with tide bench.")
+        typer.echo(f"report: {output} (open it in a browser: router score and the full model's token for every token)")
     raise typer.Exit(0 if all(same.values()) else 1)
 
 
 def _compare(engine: Any, options: dict[str, Any], prompt_tokens: int, rounds: int) -> dict[str, Timing]:
-    """Each way, timed; afterwards the engine knows the middle round of the last of them as its latest."""
+    """Time each contender; leave the median run of the last one as the engine's latest."""
     runs = contenders(engine, options)
     last, notes = list(runs)[-1], list[Any]()
     runs[last] = _noting(engine, runs[last], notes)
     timed = interleaved(runs, prompt_tokens, rounds)
-    speeds, (_, *noted) = timed[last].speeds, notes  # the first was to warm up
+    speeds, (_, *noted) = timed[last].speeds, notes  # the first run is the warm-up
     engine.last_rows = noted[speeds.index(statistics.median_low(speeds))]
     return timed
 
@@ -97,7 +97,7 @@ def _noting(engine: Any, run: Callable[[], torch.Tensor], notes: list[Any]) -> C
 
 
 def _side_by_side(texts: dict[str, str]) -> None:
-    """Texts that may be painted, in columns."""
+    """Print texts that may hold colours, in columns."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -116,7 +116,7 @@ def _title(name: str, speeds: dict[str, float]) -> str:
 
 
 def _painted(tokenizer: Any, ids: list[int], run: Run) -> str:
-    """The text, each token in the colour of its depth."""
+    """Return the text, each token in the colour of its depth."""
     pieces = Pieces(tokenizer)
     return "".join(painted(pieces.add(token), own.depth, run.num_layers) for token, own in zip(ids, run.tokens, strict=True))
 

@@ -1,4 +1,4 @@
-"""One clear line instead of a traceback, and an exit code that says what kind of trouble it was:
+"""Errors as one clear line instead of a traceback, with an exit code:
 
     0  fine        1  something went wrong        2  wrong usage, found before any work        130  interrupted
 
@@ -14,19 +14,19 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-EXPECTED = (OSError, ValueError, TypeError, ImportError, RuntimeError, FloatingPointError)  # raised with the next step in it
+EXPECTED = (OSError, ValueError, TypeError, ImportError, RuntimeError, FloatingPointError)  # their messages tell the next step
 UsageError: Any = typer.BadParameter.__base__  # of typer's own click or of click, as the version has it
 
 
 class WrongUsage(typer.BadParameter):
-    """What is asked for cannot be, and that is known from the command line alone."""
+    """An error in the command line, found before any work."""
 
     def format_message(self) -> str:
         return self.message
 
 
 class Commands(TyperGroup):
-    """The commands of `tide`, whose errors are a line on stderr and an exit code."""
+    """The group of `tide` commands; an error is one line on stderr and an exit code."""
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
         given = list(sys.argv[1:] if args is None else args)
@@ -51,14 +51,14 @@ class Commands(TyperGroup):
 
 
 def told(problem: Exception) -> str:
-    """A problem in a line."""
+    """Return an error as one line."""
     return f"error: {' '.join(described(problem).split())}"
 
 
 def described(problem: Exception) -> str:
-    """What went wrong, and what to do."""
+    """Return what went wrong, and what to do."""
     if isinstance(problem, UsageError):
-        said = problem.format_message().replace("Value error, ", "")  # which is how pydantic begins
+        said = problem.format_message().replace("Value error, ", "")  # a prefix of pydantic
         path = problem.ctx.command_path if problem.ctx else "tide"
         return f"{said}{'' if said.endswith(('.', '?')) else '.'} See {path} --help."
     if isinstance(problem, EXPECTED):
@@ -67,7 +67,7 @@ def described(problem: Exception) -> str:
 
 
 def checked(check: Callable[[Any], None]) -> Callable[[Any], Any]:
-    """A check of an option, as typer calls it: what is wrong with the value is wrong usage."""
+    """Return a typer callback that runs `check` on an option; its errors become usage errors."""
 
     def callback(value: Any) -> Any:
         try:

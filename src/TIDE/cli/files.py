@@ -1,4 +1,4 @@
-"""Files that commands read and write: what is wrong with one is said before any work."""
+"""Checks of the files that commands read and write, made before any work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from TIDE.hub import check_datasets
 
 
 def check_target(path: Path, suffixes: tuple[str, ...]) -> None:
-    """Raise where no such file could be written."""
+    """Raise if no such file could be written."""
     if path.suffix not in suffixes:
         raise ValueError(f"expected a file that ends in {' or '.join(suffixes)}, found {path.name!r}.")
     if not path.parent.is_dir():
@@ -27,7 +27,7 @@ def check_prompts(path: Path) -> None:
 
 
 def decoded(data: bytes, name: str) -> str:
-    """UTF-8 text without its byte order mark; text in any other encoding is wrong usage."""
+    """Return UTF-8 text without its byte order mark; raise `WrongUsage` for any other encoding."""
     try:
         text = data.decode("utf-8-sig")
         found = "zero bytes" if "\0" in text else None
@@ -41,7 +41,7 @@ def decoded(data: bytes, name: str) -> str:
 
 
 def check_dataset(source: str) -> None:
-    """Raise where a source of texts is a file that is not there, or a data set that nothing here can read."""
+    """Raise if a source of texts is a missing file, or a data set without the package to read it."""
     is_file = source.endswith((".txt", ".jsonl"))
     if is_file and not Path(source).is_file():
         raise ValueError(f"there is no file {source}. Give a .txt or .jsonl file, a data set of the hub, or 'self'.")
@@ -56,10 +56,10 @@ Prompts = Annotated[
         dir_okay=False,
         metavar="FILE",
         callback=checked(check_prompts),
-        help="A .jsonl file: an object with 'prompt' a line.",
+        help="A .jsonl file: one object with 'prompt' per line.",
     ),
 ]
 PromptFile = Annotated[
     Path | None,
-    typer.Option(exists=True, dir_okay=False, metavar="FILE", help="A prompt per line, or .jsonl with 'prompt' or 'turns'."),
+    typer.Option(exists=True, dir_okay=False, metavar="FILE", help="One prompt per line, or .jsonl with 'prompt' or 'turns'."),
 ]

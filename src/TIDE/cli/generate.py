@@ -1,4 +1,4 @@
-"""`tide generate`: answers to prompts, as they are written."""
+"""`tide generate`: answer prompts, streaming the text."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ from TIDE.config import TIDEConfig
 from TIDE.run import prepared
 
 SEED = (
-    "For drawing with a temperature. The same seed gives the same text with --no-exits; with exits it may give another, "
-    "because how much is drafted goes by the clock."
+    "Random seed for sampling. The same seed gives the same text with --no-exits; with exits it may give another, "
+    "because the number of drafts depends on measured time."
 )
-Temperature = Annotated[
-    float, typer.Option(metavar="NUMBER", min=0.0, help="How freely to draw; 0: the most likely token each time.")
-]
+Temperature = Annotated[float, typer.Option(metavar="NUMBER", min=0.0, help="Sampling temperature; 0: greedy decoding.")]
 
 
 def _check_run(path: Path) -> None:
@@ -34,9 +32,7 @@ def _check_run(path: Path) -> None:
 
 @with_settings(*RUNNING)
 def generate(
-    prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT", help="What to ask; '-' or nothing: standard input.")
-    ] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts; '-' or none: standard input.")] = None,
     *,
     model: ModelOption = "default",
     file: PromptFile = None,
@@ -45,7 +41,8 @@ def generate(
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_p: Annotated[
-        float, typer.Option(metavar="SHARE", min=0.0, max=1.0, help="With a temperature: draw from the likeliest tokens only.")
+        float,
+        typer.Option(metavar="SHARE", min=0.0, max=1.0, help="Nucleus sampling: smallest token set with this probability."),
     ] = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", help=SEED)] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
@@ -53,7 +50,7 @@ def generate(
     save: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", callback=checked(_check_run), help="Keep the run for tide report: a .json file; one prompt."
+            metavar="FILE", callback=checked(_check_run), help="Save the run for tide report: a .json file; one prompt."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per prompt.")] = False,
@@ -95,7 +92,7 @@ def generate(
 
 
 def read_prompts(given: list[str], file: Path | None) -> list[str]:
-    """The prompts asked for, wherever they are."""
+    """Return the prompts: from arguments, a file or standard input."""
     if file is not None and given:
         raise WrongUsage("expected prompts as arguments or --file, found both. Leave one out.")
     if file is not None:
@@ -121,7 +118,7 @@ def _from_lines(text: str, is_json: bool, name: str) -> list[str]:
 
 
 def _asked(line: str) -> str | None:
-    """The prompt in a line of JSON, or the first of its turns."""
+    """Return the prompt in a line of JSON, or the first of its turns; None if it has neither."""
     try:
         held = json.loads(line)
     except ValueError:
@@ -131,7 +128,7 @@ def _asked(line: str) -> str | None:
 
 
 def write(engine: Any, tokens: Iterator[int], pieces: Pieces, depth: bool, quiet: bool) -> None:
-    """Print an answer as it comes, and keep it in `pieces`."""
+    """Print an answer as it is generated, and collect it in `pieces`."""
     layers = engine.last_stats.num_layers
     try:
         for number, token in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""`tide inspect`: what a router file holds."""
+"""`tide inspect`: the contents of a router file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def inspect(
         typer.Option(
             metavar="MODEL",
             callback=checked(check_model),
-            help="Load this model too, check that the file is for it, and say what runs its layers here.",
+            help="Also load this model, check that the file is for it, and print which runner runs its layers here.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the contents as JSON.")] = False,
 ) -> None:
-    """Print what a router file holds. Model, checkpoints, configuration, training facts and measured figures.
+    """Print the contents of a router file. Model, checkpoints, configuration, training facts and measured figures.
 
     \b
     Examples:
@@ -45,14 +45,14 @@ def inspect(
 
 
 def _backend(name: str, file: Path) -> str:
-    """What runs the model's layers, known after a few tokens."""
+    """Return the description of the runner of the model's layers, known after a few tokens."""
     import torch
 
     import TIDE
 
     model = load(name).model
     with TIDE.TIDE(model, file) as engine:
-        for _ in range(3):  # as it is written, captured, replayed
+        for _ in range(3):  # run eagerly, captured, replayed
             prompt = torch.full((1, 8), 1, device=model.device)
             engine.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
         return engine.backend

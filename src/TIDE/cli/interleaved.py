@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Timing(NamedTuple):
-    """What a run wrote, and how fast."""
+    """The text and the speed of a contender."""
 
     ids: torch.Tensor  # prompt and answer
     speeds: list[float]  # tokens per second of each round, prompt included
@@ -23,7 +23,7 @@ class Timing(NamedTuple):
 
 
 def contenders(engine: Any, options: dict[str, Any]) -> dict[str, Callable[[], torch.Tensor]]:
-    """A request by `model.generate`, by an engine with exits off, and by the engine as it is where it has exits."""
+    """Return a request as run by `model.generate`, by the engine with exits off and, if it has exits, by the engine itself."""
 
     def exits_off() -> torch.Tensor:
         with engine.using(engine.config, exits=False):
@@ -35,7 +35,7 @@ def contenders(engine: Any, options: dict[str, Any]) -> dict[str, Callable[[], t
 
 
 def interleaved(runs: dict[str, Callable[[], torch.Tensor]], prompt_tokens: int, rounds: int) -> dict[str, Timing]:
-    """Each once to warm up, then in rounds, the order turned round each time."""
+    """Run each contender once to warm up, then in timed rounds, reversing the order each time."""
     found = {name: Timing(run(), []) for name, run in runs.items()}
     for number in range(rounds):
         for name in sorted(runs, reverse=bool(number % 2)):

@@ -1,4 +1,4 @@
-"""The model a command works with: how it is named, what can be said of it at once, loading it, and how far it writes."""
+"""The model of a command: its option, the check of its name, loading it, and the length of its answers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 HELP = "A hub id, a local path, or 'default'."
 GIVE = "Give a folder with a model, a .gguf file, a hub id, or 'default'."
-UNLESS_GIVEN = "A hub id, a local path, or 'default', which is taken unless given."
+UNLESS_GIVEN = "A hub id, a local path, or 'default', the model used unless given."
 
 
 def check_model(name: str) -> None:
-    """Raise where no model can be behind a name; a hub id is looked up when the model is loaded."""
+    """Raise if no model can have this name; a hub id is looked up when the model is loaded."""
     if name == "default" or (name and Path(name).exists()):
         return
     if name.endswith(".gguf") or name.startswith(".") or not HUB_ID.fullmatch(name):
@@ -40,12 +40,12 @@ MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", metavar="N", min=
 
 
 def with_model(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take its `model` as the argument MODEL or as --model, as other commands do."""
+    """Let a command take its `model` as the argument MODEL or as the option --model."""
     signature = inspect.signature(command, eval_str=True)
     default = signature.parameters["model"].default
     said, check = HELP if default is inspect.Parameter.empty else UNLESS_GIVEN, checked(check_model)
     argument = Annotated[str | None, typer.Argument(metavar="MODEL", callback=check, help=said)]
-    option = Annotated[str | None, typer.Option("--model", metavar="MODEL", callback=check, help="Another way to say MODEL.")]
+    option = Annotated[str | None, typer.Option("--model", metavar="MODEL", callback=check, help="Same as MODEL.")]
     own = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in signature.parameters.values()
@@ -70,7 +70,7 @@ def with_model(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def load(name: str, dtype: str | None = None) -> Loaded:
-    """Load the model and its tokenizer, without a bar for its tensors. A hub that is needed and away is known at once."""
+    """Load the model and its tokenizer, without a loading bar. Fail at once if the hub is needed and not reachable."""
     if name != "default" and not name.endswith(".gguf"):
         model_source(name)
 

@@ -1,7 +1,7 @@
-"""What other libraries say on stderr is left out of every command: their warnings, and bars for what takes no time.
+"""Silence for other libraries: commands show none of their warnings, and no progress bars for quick work.
 
-A library that is there already is told by its logger; one that is imported later reads its own environment variable, which a
-user may have set to see more. Warnings of TIDE are a line each; bars stay for what TIDE does, and for real downloads.
+A library that is already imported is set by its logger; one imported later reads its own environment variable, which a user
+may have set to see more. Warnings of TIDE are one line each; progress bars remain for the work of TIDE and for downloads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DOWNLOADS = ("huggingface_hub.http_get", "huggingface_hub.xet_get")
 
 
 class _Lines(logging.Handler):
-    """A line on stderr for each record."""
+    """A log handler that prints one line on stderr per record."""
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = "warning: " if record.levelno >= logging.WARNING else ""
@@ -35,21 +35,21 @@ LINES = _Lines()
 
 
 def quiet() -> None:
-    """Hear TIDE, and of other libraries only errors. Nothing is imported for it."""
+    """Show the log of TIDE, and only errors of other libraries, without importing any of them."""
     warnings.simplefilter("ignore")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in LIBRARIES:
         logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("TIDE").addHandler(LINES)  # once, however often it is asked for
+    logging.getLogger("TIDE").addHandler(LINES)  # added once, however often this is called
 
 
 def without_loading_bars() -> None:
-    """Leave out the bars of transformers and of looking through the hub's cache."""
+    """Disable the progress bars of transformers and of hub cache lookups."""
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # all of the hub's too
+    disable_progress_bar()  # also disables those of the hub
     disable_progress_bars()
     for name in DOWNLOADS:
         enable_progress_bars(name)

@@ -1,4 +1,4 @@
-"""`tide report RUN.json`: a run as a page to look at."""
+"""`tide report RUN.json`: a run as an HTML page."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from TIDE.plots.report import check_report, write_report
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", exists=True, dir_okay=False, help="What tide generate --save wrote.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", exists=True, dir_okay=False, help="A run saved by tide generate --save.")
+    ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", callback=checked(check_report), help="The page; RUN.html unless given."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", callback=checked(check_report), help="HTML page; RUN.html unless given."
+        ),
     ] = None,
     figures: Annotated[
         Path | None,
         typer.Option(
-            file_okay=False, metavar="FOLDER", callback=checked(check_matplotlib), help="Draw figures into this folder too."
+            file_okay=False, metavar="FOLDER", callback=checked(check_matplotlib), help="Also draw figures into this folder."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the files written as JSON.")] = False,
 ) -> None:
-    """Make one HTML page of a run. It has every token with its depth, the router's score and the full model's word.
+    """Write a run as one HTML page. It shows the depth, router score and full model's token of every token.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""Which router file a command works with: the option, and what it comes to."""
+"""The router file of a command: its options, and the path they lead to."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ Router = Annotated[
     typer.Option(
         metavar="FILE",
         callback=checked(check_router),
-        help="A router file, or 'default': the shipped one, taken for the default model unless given.",
+        help="A router file, or 'default': the shipped one, used for the default model unless given.",
     ),
 ]
 NoExits = Annotated[bool, typer.Option("--no-exits", help="Run all layers for every token; needs no router file.")]
 
 
 def router_path(model: str, router: str | None, otherwise: str = "") -> Path:
-    """The file asked for; the shipped one for "default", and for the default model where none is given.
+    """Return the path of the router file: the shipped one for "default", and for the default model if none is given.
 
     Args:
-        otherwise: what else a user may do who has no file.
+        otherwise: an alternative for users without a file, added to the error message.
     """
     import TIDE
 
@@ -53,5 +53,5 @@ def router_path(model: str, router: str | None, otherwise: str = "") -> Path:
 
 
 def exits_path(model: str, router: str | None, no_exits: bool) -> Path | None:
-    """The router file of a command that has --no-exits."""
+    """Return the router file of a command that has --no-exits; None with that option."""
     return None if no_exits else router_path(model, router, " Or go without: --no-exits.")

@@ -19,25 +19,25 @@ RUNNING = ("mode", "exit_threshold", "min_layers", "kv_cache_strategy", "max_pen
 CHOICES = {"mode": MODES, "exit_strategy": EXIT_STRATEGIES, "label": LABELS, "kv_cache_strategy": KV_CACHE_STRATEGIES}
 CHECKS = {"calibration_dataset": checked(check_dataset)}
 METAVARS = {int: "N", float: "NUMBER", str: "NAME"}
-HELP = {  # where the first words of a field's description are not enough
-    "mode": "exact: the text of the full model; fast: what the exits say, unchecked. Unless given: exact, or fast with "
+HELP = {  # if the first clause of a field's description is not enough
+    "mode": "exact: the text of the full model; fast: exit predictions, unverified. Unless given: exact, or fast with "
     "--kv-cache-strategy propagate or zero_pad.",
-    "kv_cache_strategy": "What becomes of layers a token skipped: run later, written from the exit's state, or zeros.",
+    "kv_cache_strategy": "Treatment of skipped layers: run later, K/V written from the exit state, or K/V of zeros.",
 }
 
 
 def descriptions() -> dict[str, str]:
-    """What the docstring of `TIDEConfig` says of each field, in one line."""
+    """Return the description of each field in the docstring of `TIDEConfig`, as one line."""
     text = inspect.cleandoc(TIDEConfig.__doc__ or "").split("Attributes:\n")[1]
     found = re.findall(r"^    (\w+): (.+?)(?=^    \w+: |\Z)", text, re.MULTILINE | re.DOTALL)
     return {name: " ".join(said.split()) for name, said in found}
 
 
 def with_settings(*names: str, **renamed: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each of these fields; it takes what they come to as `config`.
+    """Give a command an option for each of these fields; it receives them as one `config`.
 
     Args:
-        renamed: by option, the fields whose options have a shorter name.
+        renamed: option -> field, for options with a shorter name.
     """
     fields = {name: name for name in names} | renamed
     options = [option(name, field) for name, field in fields.items()]
@@ -61,7 +61,7 @@ def with_settings(*names: str, **renamed: str) -> Callable[[Callable[..., None]]
 
 
 def option(name: str, field: str) -> inspect.Parameter:
-    """The option of a field."""
+    """Return the option of a field."""
     said = re.split(r"[.;] ", descriptions()[field].removeprefix("calibration: "))[0].rstrip(".")
     said = HELP.get(field, f"{said[0].upper()}{said[1:]}.")
     default = getattr(TIDEConfig(), field)

@@ -1,4 +1,4 @@
-"""A talk: what was said so far, the answers to it as they are written, and the file it is kept in."""
+"""A chat: its messages so far, the streamed answers, and the file it is saved to."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from TIDE.cli.files import check_target
 
 
 class Talk:
-    """What was said to an engine, in the model's chat template. A turn that brings no answer is as if it had not been said."""
+    """A chat with an engine, in the model's chat template. A turn without an answer is dropped."""
 
     def __init__(self, engine: Any, tokenizer: Any, system: str | None) -> None:
         import TIDE
 
         self.engine, self.tokenizer, self.system = engine, tokenizer, system
         self.conversation = TIDE.Conversation(engine)
-        self.file: Path | None = None  # where this talk was saved
+        self.file: Path | None = None  # where this chat was saved
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was said, and the file it is kept in."""
+        """Clear the messages, and the file they were saved to."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.file = None
 
     def ask(self, said: str, pieces: Pieces, options: dict[str, Any]) -> Iterator[int]:
-        """Yield the tokens of the answer up to Ctrl-C, and keep it as `pieces` has it then."""
+        """Yield the tokens of the answer until its end or Ctrl-C; then keep the text in `pieces` as the answer."""
         messages = [*self.messages, {"role": "user", "content": said}]
         with interrupts() as were_noted:
             inputs = self.tokenizer.apply_chat_template(
@@ -45,7 +45,7 @@ class Talk:
             self.messages = [*messages, {"role": "assistant", "content": pieces.shown}]
 
     def save(self, name: str = "") -> Path:
-        """Write the messages as JSON: to a new file, or again to the one they were written to before."""
+        """Write the messages as JSON: to a new file, or again to the file of this chat."""
         if all(message["role"] == "system" for message in self.messages):
             raise ValueError("there is nothing to save yet. Say something first.")
         path = Path(name).expanduser() if name else self.file or Path(time.strftime("tide-chat-%Y%m%d-%H%M%S.json"))
@@ -59,7 +59,7 @@ class Talk:
 
 @contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Note Ctrl-C instead of raising KeyboardInterrupt: a step of the engine is not broken off, and its K/V stay usable."""
+    """Record Ctrl-C instead of raising KeyboardInterrupt: a step of the engine is completed, and its K/V stay usable."""
     noted: list[object] = []
     before = signal.signal(signal.SIGINT, lambda *_: noted.append(True))
     try:

@@ -1,4 +1,4 @@
-"""`tide tune MODEL`: speed and text of every setting on prompts of the user."""
+"""`tide tune MODEL`: speed and agreement of every setting on the user's prompts."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def tune(
         ),
     ] = None,
     max_new_tokens: MaxNewTokens = 64,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Take N of the prompts, drawn at random.")] = PROMPTS,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Use N of the prompts, drawn at random.")] = PROMPTS,
     figure: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE", callback=checked(check_figure), help="Draw speed over agreement: a .png, .svg or .pdf file."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Measure speed and agreement of every setting on your prompts. Exits off, mode exact and mode fast take turns.
+    """Measure speed and agreement of every setting on your prompts. Exits off, mode exact and mode fast are interleaved.
 
     \b
     Examples:

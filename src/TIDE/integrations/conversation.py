@@ -1,11 +1,11 @@
-"""A conversation: requests that go on from each other, so that what their texts share is run once.
+"""A conversation: successive requests that reuse the KV cache of their common prefix.
 
     conversation = TIDE.Conversation(engine)
     for token in conversation.stream(ids, max_new_tokens=64): ...
-    for token in conversation.stream(longer_ids, max_new_tokens=64): ...     runs what is new in them
+    for token in conversation.stream(longer_ids, max_new_tokens=64): ...     runs the new part only
 
-Texts may part anywhere: K/V are kept up to there. If the model was changed in between (weights, adapters), nothing is kept.
-On a GPU in rounds every prompt is run as a whole, by one graph.
+Texts may diverge anywhere: K/V are reused up to that point. If the model changed in between (weights, PEFT adapters), nothing
+is reused. If rounds run as CUDA graphs, every prompt is run as a whole, by one graph.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from TIDE.engine.runners.snapshot import ModelSnapshot
 
 
 class Conversation:
-    """Requests of one row to an engine, one after the other."""
+    """Successive requests of one row to an engine."""
 
     def __init__(self, engine: TIDE) -> None:
         self.engine = engine
         self._last: tuple[Decoding, ModelSnapshot] | None = None
 
     def stream(self, *inputs: Any, **options: Any) -> Iterator[int]:
-        """Yield the new tokens of the next text. Takes what `TIDE.stream` takes."""
+        """Yield the new tokens of the next request. Takes the arguments of `TIDE.stream`."""
         return self.engine.stream(*inputs, after=self._follow, **options)
 
     def _follow(self, decoding: Decoding) -> None:

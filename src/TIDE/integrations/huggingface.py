@@ -1,4 +1,4 @@
-"""TIDE inside code that is written for Hugging Face.
+"""TIDE inside Hugging Face code: `model.generate` and pipelines.
 
 model.generate(**inputs, custom_generate=TIDE.custom_generate, tide=engine)
 TIDE.pipeline(engine, tokenizer)("Once upon a time", max_new_tokens=40)
@@ -28,7 +28,7 @@ def custom_generate(
     tide: TIDE | None = None,
     **rest: Any,
 ) -> torch.Tensor:
-    """What `model.generate` calls instead of its own decoding; `tide` is the engine."""
+    """Decode for `model.generate`, in place of its own loop; `tide` is the engine."""
     if not isinstance(tide, TIDE):
         raise TypeError(
             f"custom_generate needs an engine: model.generate(..., custom_generate=TIDE.custom_generate, tide=engine); "
@@ -44,7 +44,7 @@ def custom_generate(
 
 
 def _streamer_of_the_caller() -> BaseStreamer | None:
-    """`model.generate` shows its streamer the prompt and hands it to its own decoding only, so we fetch it."""
+    """Return the streamer given to `model.generate`, which does not pass it to a custom decoding loop."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not (frame.f_code.co_name == "generate" and "streamer" in frame.f_locals):
         frame = frame.f_back
@@ -52,10 +52,10 @@ def _streamer_of_the_caller() -> BaseStreamer | None:
 
 
 def pipeline(engine: TIDE, tokenizer: Any, **options: Any) -> Any:
-    """A transformers pipeline for text generation that decodes with an engine.
+    """Return a transformers pipeline for text generation that decodes with an engine.
 
     Args:
-        options: of `transformers.pipeline`, and defaults for generation.
+        options: of `transformers.pipeline`, and defaults of generation.
     """
     return transformers_pipeline(
         "text-generation", model=engine.model, tokenizer=tokenizer, custom_generate=custom_generate, tide=engine, **options

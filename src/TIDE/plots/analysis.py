@@ -1,6 +1,6 @@
-"""The figure of an analysis: a line per criterion over depth, a mark on the axis where an oracle would leave.
+"""The figure of an analysis: a line per criterion over depth, and a mark on the axis at the mean depth of an oracle.
 
-Figures are made without pyplot, so a program's own figures and backend are left alone.
+Figures are made without pyplot, so the program's own figures and backend stay untouched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from TIDE.calibration.analyze import Analysis
 
 SUFFIXES = (".png", ".svg", ".pdf")
-STYLE: dict[str, dict[str, Any]] = {  # colours that stay apart for colour-blind readers (Okabe and Ito)
+STYLE: dict[str, dict[str, Any]] = {  # colours that colour-blind readers can tell apart (Okabe and Ito)
     "cosine": dict(color="#999999", linestyle="--"),
     "identity": dict(color="#000000"),
     "lens": dict(color="#0072B2", marker="o"),
@@ -23,7 +23,7 @@ STYLE: dict[str, dict[str, Any]] = {  # colours that stay apart for colour-blind
 
 
 def check_figure(path: str | Path) -> None:
-    """Raise where no figure could be written to `path`: better before long work than after it."""
+    """Raise if no figure could be written to `path`: better before long work than after it."""
     check_matplotlib()
     path = Path(path)
     if path.suffix not in SUFFIXES:
@@ -33,13 +33,13 @@ def check_figure(path: str | Path) -> None:
 
 
 def check_matplotlib(_: object = None) -> None:
-    """Raise where nothing here can draw."""
+    """Raise if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("figures need matplotlib. Install with: pip install 'tide-inference[plots]'")
 
 
 def plot_analysis(analysis: Analysis, path: str | Path) -> None:
-    """Draw the share of tokens decided at each depth. The suffix of `path` says in which format."""
+    """Draw the share of tokens decided at each depth. The suffix of `path` selects the format."""
     check_figure(path)
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter

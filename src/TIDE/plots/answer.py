@@ -1,6 +1,6 @@
 """The answer of a run as HTML: its tokens in the colours of their depths, and the legend of the colours.
 
-Only words are coloured. A space can hang over the end of a line and a newline has no width, so colour there would be a stub.
+Only words are coloured: a space may overhang the end of a line and a newline has no width, so colour would leave a stub there.
 Newlines are shown as ↵ and special tokens with a label; the style sheet adds both, so text copied from the page has neither.
 """
 
@@ -18,14 +18,14 @@ MARKS = str.maketrans({" ": "␣", "\n": "↵", "\r": "↵", "\t": "⇥"})
 
 
 def answer(run: Run) -> str:
-    """Return the tokens, each a span that holds its details."""
+    """Return the tokens, each as a span with its details."""
     if not run.tokens:
         return '<span class="soft">(empty)</span>'
     return "".join(_token(run, place, is_code) for place, is_code in enumerate(_in_code(run)))
 
 
 def legend(run: Run) -> str:
-    """Return the depths that occur, in words, each after its colour."""
+    """Return the depths that occur, in words, each with its colour."""
     depths = sorted({token.depth for token in run.tokens})
     items = [f'<i style="--depth: {css(depth, run)}"></i>{where(depth, run.num_layers)}' for depth in depths]
     if any(token.text != token.full for token in run.tokens):
@@ -41,12 +41,12 @@ def where(depth: int, layers: int) -> str:
 
 
 def css(depth: int, run: Run) -> str:
-    """Return the colour of a depth, as style sheets write it."""
+    """Return the colour of a depth in CSS notation."""
     return f"rgb({' '.join(map(str, colour(depth / run.num_layers)))})"
 
 
 def _in_code(run: Run) -> Iterator[bool]:
-    """Whether each token stands in a block of code, between two fences."""
+    """Yield, for each token, True if it is in a fenced block of code."""
     text = ""
     for token in run.tokens:
         text += token.text
@@ -75,7 +75,7 @@ def _label(run: Run, place: int) -> str:
 
 
 def _details(token: Token, run: Run) -> str:
-    """Return what the panel shows: the token, then a line for each name and value."""
+    """Return the text of the panel: the token, then a line for each name and value."""
     rows = {
         "depth": where(token.depth, run.num_layers),
         "router score": _score(token, run),
@@ -94,5 +94,5 @@ def _score(token: Token, run: Run) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return a token by itself, with its spaces, tabs and newlines visible."""
+    """Return the text of a token with visible spaces, tabs and newlines."""
     return text.translate(MARKS) or "(part of a character)"

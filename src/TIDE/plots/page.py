@@ -1,10 +1,10 @@
-"""The page of a report: its look, and how it responds to mouse, finger and keyboard. `report.py` fills it.
+"""The page of a report: its style sheet, and its script for mouse, touch and keyboard. `report.py` fills it.
 
-The panel with a token's details never covers the answer. In a wide window it stands beside the answer and stays in view; in a
-narrow one it takes the bottom of the window, and the page scrolls in the part above it. Its height does not depend on what it
-shows, so pointing at a token moves nothing.
+The panel with a token's details never covers the answer. On a wide screen it sits beside the answer and stays in view; on a
+narrow one it sits at the bottom, and the page scrolls above it. Its height does not depend on its content, so hovering over a
+token moves nothing.
 
-Text stays readable on every colour, in light and dark: colours are thinned by `--shade` until it is.
+Text stays readable on every colour, in light and dark mode: `--shade` makes the colours pale enough.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ document.addEventListener("keydown", (event) => {
   next.tabIndex = 0;
   next.focus();
 });
-document.querySelector("main").focus({ preventScroll: true });  // or keys do not scroll it in a narrow window
+document.querySelector("main").focus({ preventScroll: true });  // otherwise keys do not scroll it on a narrow screen
 """
 
 PAGE = Template(

@@ -1,7 +1,7 @@
-"""A run as one HTML page that needs nothing else: the answer, every token in the colour of its depth, and figures below it.
+"""A run as one self-contained HTML page: the answer, every token in the colour of its depth, and figures below it.
 
 Hovering over or tapping a token shows its depth, the router's score and the full model's most likely token in a panel
-beside it. With the keyboard, tab leads to the answer and the arrows from token to token.
+beside it. On the keyboard, Tab moves to the answer and the arrow keys move between tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from TIDE.run import Run
 
 
 def report(run: Run) -> str:
-    """Return the page."""
+    """Return the page as HTML."""
     name = escape(Path(run.model).name)
     return PAGE.substitute(
         title=f"{name}, {escape(mode(run))}",
@@ -34,7 +34,7 @@ def report(run: Run) -> str:
 
 
 def check_report(path: str | Path) -> None:
-    """Raise where no page could be written to `path`: better before long work than after it."""
+    """Raise if no page could be written to `path`: better before long work than after it."""
     path = Path(path)
     if path.suffix not in (".html", ".htm"):
         raise ValueError(f"a report ends in .html, found {path.name!r}.")
@@ -52,7 +52,7 @@ def mode(run: Run) -> str:
 
 
 def verified_steps(run: Run) -> dict[int, float]:
-    """Return the share of drafts accepted, by position. Mode fast verifies none, so it has no share."""
+    """Return the share of drafts accepted, by position; empty in mode fast, which verifies none."""
     return run.acceptance_by_step if run.mode == "exact" else {}
 
 
@@ -65,7 +65,7 @@ def _figures(run: Run) -> list[tuple[str, str]]:
         (f"{run.tokens_per_second:.1f}", "tokens per second"),
         (f"{early:.0%}", "exited early"),
         (f"{run.mean_depth:.1f}", f"mean depth, of {run.num_layers} layers"),
-        (f"{math.floor(1000 * run.agreement) / 10:g}%", "match the full model"),  # 100 only if all do
+        (f"{math.floor(1000 * run.agreement) / 10:g}%", "match the full model"),  # rounded down: 100 only if all match
     ]
 
 

@@ -12,13 +12,13 @@ from TIDE.plots.ramp import colour
 from TIDE.plots.report import mode, verified_steps
 from TIDE.run import Run, Token
 
-LINE = 92  # characters, of a width that goes with fontsize=10.9 below
-TOP, BAR = 0.5, 0.72  # inches: for the title, and for a line of text with its bars
-STUB = 0.12  # of all layers: what a token that ran none is drawn with
+LINE = 92  # characters per line at the fontsize=10.9 below
+TOP, BAR = 0.5, 0.72  # inches: height of the title, and of a line of text with its bars
+STUB = 0.12  # height, as a share of all layers, of the bar of a token that ran none
 
 
 def plot_histogram(run: Run, path: str | Path) -> None:
-    """Draw how many tokens were decided at each depth."""
+    """Draw the number of tokens decided at each depth."""
 
     def draw(axes: Any) -> None:
         counts = Counter(token.depth for token in run.tokens)
@@ -79,7 +79,7 @@ def _figure(run: Run, path: str | Path, draw: Callable[[Any], None]) -> None:
 
 
 def _lines(tokens: tuple[Token, ...]) -> list[list[Token]]:
-    """Tokens as lines of text: broken where the text breaks, and where a line is full."""
+    """Return tokens as lines of text, broken at newlines and at full lines."""
     lines: list[list[Token]] = [[]]
     for token in tokens:
         if lines[-1] and (lines[-1][-1].text.endswith("\n") or sum(map(_width, lines[-1])) + _width(token) > LINE):
@@ -107,7 +107,7 @@ def _draw_line(axes: Any, run: Run, line: list[Token]) -> None:
 
 
 def _label(token: Token) -> str:
-    return token.text.replace("\n", "↵").replace("\t", " ").replace("$", r"\$")  # or matplotlib reads formulas
+    return token.text.replace("\n", "↵").replace("\t", " ").replace("$", r"\$")  # escaped, or matplotlib reads formulas
 
 
 def _width(token: Token) -> int:

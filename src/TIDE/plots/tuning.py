@@ -1,6 +1,6 @@
-"""The figure of a tuning: speed over agreement with the full model's text, a line per way to treat skipped layers.
+"""The figure of a tuning: speed over agreement with the full model's text, a line per kv_cache_strategy.
 
-Along a line the exit threshold falls. Exits off and mode exact are marks; both have the full model's text.
+The exit threshold decreases along a line. Exits off and mode exact are marks; both generate the full model's text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from TIDE.plots.analysis import check_figure
 if TYPE_CHECKING:
     from TIDE.calibration.tune import Tuning
 
-STYLE: dict[str, dict[str, Any]] = {  # colours that stay apart for colour-blind readers (Okabe and Ito)
+STYLE: dict[str, dict[str, Any]] = {  # colours that colour-blind readers can tell apart (Okabe and Ito)
     "exact": dict(color="#D55E00", marker="s"),
     "propagate": dict(color="#0072B2", marker="o"),
     "zero_pad": dict(color="#009E73", marker="^"),
@@ -22,7 +22,7 @@ MARKS: dict[str, dict[str, Any]] = {"off": dict(color="#000000", marker="x"), "e
 
 
 def plot_tuning(tuning: Tuning, path: str | Path) -> None:
-    """Draw the speed and the agreement of each setting. The suffix of `path` says in which format."""
+    """Draw the speed and the agreement of each setting. The suffix of `path` selects the format."""
     check_figure(path)
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter

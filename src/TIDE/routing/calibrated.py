@@ -1,7 +1,7 @@
-"""The exit policy of a router file: a head guesses, a router says how likely the guess is right.
+"""The exit policy of a router file: an exit head guesses, a router scores how likely the guess is right.
 
-The head runs before the router is asked, because its own confidence is the best thing a router can know; what it
-found is kept for `predict`, so an exit costs one head.
+The head runs before the router, because its confidence is the router's most useful input; its logits are kept for `predict`,
+so an exit costs one head evaluation.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class CalibratedPolicy(ExitPolicy):
-    """Exits as calibrated. Heads and routers are put where the model is, heads in its dtype."""
+    """The calibrated exits of a model. Heads and routers are moved to its device, heads to its dtype."""
 
     weighs = True
-    fast_threshold = 0.95  # scores are shares: nineteen in twenty exits agree
+    fast_threshold = 0.95  # scores are probabilities: nineteen in twenty exits agree
 
     def __init__(self, file: RouterFile, adapter: ModelAdapter, head: Head | None = None) -> None:
         device, dtype = adapter.device, adapter.model.dtype
@@ -47,11 +47,11 @@ class CalibratedPolicy(ExitPolicy):
         head = adapter.head if head is None else head
         self.int8_head = self._int8_head(head)
         nothing = torch.zeros(1, adapter.hidden_dim, device=device, dtype=dtype)
-        for depth in self.exits:  # what is made at first use should not keep a text waiting
+        for depth in self.exits:  # warm up, so that the first request does not pay for it
             self.judge(depth, nothing, head)
 
     def _int8_head(self, head: Head) -> Any:
-        """Return the LM head in 8 bits, of the weights as they are now; None if there is no compiled code for it."""
+        """Return the LM head in 8 bits, made from the current weights; None if there is no compiled code for it."""
         int8 = getattr(head, "int8", None)
         return int8(self.vocabulary) if int8 is not None and self.routers else None
 
@@ -62,14 +62,14 @@ class CalibratedPolicy(ExitPolicy):
         return seen_depths(depth, self.num_layers, at.head.sizes)
 
     def judge(self, depth: int, guess: torch.Tensor, head: Head) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n, hidden) guesses of an exit -> the logits of its tokens, and (n,) scores."""
+        """Map (n, hidden) guesses of an exit to the logits of its vocabulary and (n,) scores."""
         if self.int8_head is not None:
             return self.int8_head.judge(guess, self.routers[depth])
         logits = head(guess, self.vocabulary)
         return logits, self.exits[depth].router(guess, logits)
 
     def start(self, rows: int, head: Head) -> ExitPolicy:
-        adapter = getattr(head, "__self__", None)  # whose head it is; policies may serve several engines
+        adapter = getattr(head, "__self__", None)  # the owner of the head; a policy may serve several engines
         if adapter is not None:
             head = adapter.head if head is None else head
         self.int8_head = self._int8_head(head)
@@ -80,7 +80,7 @@ class CalibratedPolicy(ExitPolicy):
 
 
 class _Request(ExitPolicy):
-    """A calibrated policy at work on one request."""
+    """The state of a calibrated policy for one request."""
 
     def __init__(self, policy: CalibratedPolicy, rows: int, head: Head) -> None:
         self.policy = policy
@@ -91,7 +91,7 @@ class _Request(ExitPolicy):
             for depth, at in policy.exits.items()
             if isinstance(at.head, MemoryHead)
         }
-        self._scored: tuple[list[int], torch.Tensor] = ([], torch.zeros(0))  # the rows last scored, and their logits
+        self._scored: tuple[list[int], torch.Tensor] = ([], torch.zeros(0))  # rows last scored, and their logits
 
     def observe(self, depth: int, row: int, position: int, states: torch.Tensor) -> None:
         for memory in self.memories.values():
@@ -118,6 +118,6 @@ class _Request(ExitPolicy):
             logits = logits[[rows.index(row) for row in candidates.rows]]
         if self.policy.vocabulary is None:
             return logits
-        # Not minus infinity: processors may leave nothing but tokens that were not looked at.
+        # Not minus infinity: processors may leave only tokens that the exit head did not score.
         lowest = (logits.amin(-1, keepdim=True) - UNLIKELY).expand(-1, self.policy.vocab_size)
         return lowest.scatter(1, self.policy.vocabulary.expand(len(logits), -1), logits)

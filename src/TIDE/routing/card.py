@@ -1,6 +1,6 @@
-"""A router file in words: a summary for the terminal, a model card for the Hub.
+"""A router file as text: a summary for the terminal, a model card for the Hub.
 
-Figures come as they were measured: values by name, and lists of rows, which become tables.
+Measured figures are values by name, and lists of rows, which become tables.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ CARD = """---
 # {title}
 
 A router file for TIDE (package `tide-inference`): exit heads and routers that let easy tokens of a frozen
-causal LM leave before its last layer. The model itself is not in it.
+causal LM exit before its last layer. The model itself is not included.
 
-Made for **{model}**. It runs with that model only: the file knows its weights.
+Made for **{model}**. It runs with that model only: the file holds a fingerprint of its weights.
 
 ```python
 import TIDE
@@ -44,7 +44,7 @@ with TIDE.TIDE(model, router) as engine:  # mode "exact": the text stays the mod
 
 
 def summary_text(file: RouterFile) -> str:
-    """Everything a file holds but its tensors."""
+    """Return everything in a file except its tensors, as text."""
     values = file.as_dict()
     lines = _pairs(_head(file))
     lines += ["", "exits", *_indented(_aligned(_exit_rows(values)))]
@@ -60,10 +60,10 @@ def summary_text(file: RouterFile) -> str:
 
 
 def card_text(file: RouterFile, repo_id: str | None = None, base_model: str | None = None) -> str:
-    """The model card of a file.
+    """Return the model card of a file.
 
     Args:
-        repo_id: where the file will be.
+        repo_id: hub id of the repository for the file.
         base_model: hub id of the model it is for.
     """
     values = file.as_dict()
@@ -108,7 +108,7 @@ def _head(file: RouterFile) -> Row:
 
 
 def _certified(values: Row) -> Row:
-    """The certificate, where there is one."""
+    """Return the certificate for display; empty if there is none."""
     if values["certificate"] is None:
         return {}
     held = dict(values["certificate"])
@@ -136,13 +136,13 @@ def _exit_tables(values: Row) -> dict[str, list[Row]]:
 
 
 def _each(sizes: Iterable[Row]) -> str:
-    """Sizes of several things, said once where they are the same; what they do not have is left out."""
+    """Return the sizes of several modules as text, equal ones once; sizes of zero are left out."""
     said = [", ".join(f"{name} {_shown(size)}" for name, size in of.items() if size) for of in sizes]
     return " / ".join(dict.fromkeys(said))
 
 
 def _sorted_out(values: Row) -> tuple[Row, dict[str, list[Row]]]:
-    """Values by name, with those inside values as "outer.inner"; and lists of rows."""
+    """Split values into plain ones, nested names joined as "outer.inner", and tables (lists of rows)."""
     plain: Row = {}
     tables: dict[str, list[Row]] = {}
     for name, value in values.items():
@@ -163,7 +163,7 @@ def _pairs(values: Row) -> list[str]:
 
 
 def _aligned(rows: list[Row]) -> list[str]:
-    """A table with a column per name: numbers to the right, words to the left."""
+    """Return a table with a column per name: numbers aligned right, words left."""
     names = _columns(rows)
     cells = [names, *([_shown(row.get(name)) for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -1,7 +1,7 @@
-"""A certificate: down to which score tokens may leave unverified, with what risk, and for which settings that was found.
+"""A certificate: the lowest score at which tokens may exit unverified, the risk, and the settings it was found for.
 
-`TIDE.certify` makes it, a router file carries it, and mode "fast" takes its threshold where the configuration gives none and
-the settings are those of the certificate.
+`TIDE.certify` makes it, a router file stores it, and mode "fast" uses its threshold if the configuration has none and the
+settings are those of the certificate.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Settings(NamedTuple):
-    """What changes the text of mode "fast", beside the threshold and the router file."""
+    """The settings that affect the text of mode "fast", besides the threshold and the router file."""
 
     kv_cache_strategy: str
     min_layers: int
@@ -21,14 +21,14 @@ class Settings(NamedTuple):
     dtype: str  # of the model
 
     def differences(self, other: Settings) -> list[str]:
-        """In words, where another one differs."""
+        """Return in words the fields in which another one differs."""
         pairs = zip(self._fields, self, other, strict=True)
         return [f"{name} {found!r} instead of {own!r}" for name, own, found in pairs if own != found]
 
 
 @dataclass(frozen=True)
 class Tested:
-    """A threshold that was tried: its mean loss, and the p-values of "the mean is above the risk"."""
+    """A tested threshold: its mean loss, and the p-values of "the mean is above the risk"."""
 
     threshold: float
     mean_loss: float
@@ -39,13 +39,13 @@ class Tested:
 
 @dataclass(frozen=True)
 class Certificate:
-    """With `confidence`, the mean loss of mode "fast" at `threshold` is at most `risk` on prompts like those seen.
+    """A bound: with `confidence`, mode "fast" at `threshold` has a mean loss of at most `risk` on prompts like those tested.
 
     Attributes:
         threshold: score needed to exit, at all checkpoints; None: only "never exit" passed.
-        loss: what was measured against the full model's text, from 0 to 1.
-        prompts, new_tokens: how many were seen, and how far each was continued at most.
-        settings: those it holds for.
+        loss: name of the loss against the full model's text, from 0 to 1.
+        prompts, new_tokens: number of prompts tested, and most new tokens for each.
+        settings: the settings it is valid for.
         tested: thresholds in the order of the test; the last failed unless all passed.
     """
 
@@ -59,7 +59,7 @@ class Certificate:
     tested: tuple[Tested, ...] = ()
 
     def summary(self) -> str:
-        """What it says, and a line for every threshold tested."""
+        """Return the bound in words, and a line for every threshold tested."""
         seen = f"{self.prompts} prompts, up to {self.new_tokens} new tokens, {_listed(self.settings._asdict())}"
         lines = [self._promise(), f"found on {seen}", "", "threshold  mean loss  Hoeffding-Bentkus    betting  passed"]
         for row in self.tested:
@@ -81,17 +81,17 @@ class Certificate:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values, for JSON."""
         return asdict(self) | {"settings": self.settings._asdict(), "tested": [asdict(row) for row in self.tested]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Certificate:
-        """What `as_dict` gave."""
+        """Return the certificate of the values from `as_dict`."""
         tested = tuple(Tested(**row) for row in values["tested"])
         return cls(**{**values, "settings": Settings(**values["settings"]), "tested": tested})
 
     def wrong(self) -> str | None:
-        """What makes it useless."""
+        """Return what makes it unusable; None if nothing does."""
         shares = {"risk": self.risk, "confidence": self.confidence}
         if self.threshold is not None:
             shares["threshold"] = self.threshold

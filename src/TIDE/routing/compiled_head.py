@@ -1,4 +1,4 @@
-"""A memory head in compiled code: the same block with its weights in 8 bits, for a few tokens of one row at a time."""
+"""A memory head in compiled code: its block with 8-bit weights, for a few tokens of one row at a time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from TIDE.routing.heads import EPS, MemoryHead
 
 
 class Kept(NamedTuple):
-    """What a memory head remembers of all rows and positions: tensors, or the same memory as arrays for compiled code, whose
-    slices cost a tenth of a tensor's."""
+    """States and K/V of a memory head for all rows and positions: tensors, or the same memory as numpy arrays for compiled
+    code, whose slices cost a tenth of a tensor's."""
 
     shallow: Any  # (rows, room, inputs * hidden)
     deep: Any  # (rows, room, memories * hidden)
@@ -25,7 +25,7 @@ class Kept(NamedTuple):
 
 
 class CompiledHead:
-    """What compiled code needs of a memory head, made once."""
+    """The weights of a memory head in the form of compiled code, made once."""
 
     def __init__(self, head: MemoryHead, ops: ModuleType) -> None:
         self.ops = ops
@@ -45,17 +45,17 @@ class CompiledHead:
         self._compile()
 
     def remember(self, deep: np.ndarray) -> np.ndarray:
-        """`MemoryHead.remember` for (n, memories * hidden) states."""
+        """Run `MemoryHead.remember` on (n, memories * hidden) states."""
         return deep if self.head.recall is None else self.ops.remember(self.entry, deep)
 
     def feed(self, row: int, span: range, kept: Kept) -> np.ndarray:
-        """The guess (hidden,) for the last of a row's positions; K/V of all are kept: see `memory.py`."""
+        """Return the (hidden,) guess for the last position of a row's span, and store K/V of all of it: see `memory.py`."""
         self._grow_tables(span.stop)
         seen = kept.shallow, kept.before, kept.keys, kept.values
         return self.ops.memory_block(self.entry, self.layer, self._cos, self._sin, row, span.start, span.stop, *seen)
 
     def _compile(self) -> None:
-        """Once, before anybody waits for a token."""
+        """Compile the code ahead of the first request."""
         sizes = self.head.sizes
         widths = [part * sizes.hidden_dim for part in (sizes.inputs, sizes.memories, 1)]
         states = [np.zeros((1, 1, width), np.float32) for width in widths]
@@ -70,7 +70,7 @@ class CompiledHead:
 
 
 def compiled_head(head: torch.nn.Module) -> CompiledHead | None:
-    """The head in compiled code, where there is some for it and its place."""
+    """Return the head in compiled code; None if there is none for its kind, device and dtype."""
     if not isinstance(head, MemoryHead):
         return None
     ops = compiled_exits(head.fuse.weight.device, head.fuse.weight.dtype)

@@ -1,9 +1,9 @@
-"""An exit of a router file: head, router and threshold of one checkpoint, taken apart for storing and put together again.
+"""An exit of a router file: head, router and threshold of one checkpoint, split for storage and rebuilt when read.
 
     described   sizes, threshold, figures: plain values             -> the file's document
     tensors     "exits.{depth}.head.{parameter}", "….router.{…}"    -> the file's tensors
 
-Putting together allocates nothing until the tensors are seen to fit the sizes: a file may claim any size.
+Rebuilding allocates nothing until the tensors are checked against the sizes: a file may claim any size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from TIDE.routing.router import Router
 
 @dataclass
 class Exit:
-    """One checkpoint: how it guesses, how sure it is, and how sure it has to be."""
+    """The exit head, router and threshold of one checkpoint."""
 
     head: nn.Module  # one of TIDE.routing.heads
     router: Router
@@ -34,7 +34,7 @@ class Exit:
         return sizes
 
     def describe(self) -> dict[str, Any]:
-        """Everything but the tensors."""
+        """Return everything except the tensors."""
         router = {"bottleneck_dim": self.router.down.out_features, "signals": self.router.signals}
         return {"threshold": self.threshold, "sizes": asdict(self.sizes), "router": router, "figures": self.figures}
 
@@ -45,7 +45,7 @@ class Exit:
         return {f"exits.{depth}.router.{name}": tensor for name, tensor in self.router.state_dict().items()}
 
     def wrong(self, strategy: str) -> str | None:
-        """What makes it useless, if anything."""
+        """Return what makes it unusable; None if nothing does."""
         sizes = self.sizes
         if type(self.head) is not HEADS[strategy]:
             return f"expected a head of strategy {strategy!r}, found {type(self.head).__name__}"
@@ -62,7 +62,7 @@ class Exit:
 
 
 def build_exit(strategy: str, depth: str, described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Exit:
-    """Put an exit together. The tensors it takes leave the dictionary."""
+    """Build an exit. Its tensors are removed from the dictionary."""
     sizes = HeadSizes(**described["sizes"])
     with torch.device("meta"):
         head = build_head(strategy, sizes)

@@ -1,13 +1,13 @@
-"""Fingerprints: which model a router file was made for.
+"""Fingerprints identify the model a router file was made for.
 
-Sizes and class tell families apart; two models of one family differ in their weights. So the *signs* of a few
-thousand weights are hashed, taken from every parameter at fixed places:
+Sizes and class distinguish families; two models of one family differ in their weights. So the *signs* of a few
+thousand weights are hashed, taken from every parameter at fixed indices:
 
     weights  -0.02  0.31 -0.00  ...   ->   1 0 1 ...   ->   sha256, shortened
 
-A sign is the same in fp32, bf16 and fp16, also for a value that became zero on the way, so a model has one
-fingerprint however it was loaded. Parameters that hold no plain numbers (quantized) are left out: a quantized copy
-is another model. Of a model that is partly on a disk the weights are not known, and sizes have to do.
+A sign is the same in fp32, bf16 and fp16, even for a value that underflowed to zero, so a model has one fingerprint
+however it was loaded. Quantized parameters are left out: a quantized copy is another model. If a model is partly
+offloaded to disk, its weights are not known, and only sizes and class are compared.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch import nn
 from TIDE.adapters.weights import holds_numbers
 
 SAMPLES = 4096
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples fall evenly, and on no row or column
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples spread evenly, and along no row or column
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What tells a model from others.
+    """The identity of a model.
 
     Attributes:
-        name: the last part of where it came from, for people only.
-        weights: hash over signs of sampled weights; None: not known.
-        tokenizer: hash over vocabulary and chat template; None: not known.
+        name: last part of its path or hub id, for display only.
+        weights: hash of the signs of sampled weights; None: not known.
+        tokenizer: hash of vocabulary and chat template; None: not known.
     """
 
     architecture: str
@@ -45,20 +45,20 @@ class Fingerprint:
     tokenizer: str | None
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for display."""
         sizes = f"{self.num_layers} layers of {self.hidden_dim}, vocabulary {self.vocab_size}"
         tokenizer = f", tokenizer {self.tokenizer}" if self.tokenizer else ""
         weights = self.weights or "not known"
         return f"{self.name or 'a model without a name'} ({self.architecture}, {sizes}, weights {weights}{tokenizer})"
 
     def mismatch(self, other: Fingerprint) -> list[str]:
-        """The fields in which two models differ. Names do not count, nor what one side does not know."""
+        """Return the fields in which two models differ, without names and fields that one side does not know."""
         pairs = {field.name: (getattr(self, field.name), getattr(other, field.name)) for field in fields(self)}
         return [name for name, (own, found) in pairs.items() if name != "name" and None not in (own, found) and own != found]
 
 
 def fingerprint(model: nn.Module, tokenizer: Any = None) -> Fingerprint:
-    """The fingerprint of a Hugging Face causal LM, and of its tokenizer where one is given."""
+    """Return the fingerprint of a Hugging Face causal LM, including its tokenizer if one is given."""
     config: Any = model.config
     text = config.get_text_config(decoder=True)
     return Fingerprint(
@@ -80,13 +80,13 @@ def _hash_of_weights(model: nn.Module) -> str | None:
     if not parameters:
         return _short(b"")
     each = -(-SAMPLES // len(parameters))
-    home = parameters[0].device  # all samples gather there, for one transfer
+    home = parameters[0].device  # all samples are gathered there, for one transfer
     signs = [torch.signbit(torch.take(parameter, _places(parameter, each))).to(home) for parameter in parameters]
     return _short(bytes(torch.cat(signs).cpu().tolist()))
 
 
 def _places(parameter: torch.Tensor, count: int) -> torch.Tensor:
-    """Where to look in a flattened parameter: the same places whatever its dtype and device."""
+    """Return the sampled indices of a flattened parameter, the same for every dtype and device."""
     places = [((index * GOLDEN) % 2**64) * parameter.numel() >> 64 for index in range(count)]
     return torch.tensor(places, device=parameter.device)
 

@@ -1,19 +1,19 @@
 """Exit heads: each turns the state of a token at a checkpoint into a guess of its state at full depth.
 
-    identity    the state as it is
+    identity    the state itself
     lens        state + MLP(state)
-    memory      one decoder block over this token's state and the finished deep state of the token before
+    memory      one decoder block over this token's state and the full-depth state of the previous token
 
-The model's own final norm and LM head make logits of what comes out, so a head knows nothing of vocabularies,
-scalings or families. A memory head keeps K/V of its own:
+The model's own final norm and LM head turn a guess into logits, so a head is independent of vocabularies, scalings
+and families. A memory head keeps K/V of its own:
 
     position            0    1    2    3    4    5
     this token        h0   h1   h2   h3   h4   h5       states at the checkpoint
-    the one before     0   f0   f1   f2   y3   y4       f: finished deep states; y: the head's own guesses while drafting
+    previous token     0   f0   f1   f2   y3   y4       f: full-depth states; y: the head's own guesses while drafting
     guess             y0   y1   y2   y3   y4   y5
 
 Once the deep pass has run, positions 4 and 5 are fed again with f3 and f4. `unroll` does for a whole text at once
-what `step` does token by token.
+what `HeadMemory.guess` (memory.py) does token by token.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from torch.nn import functional as F
 from TIDE.kernels.layer import MLP, Attention, Layer, Norm, no_norm
 
 EPS = 1e-6
-MEMORIES = 3  # depths at which a memory head sees finished tokens
+MEMORIES = 3  # depths at which a memory head sees tokens that have run all layers
 
 
 def normed(x: torch.Tensor) -> torch.Tensor:
-    """Scaled to a root mean square of 1, in fp32."""
+    """Scale to a root mean square of 1, in fp32."""
     return F.rms_norm(x.float(), x.shape[-1:], eps=EPS)
 
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """What a head has to know to be built."""
+    """The sizes of an exit head."""
 
     hidden_dim: int
     inner_dim: int = 0  # MLP width
@@ -46,19 +46,19 @@ class HeadSizes:
     kv_heads: int = 0
     head_dim: int = 0
     rope_theta: float = 10000.0
-    memories: int = 1  # depths at which a finished token is remembered
-    inputs: int = 1  # states of this token: at the checkpoint, or at depth 0 and the checkpoint
+    memories: int = 1  # depths whose states of earlier tokens are remembered
+    inputs: int = 1  # number of states of this token: at the checkpoint, or at depth 0 and the checkpoint
 
 
 class Jitter(NamedTuple):
-    """Normal noise on coordinates. Unlike dropout it cannot take away the few that carry a state's size."""
+    """Normal noise on coordinates. Unlike dropout it cannot remove the few that carry a state's norm."""
 
     size: float
     generator: torch.Generator
 
 
 class IdentityHead(nn.Module):
-    """The state as it is."""
+    """A head that returns the state unchanged."""
 
     def __init__(self, sizes: HeadSizes) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class IdentityHead(nn.Module):
 
 
 class LensHead(nn.Module):
-    """The state and a correction to it."""
+    """A head that adds a correction to the state."""
 
     def __init__(self, sizes: HeadSizes) -> None:
         super().__init__()
@@ -81,13 +81,13 @@ class LensHead(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """(n, hidden) -> (n, hidden)"""
+        """Map (n, hidden) states to (n, hidden) guesses."""
         x = normed(states).to(self.down.weight.dtype)
         return self.skip(x) + self.up(F.silu(self.down(x)))
 
 
 class MemoryHead(nn.Module):
-    """One decoder block that remembers what finished tokens came to.
+    """One decoder block that remembers the deep states of earlier tokens.
 
     It works in coordinates of centre 0 and a spread of at most 1: a few coordinates of a model's states are often a
     hundred times larger than the rest.
@@ -115,13 +115,13 @@ class MemoryHead(nn.Module):
         self.down = nn.Linear(inner, dim, bias=False)
 
     def remember(self, deep: torch.Tensor) -> torch.Tensor:
-        """(n, q, memories * hidden) states of finished tokens -> (n, q, hidden)."""
+        """Map (n, q, memories * hidden) states of tokens that ran all layers to (n, q, hidden) memories."""
         if self.recall is None:
             return deep
         return self.recall(self._normed_parts(deep).to(self.fuse.weight.dtype))
 
     def enter(self, shallow: torch.Tensor, before: torch.Tensor, jitter: Jitter | None = None) -> torch.Tensor:
-        """(n, q, inputs * hidden) states of tokens and (n, q, hidden) of the tokens before them, joined."""
+        """Join (n, q, inputs * hidden) states of tokens and (n, q, hidden) memories of the tokens before them."""
         shallow = (self._normed_parts(shallow) - self.shallow_center.float()) / self.shallow_spread.float()
         before = (normed(before) - self.deep_center.float()) / self.deep_spread.float()
         joined = torch.cat([shallow, before], -1)
@@ -131,7 +131,7 @@ class MemoryHead(nn.Module):
 
     @torch.no_grad()
     def measure(self, shallow: torch.Tensor, deep: torch.Tensor) -> None:
-        """Take centre and spread of each coordinate from states; small ones are not blown up to size 1."""
+        """Set centre and spread of each coordinate from states; small ones are not scaled up to 1."""
         for name, states in (("shallow", shallow), ("deep", deep)):
             x = self._normed_parts(states)
             getattr(self, f"{name}_center").copy_(x.mean(0))
@@ -139,38 +139,38 @@ class MemoryHead(nn.Module):
             getattr(self, f"{name}_spread").copy_((square + square.mean()).sqrt().clamp(min=1e-3))
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(n, q, hidden) -> queries (n, heads, q, d), keys and values (n, kv_heads, q, d), turned to their positions."""
+        """Map (n, q, hidden) to queries (n, heads, q, d), keys and values (n, kv_heads, q, d), rotated to their positions."""
         q, k, v = self._projected(x, self.qkv.weight).split([self.sizes.heads, self.sizes.kv_heads, self.sizes.kv_heads], 1)
         cos, sin = self.angles(positions, q.dtype)
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
     def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The first part of `project`."""
+        """Return the queries of `project` alone."""
         q = self._projected(x, self.qkv.weight[: self.sizes.heads * self.sizes.head_dim])
         return _rotate(q, *self.angles(positions, q.dtype))
 
     def keys_and_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rest of it."""
+        """Return the keys and values of `project` alone."""
         k, v = self._projected(x, self.qkv.weight[self.sizes.heads * self.sizes.head_dim :]).chunk(2, 1)
         return _rotate(k, *self.angles(positions, k.dtype)), v
 
     def _projected(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """(n, q, hidden) -> (n, heads, q, d)"""
+        """Map (n, q, hidden) to (n, heads, q, d)."""
         found = F.linear(self._gained(x, self.attention_gain), weight)
         return found.view(*x.shape[:2], -1, self.sizes.head_dim).transpose(1, 2)
 
     def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The rest of the block: (n, heads, q, d) attention results -> (n, q, hidden)."""
+        """Run the rest of the block: (n, heads, q, d) attention results -> (n, q, hidden)."""
         x = x + self.o(attended.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self._gained(x, self.mlp_gain)).chunk(2, -1)
         return self.denormalize(x + self.down(F.silu(gate) * up))
 
     def denormalize(self, x: torch.Tensor) -> torch.Tensor:
-        """From the block's coordinates to those of deep states."""
+        """Convert from the block's coordinates to those of deep states."""
         return x * self.deep_spread + self.deep_center
 
     def as_layer(self) -> Layer:
-        """Return the block as a decoder layer like others."""
+        """Return the block in the form of a decoder layer."""
         sizes, none = self.sizes, torch.zeros(0)
         q, k, v = self.qkv.weight.split([n * sizes.head_dim for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads)])
         gate, up = self.gate_up.weight.chunk(2)
@@ -182,14 +182,14 @@ class MemoryHead(nn.Module):
         return Layer(attention_norm, attention, absent, mlp_norm, mlp, absent)
 
     def unroll(self, shallow: torch.Tensor, deep: torch.Tensor, steps: int, jitter: Jitter | None = None) -> list[torch.Tensor]:
-        """Guesses for whole texts at draft steps 1 … `steps`, given the text.
+        """Return guesses for whole texts at draft steps 1 … `steps`.
 
         Args:
-            shallow: (n, T, inputs * hidden) states of the tokens; `deep`: (n, T, memories * hidden) those to be remembered.
-            jitter: noise on what the block is given, for training.
+            shallow: (n, T, inputs * hidden) states of the tokens; `deep`: (n, T, memories * hidden) states to remember.
+            jitter: noise on the inputs of the block, for training.
 
         Returns:
-            One (n, T, hidden) per step. At step s a position knows true deep states up to s tokens before it.
+            One (n, T, hidden) per step. At step s a position sees true deep states up to s tokens before it.
         """
         positions = torch.arange(shallow.shape[1], device=shallow.device)[None]
         before, guesses = self.remember(deep), []
@@ -205,12 +205,12 @@ class MemoryHead(nn.Module):
         return guesses
 
     def for_queries(self, x: torch.Tensor) -> torch.Tensor:
-        """K/V for each query head."""
+        """Repeat K/V for each query head."""
         return x.repeat_interleave(self.sizes.heads // self.sizes.kv_heads, 1)
 
     @torch.no_grad()
     def begin_as(self, other: MemoryHead) -> None:
-        """Start as a trained head that sees less of each token: what only this one sees counts for nothing at first."""
+        """Copy the weights of a trained head with fewer inputs per token; weights of the additional inputs start at zero."""
         own, dim = self.state_dict(), self.sizes.hidden_dim
         known = other.sizes.inputs * dim
         for name, tensor in other.state_dict().items():
@@ -224,14 +224,14 @@ class MemoryHead(nn.Module):
                 own[name].copy_(tensor)
 
     def _normed_parts(self, states: torch.Tensor) -> torch.Tensor:
-        """States at several depths, side by side, each normed."""
+        """Norm states at several depths, side by side, each on its own."""
         return normed(states.unflatten(-1, (-1, self.sizes.hidden_dim))).flatten(-2)
 
     def _gained(self, x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
         return (normed(x) * gain.float()).to(self.fuse.weight.dtype)
 
     def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n, q) positions -> cosines and sines, (n, 1, q, d)."""
+        """Map (n, q) positions to cosines and sines, (n, 1, q, d)."""
         half = torch.arange(0, self.sizes.head_dim, 2, device=positions.device).float() / self.sizes.head_dim
         angles = positions.float()[:, None, :, None] * self.sizes.rope_theta**-half
         angles = torch.cat([angles, angles], -1)
@@ -246,7 +246,7 @@ def build_head(strategy: str, sizes: HeadSizes) -> nn.Module:
 
 
 def head_sizes(strategy: str, config: object, hidden_dim: int, depth: int = 0) -> HeadSizes:
-    """Sizes of a head at a depth of a model, given its text configuration: like one of its own layers."""
+    """Return the sizes of a head at a depth, given the model's text configuration: those of one of its layers."""
     if strategy == "identity":
         return HeadSizes(hidden_dim)
     inner = min(getattr(config, "intermediate_size", None) or 4 * hidden_dim, 4096)
@@ -261,17 +261,17 @@ def head_sizes(strategy: str, config: object, hidden_dim: int, depth: int = 0) -
 
 
 def memory_depths(num_layers: int, memories: int) -> list[int]:
-    """The depths at which a finished token is remembered: evenly spaced, the last one full depth."""
+    """Return the depths whose states of earlier tokens are remembered: evenly spaced, the last one full depth."""
     return [round(num_layers * (i + 1) / memories) for i in range(memories)]
 
 
 def seen_depths(depth: int, num_layers: int, sizes: HeadSizes) -> list[int]:
-    """All depths at which a memory head at a checkpoint sees states."""
+    """Return all depths whose states a memory head at a checkpoint sees."""
     return [*input_depths(depth, sizes.inputs), *memory_depths(num_layers, sizes.memories)]
 
 
 def input_depths(depth: int, inputs: int) -> list[int]:
-    """The depths at which a head at a checkpoint sees its token."""
+    """Return the depths at which a head at a checkpoint sees its token."""
     return [depth] if inputs == 1 else [0, depth]
 
 
@@ -281,7 +281,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def _later(x: torch.Tensor, by: int, dim: int) -> torch.Tensor:
-    """Moved `by` places towards the end of `dim`, zeros in front."""
+    """Shift by `by` positions towards the end of `dim`, with zeros in front."""
     if by == 0:
         return x
     dim = dim % x.ndim
@@ -289,9 +289,9 @@ def _later(x: torch.Tensor, by: int, dim: int) -> torch.Tensor:
 
 
 def _attend_unrolled(q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
-    """Draft step s = len(keys): position i sees true K/V up to i - (s - 1), then those drafted on the way to it."""
+    """Attend at draft step s = len(keys): position i sees true K/V up to i - (s - 1), then the drafted ones after it."""
     steps, length, scale = len(keys), q.shape[2], q.shape[3] ** -0.5
-    ahead = steps - 1  # how many tokens back the newest true position lies
+    ahead = steps - 1  # distance back to the newest true position
     places = torch.arange(length, device=q.device)
     hidden = places[None, :] > places[:, None] - ahead
     scores = [(q @ keys[0].transpose(-1, -2) * scale).masked_fill(hidden, float("-inf"))]

@@ -1,13 +1,13 @@
-"""What a memory head remembers of the rows of one request: its inputs, its K/V, and how far both are final.
+"""The state of a memory head for the rows of one request: its inputs, its K/V, and up to which position both are final.
 
     position            0    1    2    3    4    5
     this token         h0   h1   h2   h3   h4   h5
-    the one before      0   f0   f1   f2   y3   y4        f known for 3 positions; y are the head's own guesses
+    previous token      0   f0   f1   f2   y3   y4        f known for 3 positions; y are the head's own guesses
     K/V                 ■    ■    ■    ■    □    □        □ will be fed again once f3 and f4 are known
 
-`known` counts the positions whose deep states have been seen, `fed` those whose K/V stand. A guess feeds the
-positions from `fed` to the newest: those with true memories in one pass, drafted ones one by one, as in training. States
-that are shown are only noted until then: a row that is never asked should not pay for it.
+`known` counts the positions whose deep states have been observed, `fed` those whose K/V are final. A guess feeds the
+positions from `fed` to the newest: those with true memories in one pass, drafted ones one by one, as in training. Observed
+states are queued and copied only when a guess is needed, so rows that never draft pay nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Shown(NamedTuple):
 
 
 class HeadMemory:
-    """The state of one memory head for so many rows."""
+    """The state of one memory head for the rows of a request."""
 
     def __init__(self, head: MemoryHead, depth: int, num_layers: int, rows: int, compiled: CompiledHead | None = None) -> None:
         self.head = head
@@ -42,15 +42,15 @@ class HeadMemory:
         self.depths = memory_depths(num_layers, head.sizes.memories)
         self.known = [0] * rows
         self.fed = [0] * rows
-        self._shown: list[list[_Shown]] = [[] for _ in range(rows)]  # states that wait to be put in their places
-        self._fresh: list[list[range]] = [[] for _ in range(rows)]  # deep states that wait to be made memories
+        self._shown: list[list[_Shown]] = [[] for _ in range(rows)]  # observed states, not yet copied
+        self._fresh: list[list[range]] = [[] for _ in range(rows)]  # positions of deep states, not yet turned into memories
         sizes, weight = head.sizes, head.fuse.weight
         widths = (sizes.inputs * sizes.hidden_dim, sizes.memories * sizes.hidden_dim, sizes.hidden_dim)
         heads = [weight.new_zeros(rows, sizes.kv_heads, 0, sizes.head_dim) for _ in range(2)]
         self._keep(Kept(*[weight.new_zeros(rows, 0, width) for width in widths], *heads))
 
     def observe(self, depth: int, row: int, position: int, states: torch.Tensor) -> None:
-        """States of a row's tokens from `position` on. Deep states make what was guessed from guesses be fed again."""
+        """Queue states of a row's tokens from `position` on. After deep states, positions fed with guesses are fed again."""
         self._shown[row].append(_Shown(depth, position, states))
         if depth == self.depths[-1]:
             stop, fresh = position + len(states), self._fresh[row]
@@ -65,7 +65,7 @@ class HeadMemory:
         self.fed[row] = min(self.fed[row], length)
 
     def guess(self, rows: list[int], positions: list[int]) -> torch.Tensor:
-        """(n, hidden) guesses for the tokens at these positions, each the newest of its row."""
+        """Return (n, hidden) guesses for the tokens at these positions, each the newest of its row."""
         self._recall(rows)
         found: dict[int, torch.Tensor] = {}
         fed = {row: min(self.fed[row], at) for row, at in zip(rows, positions, strict=True)}
@@ -79,7 +79,7 @@ class HeadMemory:
         return _stacked([found[row] for row in newest])
 
     def finished(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Memories, keys and values of a row, as far as its tokens have run all layers."""
+        """Return memories, keys and values of a row, up to the last token that has run all layers."""
         self._recall([row])
         if self.fed[row] < self.known[row]:
             self._feed([row], [range(self.fed[row], self.known[row])])
@@ -87,7 +87,7 @@ class HeadMemory:
         return self._kept.before[row], self._kept.keys[row], self._kept.values[row]
 
     def _put_in_place(self, row: int) -> None:
-        """What was shown, in one piece where it is one: tokens come one by one."""
+        """Copy the queued states of a row; consecutive ones, which arrive token by token, are copied together."""
         shown: dict[int, list[_Shown]] = {}
         for one in self._shown[row]:
             shown.setdefault(one.depth, []).append(one)
@@ -102,7 +102,7 @@ class HeadMemory:
                         kept[row, start : start + len(own), place : place + width] = own
 
     def _recall(self, rows: list[int]) -> None:
-        """Make memories of deep states, now that a guess needs them."""
+        """Turn deep states into memories, now that a guess needs them."""
         for row in rows:
             self._put_in_place(row)
             for span in self._fresh[row]:
@@ -114,8 +114,8 @@ class HeadMemory:
             self._fresh[row].clear()
 
     def _feed(self, rows: list[int], spans: list[range]) -> torch.Tensor:
-        """Take spans of positions into the head; (n, hidden) guesses at their ends. The others only leave K/V: what comes
-        after them has true memories."""
+        """Feed spans of positions to the head; return the (n, hidden) guesses at their ends. The other positions only store
+        K/V: the positions after them have true memories."""
         if self.compiled is not None and max(map(len, spans)) <= MOST_TOKENS:
             found = [self.compiled.feed(row, span, self._quick) for row, span in zip(rows, spans, strict=True)]
             guesses, before = torch.from_numpy(np.stack(found)), self._quick.before
@@ -128,7 +128,7 @@ class HeadMemory:
         return guesses
 
     def _through(self, rows: list[int], spans: list[range]) -> torch.Tensor:
-        """Spans in one pass, shorter ones padded with their last position."""
+        """Run spans in one pass, shorter ones padded with their last position."""
         shallow, _, memories, keys, values = self._kept
         device, width = shallow.device, max(map(len, spans))
         where = torch.tensor(rows, device=device)[:, None]
@@ -142,14 +142,14 @@ class HeadMemory:
         return self.head.leave(x, self._attend(self.head.queries(x, at), where[:, 0], at))[:, 0]
 
     def _attend(self, q: torch.Tensor, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """(n, heads, q, d): every position sees those up to itself."""
+        """Return (n, heads, q, d) causal attention: every position sees those up to itself."""
         width = int(at.max()) + 1
         keys, values = (self.head.for_queries(x[rows, :, :width]) for x in (self._kept.keys, self._kept.values))
         seen = torch.arange(width, device=at.device) <= at[:, None, :, None]
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
 
     def _make_room(self, length: int) -> None:
-        room = self._kept.shallow.shape[1]  # positions are the last dimension but one of everything kept
+        room = self._kept.shallow.shape[1]  # positions are the second-to-last dimension of every part
         if length > room:
             more = max(length + ROOM, 2 * room) - room
             self._keep(Kept(*[F.pad(part, (0, 0, 0, more)) for part in self._kept]))
@@ -160,12 +160,12 @@ class HeadMemory:
 
 
 def _stacked(rows: list[torch.Tensor]) -> torch.Tensor:
-    """(n, hidden); one row is not copied."""
+    """Stack rows to (n, hidden); a single row is not copied."""
     return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
 
 def _pieces(parts: list[_Shown]) -> Iterator[tuple[int, torch.Tensor]]:
-    """States of one depth with where they begin, joined where they follow each other; in the order they came."""
+    """Yield states of one depth with their first position, consecutive ones joined, in order of arrival."""
     while parts:
         count = 1
         while count < len(parts) and parts[count].position == parts[count - 1].position + len(parts[count - 1].states):

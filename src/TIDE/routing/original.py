@@ -1,9 +1,9 @@
-"""Router files of the original system (tide-inference 0.2.1): what they hold and how they decide.
+"""Router files of the original system (tide-inference 0.2.1): their format and their exit policy.
 
     {"hidden_dim": 576, "bottleneck_dim": 128, "router_layers": {3: {"down.weight": ..., "up.weight": ...}, ...}}
 
-A key is the last layer run before the exit, so the router of layer 3 stands at depth 4. The prediction is the
-identity exit's.
+A key is the last layer run before the exit, so the router of layer 3 is at depth 4. The prediction is the identity
+exit's.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from TIDE.routing.router import Router
 logger = logging.getLogger(__name__)
 ORIGIN = "tide-inference 0.2.1"
 ORIGINAL_KEYS = ("hidden_dim", "bottleneck_dim", "router_layers")
-THRESHOLD = 0.85  # as the original system had it
+THRESHOLD = 0.85  # of the original system
 
 
 class RouterPolicy(ExitPolicy):
-    """Exits where a router's score says so, with the identity prediction.
+    """The exit policy of an original file: exits above a router score, with the identity prediction.
 
-    Scores were trained on another question than agreement, but how often drafts are accepted corrects them, so mode "exact"
-    weighs these drafts like any others.
+    Scores were trained for another target than agreement, but measured acceptance corrects them, so mode "exact" weighs these
+    drafts like any others.
     """
 
     weighs = True
@@ -47,7 +47,7 @@ def is_original(content: Any) -> bool:
 
 
 def read_original(content: dict[str, Any], path: object) -> dict[int, Router]:
-    """The routers of a file by depth, rising."""
+    """Return the routers of a file by depth, in rising order."""
     try:
         sizes = int(content["hidden_dim"]), int(content["bottleneck_dim"])
         routers = {int(layer) + 1: _router(*sizes, weights) for layer, weights in content["router_layers"].items()}
@@ -59,7 +59,7 @@ def read_original(content: dict[str, Any], path: object) -> dict[int, Router]:
 
 
 def original_policy(routers: dict[int, Router], hidden_dim: int, num_layers: int, path: object) -> RouterPolicy:
-    """The routers, by depth, as an exit policy for a model of these sizes."""
+    """Return the exit policy of routers, given by depth, for a model of these sizes."""
     made_for = next(iter(routers.values())).down.in_features
     if made_for != hidden_dim or max(routers) > num_layers:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""The exit decision: given a checkpoint and the states there, exit or go on, and with which prediction.
+"""The exit decision: given a checkpoint and the states there, exit or continue, and with which prediction.
 
-The engine asks `score` first and `predict` only for the tokens that leave. Whatever a policy answers,
-mode "exact" writes the text of the full model; a policy decides speed, never truth.
+The engine calls `score` first and `predict` only for the tokens that exit. Whatever a policy returns, mode "exact" generates
+the text of the full model: a policy affects speed, not the output.
 
-A policy that has to remember a text keeps nothing itself: `start` gives what decides for one request. The engine
-shows that the states at the depths it `watches`, as they are computed, and tells it what was taken back.
+Policies are stateless. One that needs per-request state returns it from `start`. The engine passes it the states at the
+depths it `watches`, as they are computed, and calls `forget` when tokens are rejected.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ Head = Callable[..., torch.Tensor]  # (n, hidden) states [, (v,) token ids] -> (
 
 
 class Candidates(NamedTuple):
-    """Tokens that stand at a checkpoint, one per row asked."""
+    """Tokens at a checkpoint, one per candidate row."""
 
-    depth: int  # layers they have run
+    depth: int  # number of layers run
     states: torch.Tensor  # (n, hidden) at that depth
-    rows: list[int]  # which rows of the batch
-    positions: list[int]  # where in their rows
+    rows: list[int]  # their rows in the batch
+    positions: list[int]  # their positions in their rows
 
 
 class ExitPolicy(ABC):
-    """Whether tokens may leave at a checkpoint.
+    """The interface that decides which tokens exit at a checkpoint.
 
     Attributes:
-        checkpoints: depths at which the engine asks; 0 is allowed, the model's full depth is not.
-        exit_threshold, min_layers, max_pending: used where `TIDEConfig` leaves them None.
-        exit_thresholds: by depth, where checkpoints have thresholds of their own.
-        fast_threshold: the least of all of these in mode "fast", which does not look back.
-        certificate: what mode "fast" goes by instead, where its settings are the engine's.
-        watches: depths whose states the policy wants to see, of all tokens.
-        weighs: scores are the shares of exits that agree, so mode "exact" may weigh them against time instead of thresholds.
+        checkpoints: depths at which the engine calls `score`; 0 is allowed, the model's full depth is not.
+        exit_threshold, min_layers, max_pending: used if `TIDEConfig` leaves them None.
+        exit_thresholds: by depth, for checkpoints with thresholds of their own.
+        fast_threshold: lower bound of all thresholds in mode "fast", which does not verify.
+        certificate: gives the threshold of mode "fast" instead, if its settings are those of the engine.
+        watches: depths whose states are passed to `observe`, for all tokens.
+        weighs: True if scores are probabilities of agreement, so that mode "exact" may weigh them against time instead of
+            using thresholds.
     """
 
     checkpoints: tuple[int, ...] = ()
@@ -55,23 +56,23 @@ class ExitPolicy(ABC):
 
     @abstractmethod
     def score(self, candidates: Candidates) -> torch.Tensor:
-        """(n,) in [0, 1]: how likely this exit's prediction is the full model's."""
+        """Return (n,) scores in [0, 1]: the probability that the exit's prediction is the full model's."""
 
     def predict(self, candidates: Candidates, head: Head) -> torch.Tensor:
-        """(n, vocabulary) logits of the exit; the identity exit unless overridden.
+        """Return (n, vocabulary) logits of the exit; the identity exit unless overridden.
 
         `head` is the model's own final norm and LM head.
         """
         return head(candidates.states)
 
     def start(self, rows: int, head: Head) -> ExitPolicy:
-        """What decides for one request of so many rows; the policy itself, unless it has to remember the text."""
+        """Return the policy of one request with `rows` rows; the policy itself unless it needs per-request state."""
         return self
 
     def observe(self, depth: int, row: int, position: int, states: torch.Tensor) -> None:
-        """(n, hidden) states at a watched depth of the tokens of a row from `position` on."""
+        """Receive (n, hidden) states at a watched depth, of a row's tokens from `position` on."""
         return None
 
     def forget(self, row: int, length: int) -> None:
-        """What a row held beyond `length` tokens was taken back."""
+        """Drop the state of a row beyond its first `length` tokens: the rest was rejected."""
         return None

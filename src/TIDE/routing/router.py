@@ -2,10 +2,10 @@
 
     score = sigmoid(up · silu(down · x) / temperature + offset)
 
-x is the normed guess of the exit head together with *signals* of the logits it leads to: the head has to run to
-emit anyway, so its confidence is free. Temperature and offset are set on prompts the router was not trained on, so
-that of the exits with a score of 0.9 nine in ten agree. Routers of the original system (`signals=0`) see the state
-as the layer put it out, and nothing else.
+x is the normed guess of the exit head together with *signals* of its logits: the head has to run to emit a token
+anyway, so its confidence is free. Temperature and offset are fitted on prompts the router was not trained on, so that
+of the exits with a score of 0.9 nine in ten agree. Routers of the original system (`signals=0`) see only the output
+state of the layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIGNALS = 4
 
 
 class Router(nn.Module):
-    """Scores exits at one checkpoint, in fp32."""
+    """The router of one checkpoint, in fp32."""
 
     temperature: torch.Tensor
     offset: torch.Tensor
@@ -35,28 +35,28 @@ class Router(nn.Module):
         self.register_buffer("offset", torch.zeros(()))
 
     def forward(self, states: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """(n, hidden) states and, where the router takes signals, (n, vocabulary) logits -> (n,) scores."""
+        """Map (n, hidden) states and, if the router takes signals, (n, vocabulary) logits to (n,) scores."""
         return torch.sigmoid(self.raw(self.features(states, logits)) / self.temperature + self.offset)
 
     def arrays(self) -> tuple[Any, ...]:
-        """What compiled code needs of a router that takes signals: the same memory."""
+        """Return the weights of a router that takes signals as numpy arrays of the same memory, for compiled code."""
         weights = self.down.weight, self.down.bias, self.up.weight, self.up.bias, self.temperature[None], self.offset[None]
         return (*[x.detach().numpy() for x in weights], EPS)
 
     def features(self, states: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """What the MLP sees, (n, hidden + signals)."""
+        """Return the input of the MLP, (n, hidden + signals)."""
         if not self.signals:
             return states.float()
         assert logits is not None, "this router takes the exit's logits too"
         return torch.cat([normed(states), signals_of(logits)], -1)
 
     def raw(self, features: torch.Tensor) -> torch.Tensor:
-        """(n, hidden + signals) -> (n,) before temperature and offset."""
+        """Map (n, hidden + signals) features to (n,) logits, before temperature and offset."""
         return self.up(nn.functional.silu(self.down(features)))[:, 0]
 
 
 def signals_of(logits: torch.Tensor) -> torch.Tensor:
-    """(n, vocabulary) -> (n, 4): best probability, its logarithm, its lead over the second, entropy."""
+    """Map (n, vocabulary) logits to (n, 4): best probability, its logarithm, its lead over the second, entropy."""
     logs = logits.float().log_softmax(-1)
     best = logs.topk(2, -1).values
     probs = best.exp()

@@ -1,13 +1,14 @@
-"""Router files: what calibration found out about a model, on disk and put to work as an exit policy.
+"""Router files: the result of calibrating a model, on disk and as an exit policy.
 
-A file holds an exit head, a router and a threshold for every checkpoint that was tried, which of them are in use,
-and everything one has to know to trust it: the model's fingerprint, the configuration, training facts, measured
-figures, a certificate where there is one, and the version that made it.
+A file holds an exit head, a router and a threshold for every checkpoint tried, the checkpoints in use, and the evidence:
+the model's fingerprint, the configuration, training facts, measured figures, a certificate if there is one, and the
+version that made it.
 
     exits.{depth}.head.{parameter}      exits.{depth}.router.{parameter}      vocabulary      sha256       tensors
     everything else                                                                                        one JSON document
 
-`storage.py` has the bytes, `exits.py` an exit. Files of tide-inference 0.2.1 are read into the same class (`original.py`).
+`storage.py` reads and writes the bytes, `exits.py` builds an exit. Files of tide-inference 0.2.1 are read into the same class
+(`original.py`).
 """
 
 from __future__ import annotations
@@ -51,18 +52,18 @@ def _version() -> str:
 
 @dataclass(eq=False)
 class RouterFile(ModelHubMixin):
-    """What calibration saves.
+    """The result of a calibration.
 
     Attributes:
         strategy: the kind of exit head.
-        exits: by depth (layers run), rising.
+        exits: by depth (layers run), in rising order.
         checkpoints: the depths in use.
-        max_pending: exits in a row before a token goes through all layers.
+        max_pending: largest number of consecutive exits before a token runs all layers.
         vocabulary: token ids an exit may predict; None: all.
-        config, facts, figures: the configuration, how it was trained, what was measured: plain values.
-        certificate: what `TIDE.certify` found, which mode "fast" goes by.
-        version: of TIDE, when the file was made.
-        path: where it was read from.
+        config, facts, figures: configuration, training facts and measured figures, as plain values.
+        certificate: result of `TIDE.certify`, used by mode "fast".
+        version: of the TIDE that made the file.
+        path: the file it was read from.
     """
 
     strategy: str
@@ -79,13 +80,13 @@ class RouterFile(ModelHubMixin):
     path: Path | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        return object.__new__(cls)  # the mixin's would gather the arguments for a config.json; ours are in the file
+        return object.__new__(cls)  # the mixin's own would collect the arguments for a config.json; ours are in the file
 
     def save(self, path: str | Path, compress: bool = False) -> None:
-        """Write to `.safetensors` or `.pt`, whole or not at all.
+        """Write to `.safetensors` or `.pt`, completely or not at all.
 
         Args:
-            compress: store the heads' matrices in 8 bits; they come back in bf16, slightly changed.
+            compress: store the heads' matrices in 8 bits; they are read back as bf16, slightly changed.
         """
         path = Path(path)
         storage.check_suffix(path)
@@ -103,7 +104,7 @@ class RouterFile(ModelHubMixin):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file, or say what is wrong with it."""
+        """Read a file; raise with the reason if it is not usable."""
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(
@@ -150,10 +151,10 @@ class RouterFile(ModelHubMixin):
         return cls("identity", exits, tuple(exits), pending, facts=facts, version=ORIGIN.split()[-1], path=path)
 
     def policy(self, adapter: ModelAdapter, head: Head | None = None) -> ExitPolicy:
-        """Return the exit policy for an adapter's model, if it is the one this file was made for.
+        """Return the exit policy for an adapter's model; raise unless the file was made for that model.
 
         Args:
-            head: makes logits; the adapter's own if None.
+            head: the final norm and LM head; the adapter's own if None.
         """
         policy = self._policy(adapter, head)
         policy.certificate = self.certificate
@@ -183,7 +184,7 @@ class RouterFile(ModelHubMixin):
         return CalibratedPolicy(self, adapter, head)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the tensors, as JSON can hold it."""
+        """Return everything except the tensors, as JSON values."""
         values = {
             "format": FORMAT,
             "version": self.version,
@@ -201,14 +202,14 @@ class RouterFile(ModelHubMixin):
         return storage.plain(values)
 
     def summary(self) -> str:
-        """All of it, for people."""
+        """Return the contents as text."""
         return summary_text(self)
 
     def generate_model_card(self, repo_id: str | None = None, base_model: str | None = None) -> ModelCard:
-        """The card of the file on the Hub.
+        """Return the model card of the file for the Hub.
 
         Args:
-            repo_id: where the file will be.
+            repo_id: hub id of the repository for the file.
             base_model: hub id of the model it is for.
         """
         return ModelCard(card_text(self, repo_id, base_model))
@@ -217,22 +218,22 @@ class RouterFile(ModelHubMixin):
         self.save(save_directory / HUB_FILE)
         card = save_directory / "README.md"
         if card.exists() and f"library_name: {LIBRARY}" in card.read_text(encoding="utf-8"):
-            card.unlink()  # the card of an earlier file: the mixin writes a new one where there is none
+            card.unlink()  # the card of an earlier file: the mixin writes a new one only if there is none
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload file and card. `options` are those of huggingface_hub's mixin."""
+        """Upload the file and its card. `options` are those of huggingface_hub's mixin."""
         card = {"repo_id": repo_id} | (options.pop("model_card_kwargs", None) or {})
         return super().push_to_hub(repo_id, model_card_kwargs=card, **options)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> Self:
-        """Read what `save_pretrained` or `push_to_hub` wrote.
+        """Read a file written by `save_pretrained` or `push_to_hub`.
 
         Args:
             pretrained_model_name_or_path: a folder, or an id on the Hub.
             options: revision, token, cache_dir, force_download, local_files_only.
         """
-        # the mixin's looks for a config.json first, and fails or warns where there is none
+        # the mixin's own looks for a config.json first, and fails or warns if there is none
         return cls._from_pretrained(model_id=str(pretrained_model_name_or_path), **options)
 
     @classmethod
@@ -252,11 +253,11 @@ class RouterFile(ModelHubMixin):
 
 
 def add_certificate(source: str | Path, certificate: Certificate, target: str | Path) -> None:
-    """Write a router file again with a certificate; exits stay as they are stored, compressed ones too."""
+    """Write a router file again with a certificate; exits stay as stored, compressed or not."""
     file = RouterFile.load(source)
     file.certificate = certificate
     stored = storage.read(Path(source))
-    if not isinstance(stored, storage.Stored):  # of the original system, which has no place for it
+    if not isinstance(stored, storage.Stored):  # of the original system, whose format has no certificate
         file.save(target)
         return
     if wrong := _wrong_with(file):
@@ -266,7 +267,7 @@ def add_certificate(source: str | Path, certificate: Certificate, target: str | 
 
 
 def _fields(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The fields of a RouterFile. Every tensor is used, or it is an error."""
+    """Return the fields of a RouterFile. Unused tensors are an error."""
     for name, tensor in tensors.items():
         if not (isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.is_contiguous()):
             raise ValueError(f"{name} is not a plain tensor")
@@ -293,7 +294,7 @@ def _fields(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[
 
 
 def _wrong_with(file: RouterFile) -> str | None:
-    """What makes a router file useless, whether it was read or is about to be written."""
+    """Return what makes a router file unusable, read or about to be written; None if nothing does."""
     depths = list(file.exits)
     if file.strategy not in HEADS:
         return f"expected a strategy of {list(HEADS)}, found {file.strategy!r}"

@@ -1,11 +1,11 @@
-"""A document and tensors, to disk and back.
+"""Storage of a JSON document and tensors in one file.
 
     router.safetensors    tensors, and the document in the metadata under "tide"
     router.pt             {"tide": document, "tensors": {name: tensor}}, read as plain values only: no code runs
 
-The same content gives the same bytes. One more tensor, "sha256", is the checksum of document and tensors, so that bytes which
-changed on the way are noticed; files of 0.3.0 have none. A file is written beside its place and moved there when it is whole,
-so its place holds the old file or the new one and never a half. Compressed matrices are int8 with a scale per row:
+The same content gives the same bytes. One more tensor, "sha256", is the checksum of document and tensors, which detects
+changed bytes; files of 0.3.0 have none. A file is written under another name and renamed when complete, so its path holds the
+old file or the new one, never a partial one. Compressed matrices are int8 with a scale per row:
 
     "exits.8.head.down.weight"  (rows, columns) int8        "exits.8.head.down.weight.scale"  (rows,) fp32
 """
@@ -30,14 +30,14 @@ SCALE = ".scale"
 
 
 class Stored(NamedTuple):
-    """What a file holds."""
+    """The contents of a file."""
 
     document: str  # JSON
     tensors: dict[str, torch.Tensor]
-    checksum: torch.Tensor | None = None  # as it stands in the file; None: a file without
+    checksum: torch.Tensor | None = None  # as stored in the file; None if it has none
 
     def digest(self) -> torch.Tensor:
-        """Return the checksum of what is here, (32,) bytes."""
+        """Return the checksum of the contents, (32,) bytes."""
         found = hashlib.sha256(self.document.encode())
         for name in sorted(self.tensors):
             tensor = self.tensors[name].detach().cpu().contiguous()
@@ -47,7 +47,7 @@ class Stored(NamedTuple):
 
     @property
     def is_changed(self) -> bool:
-        """True if the checksum is not that of the content."""
+        """True if the stored checksum does not match the contents."""
         return self.checksum is not None and not torch.equal(self.checksum, self.digest())
 
 
@@ -57,21 +57,21 @@ def check_suffix(path: Path) -> None:
 
 
 def write(path: Path, stored: Stored) -> None:
-    """Write a file; its suffix says how."""
+    """Write a file in the format of its suffix."""
     check_suffix(path)
     tensors = {name: stored.tensors[name].detach().cpu().contiguous().clone() for name in sorted(stored.tensors)}
     tensors[CHECKSUM] = stored.digest()
     if path.suffix == ".safetensors":
         content = safetensors_bytes(tensors, {KEY: stored.document})
     else:
-        buffer = io.BytesIO()  # written to a path, the archive would hold the file's name
+        buffer = io.BytesIO()  # torch.save to a path would put the file's name into the archive
         torch.save({KEY: stored.document, "tensors": tensors}, buffer)
         content = buffer.getvalue()
     write_atomically(path, content)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Put a whole file in its place, or leave the place as it was."""
+    """Write a complete file to `path`, or leave `path` as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -86,7 +86,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def read(path: Path) -> Any:
-    """Return `Stored`, its checksum compared, or whatever else a .pt file holds."""
+    """Return `Stored`, with its checksum verified, or the contents of any other .pt file."""
     try:
         content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pt(path)
         is_changed = isinstance(content, Stored) and content.is_changed
@@ -108,7 +108,7 @@ def _read_safetensors(path: Path) -> Any:
         metadata = file.metadata() or {}
         if KEY not in metadata:
             return metadata
-        # cloned: what comes out is mapped to the file, which may change
+        # cloned: the tensors are mapped to the file, which may change
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         return Stored(metadata[KEY], tensors, tensors.pop(CHECKSUM, None))
 
@@ -122,7 +122,7 @@ def _read_pt(path: Path) -> Any:
 
 
 def compress(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Matrices as int8 and scales; everything else as it is."""
+    """Return matrices as int8 with scales, and everything else unchanged."""
     packed = {}
     for name, tensor in tensors.items():
         if tensor.ndim != 2:
@@ -135,7 +135,7 @@ def compress(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def restore(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What `compress` packed, in bf16."""
+    """Return the tensors before `compress`, matrices in bf16."""
     scales = {name for name in tensors if name.endswith(SCALE)}
     whole = {name: tensor for name, tensor in tensors.items() if name not in scales}
     for name in scales:
@@ -148,7 +148,7 @@ def restore(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def plain(value: Any) -> Any:
-    """As JSON can hold it. A figure that is no finite number was not measured: null."""
+    """Return a value in JSON types. A number that is not finite was not measured and becomes null."""
     if isinstance(value, dict):
         return {str(name): plain(of) for name, of in value.items()}
     if isinstance(value, list | tuple):
