@@ -1,4 +1,4 @@
-"""Tokens as they become final, and what each was decided after.
+"""Tokens as they become final, and the depth at which each was decided.
 
 python examples/streaming.py [--model MODEL --router FILE --prompt "Once upon a time"]
 """
@@ -26,7 +26,7 @@ def main() -> None:
     options = dict(max_new_tokens=asked.max_new_tokens, do_sample=False)
     with TIDE.TIDE(model, router) as engine:
         for number, token in enumerate(engine.stream(inputs, **options)):
-            depth = engine.last_decided[0][number].depth
+            depth = engine.last_rows[0].decided[number].depth
             print(f"{depth:3} layers  {tokenizer.decode(token)!r}")
         engine.generate(inputs, **options, streamer=TextStreamer(tokenizer))
         print(engine.last_stats.summary())

@@ -1,4 +1,4 @@
-"""The README's code runs as it stands, and its links lead somewhere."""
+"""The README's code runs as it stands, and docs/structure.md has a line for every file of the package."""
 
 from __future__ import annotations
 
@@ -44,11 +44,26 @@ def test_another_model_is_calibrated_and_used_in_three_lines(monkeypatch, tmp_pa
         assert torch.equal(engine.generate(ids, **options), names["model"].generate(ids, **options))
 
 
-def test_every_file_of_the_package_is_in_the_tree():
-    tree = (ROOT / "README.md").read_text()
-    for file in (ROOT / "src" / "TIDE").rglob("*.py"):
-        if file.name != "__init__.py":
-            assert file.name in tree
+def test_the_structure_page_lists_the_files_that_there_are():
+    """One line each, by its folder."""
+    (tree,) = re.findall(r"```\n(src/TIDE/\n.*?)```", (ROOT / "docs" / "structure.md").read_text(), re.DOTALL)
+    folders: list[str] = []
+    listed = []
+    for line in tree.splitlines()[1:]:
+        depth, name = (len(line) - len(line.lstrip())) // 2 - 1, line.split()[0]
+        folders[depth:] = [name]
+        if name.endswith(".py"):
+            listed.append("".join(folders))
+    package = ROOT / "src" / "TIDE"
+    found = [str(file.relative_to(package)) for file in package.rglob("*.py")]
+    inside = [name for name in found if "/" not in name or not name.endswith("__init__.py")]
+    assert sorted(listed) == sorted(inside)
+
+
+def test_the_readme_names_every_folder_of_the_package():
+    readme = (ROOT / "README.md").read_text()
+    for folder in (ROOT / "src" / "TIDE").glob("*/__init__.py"):
+        assert f" {folder.parent.name}/" in readme or f"/{folder.parent.name}/" in readme
 
 
 def test_ci_runs_what_the_readme_says():

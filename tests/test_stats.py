@@ -38,7 +38,7 @@ def test_the_summary_tells_of_drafts_and_time_where_there_were_any(stats):
     assert stats.summary() == FIRST_LINES + (
         "  Mean depth: 17.4 of 32 layers\n"
         "  Drafted: 96, accepted: 72 (by step: 80.0%, 50.0%)\n"
-        "  Catch-ups: 30, rollbacks: 20 of 24 tokens\n"
+        "  Catch-ups: 30, rollbacks: 20, rejected: 24\n"
         "  Seconds: 2.000 (prompt 0.250, shallow 0.000, exits 0.000, deep 1.500, choosing 0.000), 50.0 tokens/s"
     )
     assert stats.acceptance_by_step == {1: 0.8, 2: 0.5}

@@ -33,7 +33,7 @@ def test_help_lists_the_commands(chat):
     done = chat("/help")
     assert done.exit_code == 0 and done.stderr == ""
     assert [line.split()[0] for line in done.stdout.splitlines()[:-1]] == ["/help", "/reset", "/save", "/stats", "/quit"]
-    assert done.stdout.splitlines()[-1] == "Ctrl-C ends an answer that is being written."
+    assert done.stdout.splitlines()[-1] == "Ctrl-C stops the current answer."
 
 
 @pytest.mark.parametrize("line", ["/new", "/stop", "/", "/reset now", "/etc/passwd is what?"])
@@ -114,7 +114,7 @@ def long_winded(tmp_path_factory):
 def test_ctrl_c_ends_the_answer_and_then_the_chat(long_winded, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     terminal = Terminal("chat", long_winded, "--no-exits", "--max-new-tokens", 8000)
-    terminal.wait_for("Ctrl-C ends an answer.*> ")
+    terminal.wait_for("Ctrl-C stops the current answer.*> ")
     terminal.press("hello\n")
     terminal.wait_for("hello\r\n.{40}")  # it is being written
     terminal.press("\x03")
