@@ -2,6 +2,7 @@
 
     python benchmarks/bench_decode.py                     the embedded default model
     python benchmarks/bench_decode.py --model llama-8b    a random Llama of that size in bf16, for a GPU
+    python benchmarks/bench_decode.py --model gemma3-300m a random Gemma 3 of that size
     python benchmarks/bench_decode.py --model tiny        a random tiny Llama, as a smoke test
 
 On a GPU `model.generate` also runs with a static cache, compiled, and speeds stand beside what the memory allows: the bytes of
@@ -42,12 +43,24 @@ SHAPES = {
         num_key_value_heads=8,
         max_position_embeddings=8192,
     ),
+    "gemma3-300m": dict(
+        vocab_size=262144,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        sliding_window=512,
+        query_pre_attn_scalar=256,
+        max_position_embeddings=8192,
+    ),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="default", help="'tiny', 'llama-8b', or what TIDE.load_model takes")
+    parser.add_argument("--model", default="default", help="'tiny', 'llama-8b', 'gemma3-300m', or what TIDE.load_model takes")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default=None)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -56,7 +69,7 @@ def main() -> None:
 
     transformers.utils.logging.disable_progress_bar()
     dtype = args.dtype and getattr(torch, args.dtype)
-    model = random_llama(SHAPES[args.model]) if args.model in SHAPES else TIDE.load_model(args.model, dtype=dtype).model
+    model = random_model(args.model) if args.model in SHAPES else TIDE.load_model(args.model, dtype=dtype).model
     torch.manual_seed(0)
     ids = torch.randint(10, model.config.vocab_size, (1, args.prompt_tokens), device=model.device)
     model.generation_config.eos_token_id = None  # all texts have the same length
@@ -119,13 +132,16 @@ def on_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def random_llama(shape: dict) -> transformers.PreTrainedModel:
-    """A Llama with random weights, made where it will run."""
+def random_model(name: str) -> transformers.PreTrainedModel:
+    """A model with random weights, made where it will run."""
     torch.manual_seed(0)
     place = torch.device("cuda" if on_gpu() else "cpu")
     torch.set_default_dtype(torch.bfloat16 if on_gpu() else torch.float32)
     with place:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, bos_token_id=1, eos_token_id=2, pad_token_id=0))
+        family = "Gemma3" if name.startswith("gemma3") else "Llama"
+        config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else "LlamaConfig")
+        ids = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+        model = getattr(transformers, f"{family}ForCausalLM")(config(**SHAPES[name], **ids))
     torch.set_default_dtype(torch.float32)
     return model.eval()
 

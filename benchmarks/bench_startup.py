@@ -28,8 +28,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 lap("import torch and transformers")
 import TIDE, TIDE.cli.app, TIDE.engine.engine, TIDE.routing.calibrated
-from TIDE.adapters.adapter import Window
-from TIDE.engine.runners.select import fuse
+from TIDE.adapters.adapter import ModelAdapter
+from TIDE.engine.runners.select import select_runner
 from TIDE.models.default import default_model_path
 from TIDE.run import prepared
 lap("import TIDE")
@@ -39,14 +39,14 @@ tokenizer = AutoTokenizer.from_pretrained(default_model_path())
 lap("tokenizer")
 file = TIDE.RouterFile.load(TIDE.default_router())
 lap("router file")
-window = Window(model)
+adapter = ModelAdapter(model)
 import TIDE.kernels.cpu_exits
 lap("import numba")
-fuse(window)
+runner = select_runner(adapter)
 lap("load and check compiled layers")
-file.policy(window)
+file.policy(adapter, runner.head)
 lap("exits in 8 bits")
-window.close()
+adapter.close()
 engine = TIDE.TIDE(model, TIDE.default_router())
 began = time.perf_counter()
 next(engine.stream(prepared(tokenizer, "Hello there"), max_new_tokens=2, do_sample=False))

@@ -255,6 +255,28 @@ def test_rows_side_by_side_and_sampling_go_through_fused_layers(ids):
         assert torch.equal(engine.generate(ids, **sampled), expected)
 
 
+def test_tokens_of_a_stream_stay_on_the_host(ids):
+    """A copy to the device would wait for the round that is already running there."""
+    model = build("llama").cuda()
+
+    class Streamer:
+        def __init__(self):
+            self.devices = []
+
+        def put(self, value):
+            self.devices.append(value.device.type)
+
+        def end(self):
+            pass
+
+    streamer = Streamer()
+    with TIDE.TIDE(model) as engine:
+        engine.generate(ids, streamer=streamer, **OPTIONS)
+        request = engine._prepare(ids, None, dict(OPTIONS))
+        assert request.column(engine.last_rows, ids.shape[1]).device.type == "cpu"
+    assert set(streamer.devices) == {"cpu"}
+
+
 def test_requests_at_the_same_time_do_not_share_slots(ids):
     model = build("llama").cuda()
     other = ids.flip(1)

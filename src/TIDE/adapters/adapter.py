@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from TIDE.adapters.patches import patch, unpatch
+from TIDE.adapters.patches import original_class, patch, unpatch
 from TIDE.adapters.probe import Store, input_device, known_family, layer_stores, probe_family, shared_sources
 from TIDE.adapters.rope import rope_of
 from TIDE.adapters.weights import holds_numbers, version
@@ -298,7 +298,7 @@ class ModelAdapter:
     @property
     def _head_is_linear(self) -> bool:
         head = self.model.get_output_embeddings()
-        return self.is_known and self._head_is_patched and type(head).__mro__[1] is nn.Linear and holds_numbers(head.weight)
+        return self.is_known and self._head_is_patched and original_class(head) is nn.Linear and holds_numbers(head.weight)
 
     def _head_rows(self, vocabulary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Return the LM head's weight and bias for some tokens, kept for the next call; None if it is no plain linear layer."""

@@ -1,4 +1,4 @@
-"""Descriptions of decoder layers, for the fused layer: which module is which part, and how the parts are put together.
+"""Descriptions of decoder layers, for compiled layers: which module is which part, and how the parts are put together.
 
 `LAYERS` has a line for each layer class: the names of its modules where they differ from Llama's, and its arrangement. Sizes,
 biases, norms' kinds, windows and multipliers are read from the modules themselves. A layer that does anything else (adapters,
@@ -106,7 +106,7 @@ def norm_parts(norm: Any, like: torch.Tensor) -> Norm:
 
 
 def layer_parts(layer: Any, config: Any) -> Layer | None:
-    """Return the parts of a layer, weights in place; None if the fused layer cannot stand in for it."""
+    """Return the parts of a layer, weights in place; None if a compiled layer cannot stand in for it."""
     names = LAYERS.get(type(layer).__name__)
     if names is None or _does_more(layer, config):
         return None
@@ -175,7 +175,7 @@ def _mlp(module: Any, names: Names) -> MLP | None:
 
 
 def _does_more(layer: Any, config: Any) -> bool:
-    """Return if a layer is told to do more than the fused one does."""
+    """Return True if a layer is told to do more than compiled ones do."""
     attention = layer.self_attn
     more = getattr(attention, "qk_layernorm", False), not getattr(attention, "is_causal", True)
     return any(more) or getattr(config, "clip_qkv", None) is not None

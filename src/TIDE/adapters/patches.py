@@ -50,8 +50,13 @@ def patch(module: nn.Module, adapter: ModelAdapter, index: int | None) -> None:
     module.__dict__["_tide_patch"] = LayerPatch(adapter, index)
 
 
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a patched module without its patch."""
+    return type(module).__mro__[1]
+
+
 def unpatch(module: nn.Module) -> None:
-    module.__class__ = type(module).__mro__[1]
+    module.__class__ = original_class(module)
     del module.__dict__["_tide_patch"]
 
 

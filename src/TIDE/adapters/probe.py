@@ -61,7 +61,7 @@ def layer_stores(model: PreTrainedModel) -> tuple[Store, ...]:
             raise ValueError(
                 f"layer {index} of {type(model).__name__} keeps a {type(layer).__name__}, which TIDE cannot write by "
                 f"position. Expected K/V per position or a linear-attention state. Run this model with "
-                f"model.generate, or add the store to TIDE/engine/cache.py."
+                f"model.generate, or add the store to TIDE/engine/cache/cache_layers.py."
             )
         found.append(kind)
     return tuple(found) + (Store.SHARED,) * (count - len(found))

@@ -3,8 +3,8 @@
     engine = TIDE.TIDE(model, router)         router None: every token runs all layers
     engine.generate(input_ids, max_new_tokens=64)
 
-An engine opens a window onto the model and closes it again; between the two the model can be used as ever. Each
-call has its own rows, cache and counts, so an error or an interruption leaves nothing behind.
+An engine patches the model's layers until it is closed; meanwhile the model can be used as ever. Each call has its own rows,
+cache and counts, so an error or an interruption leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class TIDE:
 
     @property
     def backend(self) -> str:
-        """What runs the model's layers, in words, and why nothing faster does. On a GPU the first request tells."""
+        """The runner of the model's layers, in words, and why it is not a faster one. On a GPU the first request settles it."""
         return self.runner.words
 
     def generate(
@@ -161,7 +161,7 @@ class TIDE:
             self._finish(decoding)
         else:
             for column in self._columns(decoding):
-                streamer.put(column.cpu())
+                streamer.put(column)
             streamer.end()
         ids, config = request.output(rows), request.config
         if not config.return_dict_in_generate:

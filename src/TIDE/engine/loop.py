@@ -22,7 +22,7 @@ from TIDE.engine.schedule.scheduler import Scheduler
 
 
 class Launcher(Protocol):
-    """What launches rounds: `HostStage` or `DeviceStage`."""
+    """A stage that launches rounds: `HostStage` or `DeviceStage`."""
 
     is_planned: bool  # drafts are chosen before a round runs
 

@@ -44,7 +44,7 @@ class Plan:
         return self.exit_thresholds.get(depth, self.exit_threshold)
 
     def within_share(self, exits: int, tokens: int) -> bool:
-        """Whether one more exit is allowed in a row that has so many among so many new tokens.
+        """Return True if one more exit is allowed in a row that has `exits` among its new `tokens`.
 
         In mode "fast" exits are never more than `max_exit_share` of the new tokens, the one to come included.
         """
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def catches_up(self) -> bool:
-        """Whether skipped layers run later, rather than being filled in."""
+        """True if skipped layers run later; otherwise their K/V are filled in."""
         return self.kv_cache_strategy == "exact"
 
 
@@ -122,7 +122,7 @@ def _checkpoints(config: TIDEConfig, policy: ExitPolicy, num_layers: int) -> lis
 
 
 def settings(config: TIDEConfig, policy: ExitPolicy, adapter: ModelAdapter) -> Settings:
-    """What a certificate depends on."""
+    """Return the settings that a certificate depends on."""
     return Settings(
         kv_cache_strategy=config.kv_cache_strategy,
         min_layers=_first(config.min_layers, policy.min_layers),

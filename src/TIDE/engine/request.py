@@ -92,9 +92,11 @@ class Request:
         return min(going) if going else max(ends.values())
 
     def column(self, rows: list[Row], column: int) -> torch.Tensor:
-        """Return the (rows,) ids of a final column, padding where a row ended before it."""
-        ids = [self._id_at(row, column - len(row.padding)) for row in rows]
-        return torch.tensor(ids, device=self.ids.device)
+        """Return the (rows,) ids of a final column on the host, padding where a row ended before it.
+
+        Moving them to a device would wait for the round that is already running there.
+        """
+        return torch.tensor([self._id_at(row, column - len(row.padding)) for row in rows])
 
     def _id_at(self, row: Row, position: int) -> int:
         return row.tokens[position] if position < len(row.tokens) else self.pad_token_id
@@ -108,7 +110,7 @@ class Request:
 
     @property
     def pad_token_id(self) -> int:
-        """What fills rows that end before others; a single row needs none."""
+        """The token that fills rows that end before others; a single row needs none."""
         found = _padding_token(self.config)
         return 0 if found is None else found
 
@@ -127,7 +129,7 @@ def prepare(
 
 
 def captured(model: PreTrainedModel, *given: Any, **rest: Any) -> Request:
-    """What `model.generate` hands to a `custom_generate` of the user's own call."""
+    """Return the request that `model.generate` hands to a `custom_generate` of the user's own call."""
     return _accepted(_capture(model, *given, **rest))
 
 
@@ -215,7 +217,7 @@ def _refuse_modes(config: GenerationConfig) -> None:
 
 
 def _refuse_for_several_rows(request: Request) -> None:
-    """What is told which row it works on, or keeps something of all rows: TIDE's rows advance separately."""
+    """Refuse processors that look at several rows at once: TIDE's rows advance separately."""
     config = request.config
     by_row = {
         "prefix_allowed_tokens_fn": any(isinstance(one, PrefixConstrainedLogitsProcessor) for one in request.processors),

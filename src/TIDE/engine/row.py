@@ -10,6 +10,7 @@ K/V are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ class Draft(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """Where a new token was decided."""
+    """The depth at which a new token was decided."""
 
     depth: int
     score: float | None = None  # of the router that let it out, where one was asked
@@ -56,57 +57,33 @@ class RoundResult(NamedTuple):
     scores: Sequence[float] = ()  # of the drafts that were verified, where routers gave any
 
 
+@dataclass(eq=False)
 class Row:
-    """One text and everything the host knows about it.
+    """One text and everything the host knows about it."""
 
-    Args:
-        tokens: of the prompt.
-        stop: when the text ends.
-        num_layers: of the model.
-        index: the row's place in its request.
-        padding: ids of the columns before the text. Processors and criteria see them, as in `model.generate`.
-        embeds: (prompt, hidden) the prompt as embeddings.
-        unseen: tokens of the prompt that have no ids. Processors, criteria and the output leave them out.
-        sampling: how its tokens are chosen.
-        seconds: of the request, shared by its rows.
+    tokens: list[int]  # the prompt, then final tokens
+    stop: StopRule
+    num_layers: int
+    index: int = 0  # in its request
+    padding: Sequence[int] = ()  # ids of the columns before the text, which processors and criteria see
+    embeds: torch.Tensor | None = None  # (prompt, hidden) the prompt as embeddings
+    unseen: int = 0  # tokens of the prompt without ids: processors, criteria and the output leave them out
+    sampling: Sampling = field(default_factory=Sampling)
+    seconds: InitVar[Seconds | None] = None  # of the request, shared by its rows
+    drafts: list[Draft] = field(init=False, default_factory=list)
+    wanted: int | None = field(init=False, default=None)  # drafts to make in this round; None: scores decide
+    budget: DraftBudget | None = field(init=False, default=None)
+    exits: int = field(init=False, default=0)  # final tokens that left early
+    exits_in_a_row: int = field(init=False, default=0)  # since the full model decided a token
+    decided: list[Decided] = field(init=False, default_factory=list)
+    finished: bool = field(init=False, default=False)
+    cut_short: bool = field(init=False, default=False)  # the model's context ended the text
 
-    Attributes:
-        wanted: how many drafts to make in this round; None: scores decide.
-        exits: tokens that left early and were kept (mode "fast": all of them).
-        exits_in_a_row: since the full model decided a token.
-        cut_short: the model's context ended the text.
-    """
-
-    def __init__(
-        self,
-        tokens: Sequence[int],
-        stop: StopRule,
-        num_layers: int,
-        *,
-        index: int = 0,
-        padding: Sequence[int] = (),
-        embeds: torch.Tensor | None = None,
-        unseen: int = 0,
-        sampling: Sampling | None = None,
-        seconds: Seconds | None = None,
-    ) -> None:
-        self.index = self.slot = index
-        self.tokens = list(tokens)
+    def __post_init__(self, seconds: Seconds | None) -> None:
+        self.tokens = list(self.tokens)
         self.prompt = len(self.tokens)
-        self.padding = list(padding)
-        self.embeds = embeds
-        self.unseen = unseen
-        self.stop = stop
-        self.sampling = sampling or Sampling()
-        self.drafts: list[Draft] = []
-        self.wanted: int | None = None
-        self.budget: DraftBudget | None = None
-        self.exits = 0
-        self.exits_in_a_row = 0
-        self.decided: list[Decided] = []
-        self.finished = False
-        self.cut_short = False
-        self.stats = ExitStats(num_layers, seconds=seconds or Seconds())
+        self.slot = self.index
+        self.stats = ExitStats(self.num_layers, seconds=seconds or Seconds())
 
     @property
     def size(self) -> int:
@@ -133,7 +110,7 @@ class Row:
 
     def shown(self, drafts: int = 0) -> list[int]:
         """Return the text as processors and criteria see it, with the first so many drafts."""
-        text = self.padding + self.tokens + [draft.token for draft in self.drafts[:drafts]]
+        text = [*self.padding, *self.tokens, *(draft.token for draft in self.drafts[:drafts])]
         return text[self.unseen :]
 
     def extend(self, round_: RoundResult) -> int:
@@ -153,7 +130,7 @@ class Row:
             self.tokens.append(draft.token)
             self.decided.append(Decided(draft.depth, draft.score))
             self.stats.count_token(draft.depth, step + kept)
-            self.exits += draft.depth < self.stats.num_layers
+            self.exits += draft.depth < self.num_layers
             kept += 1
             self.finished = self.stop.ends(self)
             if self.finished:

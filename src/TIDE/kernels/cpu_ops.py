@@ -1,4 +1,4 @@
-"""The fused layer in compiled CPU code (numba), fp32. `cpu_products.py` has the products, where the time goes."""
+"""The decoder layer in compiled CPU code (numba), fp32. `cpu_products.py` has the products, where the time goes."""
 
 from __future__ import annotations
 

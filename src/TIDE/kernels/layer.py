@@ -1,4 +1,4 @@
-"""The fused layer: 1 to 16 tokens of one or more rows through one decoder layer, on the engine's cache.
+"""The compiled layer: 1 to 16 tokens of one or more rows through one decoder layer, on the engine's cache.
 
     x  →  norm → q, k, v → (norms) → rotary → K/V into the cache → attention → o  →  (norm)  →  + x
        →  norm → gate, up → activation → down                                     →  (norm)  →  + x

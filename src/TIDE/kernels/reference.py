@@ -1,4 +1,4 @@
-"""The meaning of the compiled code: fused layers and exits, written in torch. Backends have functions of the same names."""
+"""The meaning of the compiled code: decoder layers and exits, written in torch. Backends have functions of the same names."""
 
 from __future__ import annotations
 

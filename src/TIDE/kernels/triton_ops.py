@@ -1,4 +1,4 @@
-"""The fused layer on a GPU, in Triton. Functions of the same names in `reference.py` define what each computes.
+"""The decoder layer on a GPU, in Triton. Functions of the same names in `reference.py` define what each computes.
 
 Weights are streamed once for up to 16 tokens (`triton_products.py`). In attention a program takes one token, the query heads
 of one key head, and a split of `SPLIT` keys.
@@ -119,7 +119,7 @@ def _norm_all_and_rotate(
     stride_row, stride_head, stride_column,
     OFFSET: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same with a norm over all heads of a token: a program takes its queries or its keys."""
+    """Norm over all heads of a token, then rotate: a program takes its queries or its keys."""
     token, head, pair = tl.program_id(0), tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
     half = ROTARY // 2
     one = tl.where(pair < half, pair, pair + half)

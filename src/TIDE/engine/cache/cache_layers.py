@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 @dataclass
 class View:
-    """What the pass in progress sees."""
+    """The rows and columns of the pass in progress."""
 
     segment: int  # the first one of the pass
     rows: list[int]

@@ -34,7 +34,7 @@ STEP = 256  # columns added at a time
 
 @dataclass
 class SegmentLengths:
-    """How far each row is in one segment, and where its tokens begin."""
+    """Lengths of all rows in one segment, and the columns where their tokens begin."""
 
     layers: range
     length: list[int]

@@ -5,7 +5,7 @@
     tokens          (17, rows) of a round: the newest final token of each row, then its drafts
     starts          (16, rows) the positions they stand at
     result          (rows, fields) what the host reads: see `kernels/result.py`
-    memory          what a memory head keeps: states of the tokens before, its own K/V
+    memory          of a memory head: states of the tokens before, its own K/V
 
 The tokens of a round are flattened step by step, so those of one step, and of the first steps, are views.
 """
@@ -38,7 +38,7 @@ class KVShape(NamedTuple):
 
 
 class Memory:
-    """What a memory head keeps of one row."""
+    """Static buffers of a memory head for one row."""
 
     def __init__(self, head: MemoryHead, columns: int) -> None:
         weight, sizes = head.fuse.weight, head.sizes

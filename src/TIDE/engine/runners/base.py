@@ -71,7 +71,7 @@ class Runner(ABC):
     @property
     @abstractmethod
     def words(self) -> str:
-        """What runs the layers, for `engine.backend`."""
+        """The runner in words, for `engine.backend`."""
 
     def why_not(self, row: Row) -> str | None:
         """Return why whole rounds of a row cannot run on the device; None: they can."""

@@ -43,7 +43,7 @@ class PassTokens(NamedTuple):
 
 
 class PassResult(NamedTuple):
-    """What came out of a span of layers."""
+    """The result of a span of layers."""
 
     states: torch.Tensor  # (n, hidden) after the last layer
     logits: torch.Tensor | None  # (kept, vocabulary)

@@ -28,7 +28,7 @@ NO_LUCK = 3  # if no draft was ever accepted, or a threshold lets nothing out, a
 
 
 class Experience:
-    """What drafting has brought so far, known from one request to the next."""
+    """The outcome of drafting so far, known from one request to the next."""
 
     def __init__(self) -> None:
         self.gain = RunningMean(FIRST_GAIN)  # of an exit: a share of a step

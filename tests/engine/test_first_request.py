@@ -1,0 +1,99 @@
+"""The first request of an engine on a GPU, and what it says about graphs; references take the place of kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import TIDE
+from families import build
+from router_files import a_file
+from runners import on_modules, on_references
+from TIDE.adapters.adapter import ModelAdapter
+from TIDE.engine.round.prefill import padded_length
+from TIDE.engine.row import RoundResult
+from TIDE.engine.runners.graphs import Graphs
+from TIDE.engine.schedule.costs import Costs
+from TIDE.engine.schedule.draft_length import DraftLength
+from TIDE.engine.stop import StopRule
+
+OPTIONS = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 100, (1, 50), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("place", [on_references, on_modules])
+@pytest.mark.parametrize("depth", [None, 0])
+def test_the_first_prompt_runs_once(place, depth, ids, monkeypatch):
+    """Its first token is shown before the runner is checked; rounds go on from the same K/V."""
+    model, widths, run = build("llama"), [], ModelAdapter.run
+
+    def noting(self, start, stop, inputs, **rest):
+        if stop - start == self.num_layers:
+            widths.append(inputs.ids.shape[1])
+        return run(self, start, stop, inputs, **rest)
+
+    policy = None
+    with TIDE.TIDE(model) as engine:
+        if depth is not None:
+            policy = a_file(model, "memory", (depth,), 0.0).policy(engine.adapter)
+    with place(TIDE.TIDE(model, policy)) as engine:
+        assert not engine.runner.is_checked
+        monkeypatch.setattr(ModelAdapter, "run", noting)
+        first = engine.generate(ids, **OPTIONS)
+        assert engine.runner.is_checked
+        assert widths.count(padded_length(50)) == 1
+        work = engine.last_stats.layers_run
+        assert torch.equal(engine.generate(ids, **OPTIONS), first)
+        assert work <= engine.last_stats.layers_run + 8 * 4 * (depth is not None)  # drafts go by seconds
+        monkeypatch.undo()
+    assert torch.equal(first, model.generate(ids, **OPTIONS))
+
+
+def test_the_stop_rule_reads_tokens_on_the_host(ids):
+    """A token that was just appended is not read back from a device."""
+    model = build("llama")
+    with on_references(TIDE.TIDE(model)) as engine:
+        engine.generate(ids, **OPTIONS)
+        (row,) = engine.last_rows
+    assert all(type(token) is int for token in row.tokens)
+    assert isinstance(row.stop, StopRule) and not row.stop.custom
+
+
+def test_seconds_of_captures_are_known_during_a_stream_and_never_lost(ids, monkeypatch):
+    def run(self, key, work):
+        self.seconds += 1.0
+        work()
+        return True
+
+    monkeypatch.setattr(Graphs, "run", run)
+    with on_references(TIDE.TIDE(build("llama"))) as engine:
+        stream = engine.stream(ids, **OPTIONS)
+        next(stream)
+        next(stream)
+        during = engine.capture_seconds
+        assert during > 0
+        assert engine.without_graphs == "there are none on cpu"
+        list(stream)
+        after = engine.capture_seconds
+        engine.generate(ids.repeat(1, 30), **OPTIONS)  # needs larger slots: the smaller ones are dropped
+        assert engine.capture_seconds > after >= during
+
+
+def test_low_scores_shorten_rounds_before_drafts_are_rejected():
+    """The share of drafts that scores promised changes slowly; the scores of the latest rounds count at once."""
+
+    def after(score):
+        length = DraftLength(Costs())
+        for _ in range(40):
+            drafts = length.choose(7)
+            length.saw(drafts, RoundResult([], drafts, drafts, scores=[0.9] * drafts), 1 + drafts / 10)
+        for _ in range(10):
+            length.saw(4, RoundResult([], 4, 4, scores=[score] * 4), 1.4)
+        return length.choose(7)
+
+    assert after(0.9) == 7
+    assert after(0.1) < 7
