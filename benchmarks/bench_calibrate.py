@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import TIDE
-from bench_decode import SHAPES, random_llama
+from bench_decode import SHAPES, random_model
 
 
 def main() -> None:
@@ -31,8 +31,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     model, tokenizer = TIDE.load_model("default", dtype=torch.bfloat16 if cuda else None)
     if args.model != "default":
-        shape = SHAPES[args.model]
-        model = random_llama({**shape, "vocab_size": max(shape["vocab_size"], len(tokenizer))})
+        model = random_model(args.model, vocab_size=max(SHAPES[args.model]["vocab_size"], len(tokenizer)))
     before, start = host_gib(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "router.safetensors")

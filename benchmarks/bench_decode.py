@@ -132,8 +132,8 @@ def on_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def random_model(name: str) -> transformers.PreTrainedModel:
-    """A model with random weights, made where it will run."""
+def random_model(name: str, **sizes: int) -> transformers.PreTrainedModel:
+    """A model of a shape with random weights, made where it will run; `sizes` take the place of the shape's."""
     torch.manual_seed(0)
     place = torch.device("cuda" if on_gpu() else "cpu")
     torch.set_default_dtype(torch.bfloat16 if on_gpu() else torch.float32)
@@ -141,7 +141,7 @@ def random_model(name: str) -> transformers.PreTrainedModel:
         family = "Gemma3" if name.startswith("gemma3") else "Llama"
         config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else "LlamaConfig")
         ids = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-        model = getattr(transformers, f"{family}ForCausalLM")(config(**SHAPES[name], **ids))
+        model = getattr(transformers, f"{family}ForCausalLM")(config(**{**SHAPES[name], **sizes}, **ids))
     torch.set_default_dtype(torch.float32)
     return model.eval()
 

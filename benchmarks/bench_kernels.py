@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_llama, timed
+from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_model, timed
 from TIDE.adapters.layer_parts import layer_parts
 from TIDE.kernels import reference
 from TIDE.kernels.dispatch import compiled_ops
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="so many, to leave caches behind")
     parser.add_argument("--context", type=int, default=200)
     args = parser.parse_args()
-    model = random_llama({**SHAPES[args.model], "num_hidden_layers": args.layers})
+    model = random_model(args.model, num_hidden_layers=args.layers)
     layers = [layer_parts(layer, model.config) for layer in model.model.layers]
     ops = (compiled_ops(model.device, model.dtype) if on_gpu() else None) or reference
     bandwidth, rows = copy_bandwidth() if on_gpu() else None, {}

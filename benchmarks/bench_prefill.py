@@ -18,7 +18,7 @@ import torch
 import transformers
 
 import TIDE
-from bench_decode import SHAPES, measure, random_llama
+from bench_decode import SHAPES, measure, random_model
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
 
     transformers.utils.logging.disable_progress_bar()
     dtype = args.dtype and getattr(torch, args.dtype)
-    model = random_llama(SHAPES[args.model]) if args.model in SHAPES else TIDE.load_model(args.model, dtype=dtype).model
+    model = random_model(args.model) if args.model in SHAPES else TIDE.load_model(args.model, dtype=dtype).model
     print(f"{'prompt':>8}{'model.generate':>16}{'TIDE':>10}{'ratio':>8}   ms to the first token")
     rows = []
     with TIDE.TIDE(model) as engine:
