@@ -36,6 +36,10 @@ class Seconds:
     choosing: float = 0.0
     whole: float = 0.0
 
+    def add(self, part: str, seconds: float) -> None:
+        """Add seconds to a part."""
+        setattr(self, part, getattr(self, part) + seconds)
+
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
 
@@ -69,7 +73,7 @@ class Clock:
         """End a lap and return its seconds."""
         now, part = time.perf_counter(), self._instead or part
         took, self._began = now - self._began, now
-        setattr(self.seconds, part, getattr(self.seconds, part) + took)
+        self.seconds.add(part, took)
         return took
 
 

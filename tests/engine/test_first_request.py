@@ -97,3 +97,11 @@ def test_low_scores_shorten_rounds_before_drafts_are_rejected():
 
     assert after(0.9) == 7
     assert after(0.1) < 7
+
+
+def test_seconds_of_whole_rounds_are_those_of_prompt_and_deep_passes(ids):
+    with on_references(TIDE.TIDE(build("llama"))) as engine:
+        engine.generate(ids, **OPTIONS)
+        seconds = engine.last_stats.seconds
+    assert min(seconds.prompt, seconds.deep) > 0
+    assert seconds.prompt + seconds.deep <= seconds.whole

@@ -54,19 +54,26 @@ class Loop:
     def step(self) -> None:
         """Launch a round and read the one that is due."""
         for row in self.rows:
-            row.wanted = self.scheduler.drafts(row, self.plan, self.stage.is_planned)
+            row.wanted = 0 if row.finished else self.scheduler.drafts(row, self.plan, self.stage.is_planned)
         ahead = self.stage.launch()
         due: Launched | None = ahead
         if self.overlap:
             due, self._in_flight = self._in_flight, ahead
         if due is not None:
-            self._read(due)
+            self._read(due, due.is_typical and ahead.is_typical)
 
-    def _read(self, round_: Launched) -> None:
-        """Extend the rows of a round."""
+    def _read(self, round_: Launched, is_typical: bool) -> None:
+        """Extend the rows of a round.
+
+        Args:
+            is_typical: nothing was compiled or captured since the round before was read.
+        """
         results = round_.results()
         now = time.perf_counter()
-        seconds, self._read_at = now - self._read_at, now
+        seconds = now - self._read_at
+        self._read_at = now
+        if self.stage.is_planned:
+            self.rows[0].stats.seconds.add("prompt" if round_.is_prefill else "deep", seconds)
         for row, result in results:
             row.extend(result)
-            self.scheduler.saw(row, result, round_, seconds)
+            self.scheduler.saw(row, result, round_, seconds if is_typical else None)

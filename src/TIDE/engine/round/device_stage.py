@@ -97,6 +97,7 @@ class DeviceStage:
             going = [(row, own) for row, own in zip(self.rows, fields, strict=True) if not row.finished]
             for row, _ in going:
                 row.stats.layers_run += layers
+                row.stats.catch_ups += bool(drafts)
             return [(row, self._result(own)) for row, own in going]
 
         return Launched(results, drafts, is_prefill=drafts is None, is_typical=is_typical)

@@ -40,10 +40,10 @@ class Scheduler:
         most = most_drafts(row, plan)
         return self.length.choose(most) if plan.exact else most
 
-    def saw(self, row: Row, result: RoundResult, round_: Launched, seconds: float) -> None:
-        """Record what a round gave a row, and the seconds since the round before it."""
+    def saw(self, row: Row, result: RoundResult, round_: Launched, seconds: float | None) -> None:
+        """Record what a round gave a row, and the seconds since the round before it; None: they are not typical."""
         if round_.drafts is not None:
-            self.length.saw(round_.drafts, result, seconds if round_.is_typical else None)
+            self.length.saw(round_.drafts, result, seconds)
         elif row.budget is not None and not round_.is_prefill:
             row.budget.record_round(len(row.tokens), len(result.tokens))
 
