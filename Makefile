@@ -4,7 +4,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-newest test-oldest test-wheel check bench wheel clean
+.PHONY: demo test test-newest test-oldest test-long test-wheel check bench wheel clean
 
 demo: $(VENV)/warm
 	$(VENV)/bin/tide demo
@@ -17,6 +17,10 @@ test-newest: $(VENV)/dev $(VENV)/warm
 # the families and exactness again, on the oldest transformers we support, through the models' own layers
 test-oldest: $(OLDEST)/ready
 	TIDE_BACKEND=modules $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not real" -k "not any_policy and not random_drafts and not row_in_a_batch" tests/engine/test_exactness.py tests/adapters
+
+# property tests with thousands of examples each, and others every time: one to two hours
+test-long: $(VENV)/dev $(VENV)/warm
+	TIDE_LONG=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal --timeout=0 -m hypothesis
 
 check: $(VENV)/dev
 	$(VENV)/bin/ruff check .

@@ -8,16 +8,14 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # the models are tiny and two w
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
-import hypothesis
 import pytest
 import torch
 
+import properties  # noqa: F401  hypothesis' profiles
 from characters import TEMPLATE, characters
 from families import FAMILIES, VOCAB, build
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine is no bug
-hypothesis.settings.load_profile("patient")
 
 
 family = functools.cache(build)

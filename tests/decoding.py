@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from transformers import MaxLengthCriteria, StoppingCriteriaList
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from TIDE import TIDEConfig
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.engine.loop import Loop
 from TIDE.engine.plan import make_plan
+from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.host_stage import HostStage
 from TIDE.engine.round.sampler import Sampler
 from TIDE.engine.row import Row
+from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.modules import ModuleRunner
+from TIDE.engine.runners.numba_runner import NumbaRunner
+from TIDE.engine.runners.select import checked, described_layers
+from TIDE.engine.runners.triton_runner import TritonRunner
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.engine.stop import StopRule
+from TIDE.kernels import reference
+from TIDE.kernels.dispatch import compiled_ops
 
 
 def rows_of(ids, num_layers: int, stop: StopRule | None = None) -> list[Row]:
@@ -35,3 +46,63 @@ def decode(model, policy, ids, new_tokens: int, **config) -> HostStage:
         pass
     adapter.close()
     return stage
+
+
+def on_modules(adapter: ModelAdapter) -> Runner:
+    return ModuleRunner(adapter)
+
+
+def on_numba(adapter: ModelAdapter) -> Runner:
+    return checked(NumbaRunner(adapter, described_layers(adapter), compiled_ops(adapter.device, torch.float32)))
+
+
+def on_references(adapter: ModelAdapter) -> Runner:
+    """The Triton runner, with the references in place of kernels."""
+    return checked(TritonRunner(adapter, described_layers(adapter), reference, reference, reference.propagate))
+
+
+class Script(Scheduler):
+    """Gives rounds the draft lengths of a list, the same in every loop.
+
+    Args:
+        lengths: of each round after the prompt's, and over again.
+        within: no more than there is room for, as far as the host knows the text.
+    """
+
+    def __init__(self, lengths: Sequence[int], within: bool = True) -> None:
+        super().__init__()
+        self.lengths = lengths
+        self.within = within
+        self._launched: Counter[Row] = Counter()  # rounds of each row
+
+    def drafts(self, row, plan, is_planned):
+        self._launched[row] += 1
+        at = self._launched[row] - 2
+        if at < 0 or len(plan.spans) == 1:
+            return 0  # the prompt's, or there are no exits
+        length = min(self.lengths[at % len(self.lengths)], plan.max_pending)
+        return min(length, max(0, row.stop.room(row) - 1)) if self.within else length
+
+
+def in_a_loop(runner, policy, ids, new_tokens, scheduler, *, device=False, overlap=False, end=None, **config) -> list[Row]:
+    """Decode rows greedily in one kind of loop, and hand the rows back.
+
+    Args:
+        device: in rounds that are launched as a whole; otherwise on the host.
+        overlap: read a round while the next one runs.
+        end: an end token.
+    """
+    plan = make_plan(TIDEConfig(**config), policy, runner.adapter)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(ids.shape[1] + new_tokens)])
+    if end is not None:
+        criteria.append(EosTokenCriteria(end))
+    rows = rows_of(ids, runner.num_layers, StopRule(criteria))
+    for row in rows:
+        scheduler.admit(row, plan)
+    if device:
+        stage = DeviceStage(runner, plan, policy, rows, ids.shape[1] + new_tokens)
+    else:
+        stage = HostStage(runner, plan, policy, rows, Sampler(rows), 16, scheduler.costs)
+    for _ in Loop(stage, rows, plan, scheduler, overlap).run():
+        pass
+    return rows

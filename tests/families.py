@@ -152,6 +152,10 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "glm4_moe": ("Glm4MoeConfig", dict(GROUPED, head_dim=16)),
 }
 
+# those whose layers there is compiled code for
+COMPILED = ["gemma", "gemma2", "gemma3", "granite", "llama", "mistral", "olmo", "olmo2", "olmo3", "phi", "phi3", "phi3-sliding"]
+COMPILED += ["qwen2", "qwen2-sliding", "qwen3", "smollm3", "stablelm", "starcoder2"]
+
 
 def build(name: str, **changes: object) -> PreTrainedModel:
     """A tiny model of a family, in eval mode and fp32, the same each time."""

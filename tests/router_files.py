@@ -72,5 +72,7 @@ def a_file(model, strategy: str, checkpoints: tuple[int, ...], threshold: float,
     exits = {}
     for depth in checkpoints:
         head = build_head(strategy, head_sizes(strategy, config, hidden, depth)).eval().requires_grad_(False)
+        if strategy == "lens":
+            head.up.weight.normal_(std=0.2)  # it begins as the identity
         exits[depth] = Exit(head, Router(hidden, 8, SIGNALS).requires_grad_(False), threshold)
     return RouterFile(strategy, exits, checkpoints, 3, vocabulary, fingerprint(model))

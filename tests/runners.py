@@ -25,6 +25,20 @@ def on_modules(engine):
     return engine
 
 
+def as_it_is(engine):
+    """The engine with the runner it chose."""
+    return engine
+
+
+# as `test_promises.py` names them; `TIDE_BACKEND` chooses between the first two
+RUNNERS = {"modules": as_it_is, "numba": as_it_is, "triton": on_references, "static modules": on_modules}
+
+
+def why_on_the_host(engine, inputs, **options) -> str | None:
+    """Why the engine would decode a request on the host; None: in whole rounds."""
+    return engine._decoding(engine._prepare(inputs, None, options), 0.0).why_not()
+
+
 class Recording(Scheduler):
     """Follows a script of draft lengths, then goes on with `then` or as ever; notes the lengths of planned rounds."""
 

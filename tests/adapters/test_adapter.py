@@ -158,8 +158,9 @@ def anatomy(model: nn.Module) -> list[tuple]:
     ]
 
 
+@pytest.mark.invariant(8)
 def test_the_model_is_as_before_after_close(any_model, text):
-    """Same classes, attributes, hooks, parameters, output; and it can still be trained (invariant 8)."""
+    """Same classes, attributes, hooks, parameters, output; and it can still be trained."""
     before = anatomy(any_model)
     weights = {name: value.clone() for name, value in any_model.state_dict().items()}
     expected = any_model(text).logits
@@ -177,6 +178,7 @@ def test_the_model_is_as_before_after_close(any_model, text):
     any_model.zero_grad()
 
 
+@pytest.mark.invariant(8)
 def test_a_second_engine_works_after_the_first(llama, text):
     texts = []
     for _ in range(2):

@@ -63,7 +63,7 @@ def test_depths_are_coloured_and_explained(folder, router, monkeypatch):
         (["--save", "nowhere/run.json"], "there is no folder nowhere to write run.json to. Make it first."),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(folder, arguments, said):
+def test_errors_are_one_line(folder, arguments, said):
     done = tide("generate", "hello", "--model", folder, *arguments)
     assert done.exit_code == 2 and done.stdout == ""
     assert said in done.stderr and len(done.stderr.splitlines()) == 1

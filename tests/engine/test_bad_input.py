@@ -1,4 +1,4 @@
-"""Bad input loses nothing: a clear error that names the next step, and an engine that goes on (invariant 10)."""
+"""Bad input loses nothing: a clear error that names the next step, and an engine that goes on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from families import CONTEXT, build
 from policies import Everyone, Knowing
 from TIDE import TIDE, TIDEConfig
+
+pytestmark = pytest.mark.invariant(10)
 
 OPTIONS = dict(do_sample=False, max_new_tokens=6)
 

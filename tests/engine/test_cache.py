@@ -1,22 +1,24 @@
-"""K/V after catch-up are those of a full run (invariant 2); rolling back is changing a length; rows of different
+"""K/V after catch-up are those of a full run; rolling back is changing a length; rows of different
 lengths line up; static shapes stay."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from decoding import decode
 from families import build
 from policies import Knowing
+from properties import examples
 from TIDE.adapters.adapter import ModelAdapter, PassInputs
 from TIDE.adapters.probe import Store
 from TIDE.engine.cache.segment_cache import SegmentCache, View
 
 
+@pytest.mark.invariant(2)
 def test_kv_after_catch_up_are_those_of_a_full_run(any_model):
     ids = torch.randint(3, 128, (2, 8), generator=torch.Generator().manual_seed(0))
     expected = any_model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -55,7 +57,7 @@ def write(cache: SegmentCache, segment: int, rows: list[int], counts: list[int],
     return view
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@examples(200)
 @given(data=st.data())
 def test_rows_line_up_whatever_runs_and_rolls_back(data):
     """Against a plain list of lengths: every row's columns hold its own tokens in order, and only those are unmasked."""

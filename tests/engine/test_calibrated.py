@@ -22,6 +22,7 @@ def saved(file: RouterFile, folder) -> str:
     return str(path)
 
 
+@pytest.mark.invariant(3)
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_exact_mode_writes_the_models_text_with_memory_heads_in_every_family(name, prompts):
     model, (ids, mask) = build(name), prompts
@@ -75,6 +76,7 @@ def test_a_draft_vocabulary_limits_what_exits_say_and_nothing_else(llama, prompt
     assert set(sampled[:, ids.shape[1] :].flatten().tolist()) <= {0, 1, 2, 4}, "even where no token is left to the exit"
 
 
+@pytest.mark.invariant(6)
 @pytest.mark.parametrize("kernels", [True, False], ids=["compiled", "torch"])
 @pytest.mark.parametrize("pending", [1, 3])
 def test_what_a_router_sees_in_the_engine_is_what_it_saw_in_calibration(

@@ -21,6 +21,8 @@ from TIDE import TIDE, ExitStats, TIDEConfig
 from TIDE.engine.round import sampler as sampling
 from TIDE.engine.round.sampler import Draft, Sampler
 
+pytestmark = pytest.mark.invariant(3)
+
 VOCAB, PROMPT, NEW = 6, 5, 4  # NEW with the forced one
 MANY, FEW, ROWS = 2000, 800, 200  # draws of each context: to pass, and enough to notice a wrong rule; in one call
 FORCED = {3: 4, 5: 1}  # first token of a prompt -> what its text begins with

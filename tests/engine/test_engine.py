@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import pickle
+import re
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from families import build
 from policies import Everyone
 from router_files import original_file
 from TIDE import TIDE, TIDEConfig
+from TIDE.adapters.adapter import ModelAdapter
+from TIDE.adapters.weights import unwrapped
+from TIDE.engine.runners.select import described_layers, select_runner
 from TIDE.kernels import dispatch
 
 
@@ -103,6 +107,109 @@ def test_other_reasons_for_the_models_own_layers_are_in_the_backend(llama, monke
     monkeypatch.setenv("TIDE_BACKEND", "modules")
     with TIDE(build("llama")) as engine:
         assert engine.backend == "the model's own layers (TIDE_BACKEND=modules is set)"
+
+
+@pytest.mark.parametrize(
+    ("backend", "family", "words"),
+    [
+        ("modules", "llama", "the model's own layers (TIDE_BACKEND=modules is set)"),
+        ("modules", "gpt2", "the model's own layers (TIDE_BACKEND=modules is set)"),
+        ("numba", "llama", "compiled layers on cpu (numba)"),
+        ("numba", "gemma3", "compiled layers on cpu (numba)"),
+        ("", "llama", "compiled layers on cpu (numba)"),
+        (None, "llama", "compiled layers on cpu (numba)"),
+    ],
+)
+def test_a_backend_that_was_asked_for_is_used(backend, family, words, ids, monkeypatch):
+    if backend is None:
+        monkeypatch.delenv("TIDE_BACKEND", raising=False)
+    else:
+        monkeypatch.setenv("TIDE_BACKEND", backend)
+    model = build(family)
+    with TIDE(model) as engine:
+        assert engine.backend == words
+        assert engine.runner.name == (backend or "numba")
+        found = engine.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(found, model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0))
+
+
+@pytest.mark.parametrize(
+    ("backend", "family", "instead", "choose"),
+    [
+        ("triton", "llama", "compiled layers on cpu (numba)", "numba"),
+        ("triton", "gpt2", "the model's own layers (there is no compiled layer for GPT2Block as it is here)", "modules"),
+        ("numba", "gpt2", "the model's own layers (there is no compiled layer for GPT2Block as it is here)", "modules"),
+    ],
+)
+def test_a_backend_that_cannot_be_used_is_refused_with_what_would_run(backend, family, instead, choose, monkeypatch, ids):
+    monkeypatch.setenv("TIDE_BACKEND", backend)
+    model = build(family)
+    with pytest.raises(ValueError, match=f"TIDE_BACKEND={backend} is set") as refused:
+        TIDE(model)
+    said = str(refused.value)
+    assert f"this {type(model).__name__} on cpu would run as {instead}. Unset TIDE_BACKEND, or choose {choose}." in said
+    monkeypatch.setenv("TIDE_BACKEND", choose)  # the model was left as it was
+    with TIDE(model) as engine:
+        assert engine.runner.name == choose
+        engine.generate(ids, max_new_tokens=2, pad_token_id=0)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "Numba", "modules ", "1"])
+def test_a_backend_that_does_not_exist_is_refused_with_those_that_do(backend, llama, monkeypatch):
+    monkeypatch.setenv("TIDE_BACKEND", backend)
+    with pytest.raises(ValueError, match=f"must be one of modules, numba, triton, or unset, found '{backend}'"):
+        TIDE(llama)
+
+
+def test_a_backend_that_was_asked_for_is_refused_when_a_hook_comes_later(llama, ids, monkeypatch):
+    monkeypatch.setenv("TIDE_BACKEND", "numba")
+    with TIDE(llama) as engine:
+        hook = llama.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+        with pytest.raises(ValueError, match="there are hooks on its modules, which compiled layers would not call"):
+            engine.generate(ids, max_new_tokens=2, pad_token_id=0)
+        hook.remove()
+        engine.generate(ids, max_new_tokens=2, pad_token_id=0)
+        assert engine.runner.name == "numba"
+
+
+def hooked(model):
+    model.model.layers[1].register_forward_hook(lambda *_: None)
+    return model
+
+
+def with_lora(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()
+
+
+def quantized(model):
+    model.hf_quantizer = object()  # as transformers leaves one on what it quantized
+    return model
+
+
+def partly_elsewhere(model):
+    model.model.layers[3].mlp.to("meta")
+    return model
+
+
+CHANGED = {
+    "hooks": (hooked, "there are hooks on its modules, which compiled layers would not call"),
+    "adapters": (with_lora, "there are adapters (PEFT) on its layers"),
+    "quantized": (quantized, "its weights are quantized"),
+    "several devices": (partly_elsewhere, "the model is spread over several devices"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_a_changed_model_is_not_run_by_compiled_layers_and_the_backend_says_why(what, llama, monkeypatch):
+    change, why = CHANGED[what]
+    adapter = ModelAdapter(unwrapped(change(llama)))
+    assert described_layers(adapter) == why
+    assert select_runner(adapter).words == f"the model's own layers ({why})"
+    monkeypatch.setenv("TIDE_BACKEND", "numba")
+    with pytest.raises(ValueError, match=f"{re.escape(why)}.* choose modules"):
+        select_runner(adapter)
+    adapter.close()
 
 
 def test_cuda_kernels_can_be_forbidden(monkeypatch):

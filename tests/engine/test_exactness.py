@@ -1,4 +1,4 @@
-"""The heart: whatever exits say, mode "exact" writes what `model.generate` writes (invariants 1, 3, 5, 9)."""
+"""The heart: whatever exits say, mode "exact" writes what `model.generate` writes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import functools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from families import VOCAB, build
 from policies import ByState, Everyone, Knowing, Nobody, texts_of
+from properties import examples
 from TIDE import TIDE, TIDEConfig
 
 NEW = 12
@@ -20,8 +21,11 @@ def greedy(model, ids, mask=None, **options):
     return model.generate(ids, attention_mask=mask, **{"max_new_tokens": NEW, "do_sample": False, **options})
 
 
+written: dict = {}
+
+
 @pytest.fixture
-def expected(any_model, prompts, written={}):  # noqa: B006
+def expected(any_model, prompts):
     """What `model.generate` writes; each worker asks a model once."""
     if any_model not in written:
         written[any_model] = greedy(any_model, *prompts)
@@ -42,12 +46,14 @@ def test_tied_heads_are_no_different(family, prompts):
         assert torch.equal(greedy(engine, ids, mask), greedy(model, ids, mask))
 
 
+@pytest.mark.invariant(1)
 def test_exits_off_writes_what_generate_writes(any_model, prompts, expected):
     ids, mask = prompts
     with TIDE(any_model) as engine:
         assert torch.equal(greedy(engine, ids, mask), expected)
 
 
+@pytest.mark.invariant(1)
 def test_logits_are_the_models(any_model, prompts):
     ids, mask = prompts
     alone = [any_model(input_ids=row[keep.bool()][None]).logits[0] for row, keep in zip(ids, mask, strict=True)]
@@ -58,6 +64,7 @@ def test_logits_are_the_models(any_model, prompts):
         assert not found[row, : -len(expected)].any()
 
 
+@pytest.mark.invariant(3)
 @pytest.mark.parametrize("checkpoints", [(2,), (0, 1, 3)])
 def test_exits_always_taken_and_checked_write_what_generate_writes(any_model, prompts, expected, checkpoints):
     ids, mask = prompts
@@ -66,6 +73,7 @@ def test_exits_always_taken_and_checked_write_what_generate_writes(any_model, pr
         assert engine.last_stats.drafted > 0
 
 
+@pytest.mark.invariant(3)
 def test_random_drafts_right_and_wrong_write_what_generate_writes(any_model, prompts, expected):
     ids, mask = prompts
     for seed in range(2):
@@ -92,13 +100,9 @@ def _expected(family: str, rows: int) -> torch.Tensor:
     return greedy(tiny(family), *_prompts(rows))
 
 
+@pytest.mark.invariant(3)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "bloom", "lfm2", "qwen3_next", "gemma4-shared"])
-@settings(
-    max_examples=43,  # seven families: 301 in all
-    derandomize=True,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@examples(43)  # seven families: 301 in all
 @given(
     checkpoints=st.sets(st.integers(0, 3), min_size=1).map(lambda found: tuple(sorted(found))),
     rows=st.integers(1, 3),
@@ -124,6 +128,7 @@ def test_nobody_leaving_is_exits_off(llama, prompts):
         assert engine.last_stats.drafted == 0
 
 
+@pytest.mark.invariant(5)
 def test_a_row_in_a_batch_is_the_row_alone_whatever_its_neighbours_do(any_model, prompts):
     ids, mask = prompts
     alone = [greedy(any_model, row[keep.bool()][None], max_new_tokens=8) for row, keep in zip(ids, mask, strict=True)]
@@ -135,6 +140,7 @@ def test_a_row_in_a_batch_is_the_row_alone_whatever_its_neighbours_do(any_model,
         assert own[: text.shape[1]].tolist() == text[0].tolist()
 
 
+@pytest.mark.invariant(5)
 @pytest.mark.parametrize("strategy", ["exact", "propagate", "zero_pad"])
 def test_a_row_in_a_batch_is_the_row_alone_in_fast_mode(prompts, strategy):
     """What a row skips must not depend on its neighbours, though which layers run together does."""
@@ -193,6 +199,7 @@ def test_a_rope_that_changes_with_length_is_followed(family):
     model(ids, labels=ids).loss.backward()  # the frequencies a forward leaves on the model are still fit for training
 
 
+@pytest.mark.invariant(3)
 @pytest.mark.real
 def test_ten_prompts_of_the_embedded_model_are_written_as_generate_writes_them(embedded):
     """With three drafts before every verification, each right nine times in ten."""

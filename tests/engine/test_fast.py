@@ -85,6 +85,7 @@ def test_every_family_fills_in_the_layers_it_skips(any_model, ids, strategy):
             assert keys[:, : ids.shape[1]].any()
 
 
+@pytest.mark.invariant(2)
 def test_caught_up_layers_change_no_later_token(any_model, ids):
     """With exits at odd positions only, the full-depth tokens are those of the model given the same text."""
     policy = Where(lambda depth, row, position: position % 2 == 1, 2)
@@ -191,7 +192,7 @@ def test_the_share_of_a_row_is_its_own(llama, prompts):
     assert max(own for _, own in alone) == 9  # 0.4 of 24: the bound was reached
 
 
-def test_the_share_is_nothing_to_mode_exact(llama, ids):
+def test_exact_mode_ignores_max_exit_share(llama, ids):
     runs = []
     for share in (0.0, 1.0):
         with TIDE(llama, Everyone(1), TIDEConfig(max_exit_share=share)) as engine:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from properties import examples
 from TIDE.engine.cache.pending import Pending
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@examples(200)
 @given(st.lists(st.tuples(st.sampled_from(["add", "drop", "cut"]), st.integers(0, 1), st.integers(0, 6)), max_size=25))
 def test_queues_follow_a_plain_dictionary(actions):
     pending = Pending()

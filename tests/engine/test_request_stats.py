@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 
 import pytest
 import torch
@@ -111,6 +112,66 @@ def test_every_draft_of_a_batch_stands_or_is_rolled_back(llama, prompts):
     assert stats.accepted == stats.exited_tokens
     assert min(stats.accepted, stats.rollbacks, stats.catch_ups) > 0
     assert all(stats.accepted_by_step[step] <= count for step, count in stats.drafted_by_step.items())
+
+
+class ByText(Everyone):
+    """Leaves and is right or wrong by the text alone: the same for a row wherever it stands in a batch."""
+
+    def __init__(self, texts: list[list[int]], *checkpoints: int) -> None:
+        super().__init__(*checkpoints)
+        self.texts = texts
+
+    def score(self, candidates):
+        return torch.tensor([float(self._hash(*place) % 4 > 0) for place in self._places(candidates)])
+
+    def predict(self, candidates, head):
+        logits = torch.zeros_like(head(candidates.states))
+        for index, (text, position) in enumerate(self._places(candidates)):
+            wrong = self._hash(text, position) % 5 == 0
+            logits[index, (text[position + 1] + wrong) % logits.shape[1]] = 5.0
+        return logits
+
+    def _places(self, candidates):
+        return [(self.texts[row], at) for row, at in zip(candidates.rows, candidates.positions, strict=True)]
+
+    @staticmethod
+    def _hash(text: list[int], position: int) -> int:
+        return 31 * text[0] + 7 * position + text[position]
+
+
+def all_counts(stats: ExitStats, *but: str) -> dict:
+    names = [field.name for field in fields(stats) if field.name not in ("seconds", *but)]
+    return {name: getattr(stats, name) for name in names}
+
+
+@pytest.mark.parametrize("exits", [True, False], ids=["exits", "exits off"])
+@pytest.mark.parametrize("backend", ["modules", "numba"])
+def test_counts_are_the_sum_over_rows_and_each_rows_are_those_of_the_row_alone(llama, prompts, backend, exits, monkeypatch):
+    monkeypatch.setenv("TIDE_BACKEND", backend)
+    (ids, mask), config = prompts, TIDEConfig(max_pending=4, compaction_threshold=1.0)  # rows do not wait for each other
+    texts = texts_of(llama.generate(ids, attention_mask=mask, **OPTIONS), mask)
+    with TIDE(llama, ByText(texts, 1, 3) if exits else None, config) as engine:
+        engine.generate(ids, attention_mask=mask, **OPTIONS)
+        rows = engine.last_rows
+        assert engine.runner.name == backend
+        assert all_counts(engine.last_stats) == all_counts(sum((row.stats for row in rows), start=ExitStats(4)))
+    assert engine.last_stats.accepted > 0 or not exits
+    for row, text, padding in zip(rows, texts, (mask == 0).sum(1).tolist(), strict=True):
+        with TIDE(llama, ByText([text], 1, 3) if exits else None, config) as engine:
+            engine.generate(ids[row.index : row.index + 1, padding:], **OPTIONS)
+        (alone,) = engine.last_rows
+        assert row.tokens == alone.tokens and row.decided == alone.decided
+        assert all_counts(row.stats, "layers_run") == all_counts(alone.stats, "layers_run")
+        assert row.stats.layers_run >= alone.stats.layers_run  # batch padding is work too
+        assert backend == "modules" or row.stats.layers_run == alone.stats.layers_run + 4 * padding  # of the prompts
+
+
+def test_rows_share_the_seconds_of_their_request(llama, prompts):
+    ids, mask = prompts
+    with TIDE(llama) as engine:
+        engine.generate(ids, attention_mask=mask, **OPTIONS)
+    assert all(row.stats.seconds is engine.last_stats.seconds for row in engine.last_rows)
+    assert engine.last_stats.seconds.whole > 0
 
 
 def test_mode_fast_counts_steps_and_takes_nothing_back(llama, ids):

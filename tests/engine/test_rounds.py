@@ -5,25 +5,27 @@ Here they run on a CPU, with the references in place of the kernels: the same ro
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import StoppingCriteria
 
 import TIDE
 from families import build
+from policies import Everyone
+from properties import examples
 from router_files import a_file
-from runners import Recording, on_modules, on_references
+from runners import Recording, on_modules, on_references, why_on_the_host
 from TIDE.config import TIDEConfig
 from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.prefill import LONGEST, MIN_PREFILL, padded_length
 from TIDE.engine.row import RoundResult
 from TIDE.engine.runners.snapshot import ModelSnapshot
-from TIDE.engine.runners.static_modules import StaticModuleRunner
 from TIDE.engine.schedule.acceptance import FIRST_REST, LONGEST_REST
 from TIDE.engine.schedule.costs import Costs
 from TIDE.engine.schedule.draft_length import DraftLength
@@ -37,45 +39,14 @@ def ids():
     return torch.randint(3, 100, (1, 20), generator=torch.Generator().manual_seed(0))
 
 
-def an_engine(model, depth=None, place=on_references, script=(), then=None, **config):
-    """An engine with rounds as on a GPU, and at a depth a random memory head; drafts by a script, if there is one."""
-    policy = None
+def an_engine(model, depth=None, place=on_references, script=(), then=None, strategy="memory", policy=None, **config):
+    """An engine with rounds as on a GPU, and at a depth a random head; drafts by a script, if there is one."""
     with TIDE.TIDE(model) as engine:
         if depth is not None:
-            policy = a_file(model, "memory", (depth,), 0.0).policy(engine.adapter)
+            policy = a_file(model, strategy, (depth,), 0.0).policy(engine.adapter)
     engine = place(TIDE.TIDE(model, policy, TIDEConfig(**config)))
     engine.scheduler = Recording(script, then)
     return engine
-
-
-ROUNDS = ["llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "gemma", "gemma2", "gemma3", "granite", "smollm3"]
-ROUNDS += ["olmo2", "olmo3", "starcoder2"]
-
-
-@pytest.mark.parametrize("name", ROUNDS)
-@pytest.mark.parametrize("depth", [None, 0, 2])
-def test_the_text_is_the_models(name, depth, ids):
-    model = build(name)
-    expected = model.generate(ids, **OPTIONS)
-    with an_engine(model, depth) as engine:
-        for _ in range(2):  # the second request works on the slots of the first
-            assert torch.equal(engine.generate(ids, **OPTIONS), expected)
-            assert engine.last_stats.total_tokens == OPTIONS["max_new_tokens"]
-        assert engine.runner.name == "triton"
-        assert len(engine.scheduler.rounds) > 4
-        assert any(engine.scheduler.rounds) == (depth is not None)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "opt", "phi", "falcon", "olmo2", "gemma2", "cohere", "mixtral"])
-@pytest.mark.parametrize("depth", [None, 2])
-def test_families_without_fused_layers_run_their_own(name, depth, ids):
-    model = build(name)
-    expected = model.generate(ids, **OPTIONS)
-    with an_engine(model, depth, place=on_modules) as engine:
-        for _ in range(2):
-            assert torch.equal(engine.generate(ids, **OPTIONS), expected)
-        assert isinstance(engine.runner, StaticModuleRunner)
-        assert len(engine.scheduler.rounds) > 4 and any(engine.scheduler.rounds) == (depth is not None)
 
 
 def test_a_model_that_does_not_work_on_a_static_cache_runs_as_it_is(ids, caplog):
@@ -104,16 +75,20 @@ def test_there_are_four_lengths_to_each_doubling():
     assert all(n <= padded_length(n) <= max(MIN_PREFILL, 1.25 * n) for n in range(1, LONGEST))
 
 
-@settings(deadline=None, max_examples=15)
+@functools.cache
+def _known():
+    model, ids = build("llama"), torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(1))
+    return model, ids, model.generate(ids, **OPTIONS)
+
+
+@examples(10)
 @given(
     lengths=st.lists(st.sampled_from([0, 2, 4, 7]), min_size=8),
     wrong=st.sets(st.integers(0, 60)),
     depth=st.sampled_from([0, 2]),
 )
 def test_whatever_is_drafted_right_or_wrong(lengths, wrong, depth):
-    model = build("llama")
-    ids = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(1))
-    expected = model.generate(ids, **OPTIONS)
+    model, ids, expected = _known()
     text = [*expected[0].tolist(), *range(40)]
 
     def draft(self, step, most):
@@ -203,14 +178,104 @@ def test_a_threshold_in_mode_exact_decides_what_is_drafted(ids):
         assert engine.last_stats.accepted == 0
 
 
-def test_what_rounds_cannot_do_is_done_on_the_host(ids):
-    model = build("llama")
+@pytest.fixture
+def batch(prompts):
+    """Three left-padded prompts."""
+    return dict(zip(("input_ids", "attention_mask"), prompts, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["none", "lens", "identity"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rows_that_end_at_different_lengths_share_rounds(name, strategy, batch):
+    model, width = build(name), batch["input_ids"].shape[1]
+    with an_engine(model, None if strategy == "none" else 2, strategy=strategy, then=4, max_pending=7) as engine:
+        whole = model.generate(**batch, **OPTIONS, pad_token_id=0)
+        assert torch.equal(engine.generate(**batch, **OPTIONS, pad_token_id=0), whole)
+        texts, seen = whole[:, width:].tolist(), set()
+        for row in range(3):  # each row ends in its middle, and those that do not know the token go on
+            options = {**OPTIONS, "eos_token_id": texts[row][8 + 3 * row], "pad_token_id": 0}
+            assert torch.equal(engine.generate(**batch, **options), model.generate(**batch, **options))
+            seen.add(tuple(len(row.new_tokens) for row in engine.last_rows))
+            assert why_on_the_host(engine, batch, **options) is None
+        assert any(len(set(lengths)) > 1 for lengths in seen)
+        assert len(engine.scheduler.rounds) > 20 and any(engine.scheduler.rounds) == (strategy != "none")
+
+
+def test_rows_that_ended_stand_still(batch):
+    """The others go on for as long as they like."""
+    model, width = build("llama"), batch["input_ids"].shape[1]
+    text = model.generate(**batch, **OPTIONS, pad_token_id=0)[0, width:].tolist()
+    options = {**OPTIONS, "max_new_tokens": 80, "eos_token_id": text[0], "pad_token_id": 0}
     with an_engine(model) as engine:
-        engine.generate(ids, **OPTIONS)
-        engine.scheduler.rounds.clear()
-        options = dict(repetition_penalty=1.3)
-        assert torch.equal(engine.generate(ids, **OPTIONS, **options), model.generate(ids, **OPTIONS, **options))
+        assert torch.equal(engine.generate(**batch, **options), model.generate(**batch, **options))
+        lengths = [len(row.new_tokens) for row in engine.last_rows]
+        assert lengths[0] == 1 and max(lengths) > 40
+        assert engine.last_stats.total_tokens == sum(lengths)
+
+
+SAMPLED = dict(do_sample=True, top_k=5)
+TOGETHER = {  # what several rows do -> how the engine is made, what is asked for, and why it is done on the host
+    "memory head": (dict(depth=0), {}, "a memory head drafts for one row at a time"),
+    "mode fast": (dict(depth=2, strategy="lens", mode="fast"), {}, "mode fast decides for every row by itself"),
+    "sampling": ({}, SAMPLED, "it samples"),
+    "processors": ({}, dict(repetition_penalty=1.3), "it has logits processors"),
+    "logits": ({}, dict(return_dict_in_generate=True, output_logits=True), "its logits are to be returned"),
+    "seventeen": ({}, {}, "a round has room for 16 rows, and there are 17"),
+    "static modules": (dict(place=on_modules), {}, "its modules run whole rounds for one row at a time"),
+}
+
+
+@pytest.mark.parametrize("what", TOGETHER)
+def test_what_rows_cannot_do_in_rounds_is_done_on_the_host_and_said(what, batch):
+    model, (made, asked, why) = build("llama"), TOGETHER[what]
+    if what == "seventeen":
+        batch = {name: values.repeat(6, 1)[:17] for name, values in batch.items()}
+    options = {**OPTIONS, "pad_token_id": 0, "max_new_tokens": 8, **asked}
+    with an_engine(model, **made) as engine:
+        assert why_on_the_host(engine, batch, **options) == why
+        torch.manual_seed(0)
+        found = engine.generate(**batch, **options)
         assert not engine.scheduler.rounds
+        if made.get("mode") != "fast":
+            torch.manual_seed(0)
+            expected = model.generate(**batch, **options)
+            assert torch.equal(getattr(found, "sequences", found), getattr(expected, "sequences", expected))
+
+
+ALONE = {
+    "sampling": ({}, SAMPLED, "it samples"),
+    "processors": ({}, dict(repetition_penalty=1.3), "it has logits processors"),
+    "an ExitPolicy": (dict(policy=Everyone(2)), {}, "its exits are an ExitPolicy of its own"),
+    "skipped K/V": (
+        dict(depth=2, strategy="identity", mode="fast", kv_cache_strategy="propagate"),
+        {},
+        "kv_cache_strategy='propagate' writes K/V after every exit",
+    ),
+    "many exits": (dict(depth=2, mode="fast", max_pending=16), {}, "max_pending=16 is more than a round has room for"),
+    "an embedding": (dict(depth=0, strategy="identity"), {}, "its exit predicts from the embedding alone"),
+}
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_what_a_row_cannot_do_in_rounds_is_done_on_the_host_and_said(what, ids):
+    made, asked, why = ALONE[what]
+    with an_engine(build("llama"), **made) as engine:
+        assert why_on_the_host(engine, ids, **{**OPTIONS, **asked}) == why
+        engine.generate(ids, **{**OPTIONS, **asked})
+        assert not engine.scheduler.rounds
+        reasons = {engine.runner.why_not(row) for row in engine.last_rows}
+        assert reasons == ({why} if asked else {None})  # what has nothing to do with the row is the plan's
+
+
+@pytest.mark.parametrize("depth", [None, 0])
+def test_the_time_of_rounds_is_given_to_the_prompt_and_to_the_deep_layers(depth, ids):
+    """The host does not see what lies between, so a round's time is all of one kind."""
+    with an_engine(build("llama"), depth) as engine:
+        engine.generate(ids, **OPTIONS)
+        seconds = engine.last_stats.seconds
+    assert engine.scheduler.rounds
+    assert min(seconds.prompt, seconds.deep) > 0
+    assert seconds.prompt + seconds.deep <= seconds.whole
 
 
 def test_criteria_of_the_users_own_end_rounds(ids):

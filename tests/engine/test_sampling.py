@@ -62,6 +62,7 @@ def chi_square(model, prompt, expected, policy, config, seed: int = 0) -> float:
     return (float("inf") if stray else distance) / len(likely)
 
 
+@pytest.mark.invariant(3)
 @pytest.mark.parametrize("checkpoints", [(0,), (2,), (1, 3)])
 def test_drafts_do_not_change_the_distribution(model, prompt, expected, checkpoints):
     """Distance per degree of freedom is near 1; 1.6 would be a chance of less than one in a thousand here."""
@@ -73,6 +74,7 @@ def test_the_test_would_see_a_wrong_distribution(model, prompt, expected):
     assert chi_square(model, prompt, expected, Everyone(2), TIDEConfig(mode="fast")) > 3
 
 
+@pytest.mark.invariant(9)
 def test_the_same_seed_gives_the_same_text(model, prompt):
     texts = []
     for seed in (1, 1, 2):
@@ -82,6 +84,7 @@ def test_the_same_seed_gives_the_same_text(model, prompt):
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.invariant(3)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_exits_off_draws_what_generate_draws(model, rows):
     """The same random numbers, even when some rows end before others."""

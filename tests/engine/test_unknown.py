@@ -81,6 +81,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.invariant(10)
 @pytest.mark.parametrize("message", REFUSED)
 def test_unknown_models_that_fail_the_check_are_refused_and_left_as_they_were(message, prompts):
     model = REFUSED[message]()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import TIDE
 from families import build
 from policies import Everyone
+from properties import examples
 from router_files import a_file
 
 OPTIONS = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
@@ -38,7 +39,7 @@ def test_turns_are_answered_as_if_they_stood_alone(name):
                 ids = torch.cat([expected, TEXT[:, 40 + 10 * turn : 50 + 10 * turn]], 1)
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 20)), min_size=2, max_size=5), st.sampled_from([0, 1, 2]))
 def test_texts_may_part_anywhere(turns, which):
     model = build("llama")

@@ -7,15 +7,18 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from layers import COLUMNS, DIM, FEATURES, KV_HEADS, ROWS, a_layer, a_pass, some_of
+from properties import examples
 from TIDE.kernels import reference
 
 pytest.importorskip("numba")
 from TIDE.kernels import cpu_exits, cpu_ops
 from TIDE.routing.router import signals_of
+
+pytestmark = pytest.mark.invariant(7)
 
 
 def arrays(values):
@@ -40,7 +43,7 @@ def assert_same(layer, tokens, generator):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     counts=st.dictionaries(st.integers(0, ROWS - 1), st.integers(1, 8), min_size=1, max_size=ROWS),
     starts=st.lists(st.integers(0, COLUMNS - 8), min_size=ROWS, max_size=ROWS),

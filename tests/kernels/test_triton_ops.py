@@ -16,6 +16,8 @@ from TIDE.kernels.result import ACCEPTED, FIELDS
 from TIDE.routing.heads import EPS
 from TIDE.routing.router import Router, signals_of
 
+pytestmark = pytest.mark.invariant(7)
+
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3}  # of the largest; the interpreter has no bf16 products, GPUs have
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from properties import examples
 from TIDE.routing.compiled_head import compiled_head
 from TIDE.routing.heads import HeadSizes, MemoryHead, memory_depths
 from TIDE.routing.memory import HeadMemory
@@ -41,6 +42,7 @@ class Texts:
             memory.observe(depth, row, start, states)
 
 
+@pytest.mark.invariant(6)
 @pytest.mark.parametrize("inputs", [1, 2])
 @pytest.mark.parametrize("memories", [1, 3])
 def test_token_by_token_equals_whole_texts_at_every_draft_step(memories, inputs):
@@ -53,7 +55,7 @@ def test_token_by_token_equals_whole_texts_at_every_draft_step(memories, inputs)
         torch.testing.assert_close(memory.guess([0], [5 + step])[0], texts.guesses[step][0, 5 + step])
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(st.tuples(st.integers(1, STEPS), st.integers(0, STEPS), st.integers(0, STEPS)), min_size=1, max_size=4))
 def test_drafts_catch_ups_and_rollbacks_of_ragged_rows_leave_only_the_truth(rounds):
     """Every row drafts a while, deep states of some drafts come in, the rest is taken back."""

@@ -64,7 +64,9 @@ class DeviceStage:
             is_typical = self.drafter is None or self.drafter.prepare(drafts)
             key = ("round", drafts, self._most, self.plan.exact, self.threshold)
             is_typical &= self.runner.launch(self.slots, key, lambda: run_round(self, drafts))
-            return self._read_later(drafts, is_typical, (drafts + 1) * self.runner.num_layers)
+            for row in self.rows:  # counted when they run: a round launched ahead of the text's end is work too
+                row.stats.layers_run += 0 if row.finished else (drafts + 1) * self.runner.num_layers
+            return self._read_later(drafts, is_typical)
 
     def _prefill(self) -> Launched:
         prefill = Prefill(self.runner, self.slots, self.depth)
@@ -74,14 +76,14 @@ class DeviceStage:
             self.slots.memory.fed.copy_(self.slots.starts[0])
         for row in self.rows:
             row.stats.layers_run += padded_length(row.prompt) * self.runner.num_layers
-        return self._read_later(None, all(typical), 0)
+        return self._read_later(None, all(typical))
 
     def _stop_ended_rows(self) -> None:
         for place, row in enumerate(self.rows):
             if row.finished and len(self.rows) > 1:
                 self.slots.active[place] = 0
 
-    def _read_later(self, drafts: int | None, is_typical: bool, layers: int) -> Launched:
+    def _read_later(self, drafts: int | None, is_typical: bool) -> Launched:
         """Copy the result to the host; whoever asks for it waits for the copy."""
         copy, event = self.slots.pinned[self._launched % 2], None
         copy.copy_(self.slots.result, non_blocking=True)
@@ -96,7 +98,6 @@ class DeviceStage:
             fields = copy.tolist()
             going = [(row, own) for row, own in zip(self.rows, fields, strict=True) if not row.finished]
             for row, _ in going:
-                row.stats.layers_run += layers
                 row.stats.catch_ups += bool(drafts)
             return [(row, self._result(own)) for row, own in going]
 
