@@ -105,3 +105,23 @@ def test_seconds_of_whole_rounds_are_those_of_prompt_and_deep_passes(ids):
         seconds = engine.last_stats.seconds
     assert min(seconds.prompt, seconds.deep) > 0
     assert seconds.prompt + seconds.deep <= seconds.whole
+
+
+def test_a_request_without_memory_for_slots_is_decoded_on_the_host_and_others_are_not(ids, monkeypatch, caplog):
+    model = build("llama")
+    with on_references(TIDE.TIDE(model)) as engine:
+        make, asked = engine.runner.make_slots, []
+
+        def without_memory(rows, columns, exit_):
+            asked.append(columns)
+            if columns > 1024:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return make(rows, columns, exit_)
+
+        monkeypatch.setattr(engine.runner, "make_slots", without_memory)
+        stops = model.generate(ids, **OPTIONS)[0, 55].item()
+        options = {**OPTIONS, "max_new_tokens": 3000, "eos_token_id": stops, "pad_token_id": 0}
+        assert torch.equal(engine.generate(ids, **options), model.generate(ids, **options))
+        assert "there is no memory for 1 rows of up to 3050 tokens" in caplog.text
+        assert torch.equal(engine.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
+        assert asked == [4096, 1024] and engine.runner.why_not(engine.last_rows[0]) is None

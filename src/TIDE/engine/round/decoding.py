@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
+
 from TIDE.engine.loop import Loop
 from TIDE.engine.plan import Plan
 from TIDE.engine.request import Request
@@ -124,6 +126,9 @@ class Decoding:
                 stage.close()
         except FloatingPointError:
             raise
+        except torch.OutOfMemoryError:  # slots have room for the longest text asked for; the host's cache grows with it
+            self.reason = f"there is no memory for {len(self.rows)} rows of up to {self.request.columns} tokens"
+            logger.warning("these rows are not decoded in rounds: %s. Ask for fewer new tokens or rows.", self.reason)
         except Exception as problem:  # compilers refuse cards and sizes, and models shapes, in many ways
             runner.failed = f"{type(problem).__name__}: {problem}"
             logger.warning("%s is not decoded in rounds: %s", type(runner.adapter.model).__name__, runner.failed)
