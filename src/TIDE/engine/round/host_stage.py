@@ -182,7 +182,7 @@ class HostStage:
         if not new_tokens or row.is_closed or (switch is not None and size >= switch):
             return False
         if row.wanted is not None:
-            return len(row.drafts) < row.wanted
+            return row.exits_in_a_row < row.wanted
         allowed = row.exits_in_a_row < self.plan.max_pending and self.plan.within_share(row.exits, new_tokens)
         return allowed and (row.budget is None or row.budget.should_draft(size))
 
