@@ -290,10 +290,9 @@ def test_criteria_of_the_users_own_end_rounds(ids):
         assert engine.scheduler.rounds
 
 
-@pytest.mark.parametrize("depth", [None, 0, 2])
-@pytest.mark.parametrize("good", [0, 1, 5])
-def test_where_a_round_fails_the_text_goes_on_by_steps(depth, good, ids, monkeypatch, caplog):
-    model, run, ran = build("llama"), DeviceStage.deep_pass, []
+def refusing_after(good, monkeypatch):
+    """Let the device refuse after so many good rounds; return the drafts of the rounds that were begun."""
+    run, ran = DeviceStage.deep_pass, []
 
     def fails(self, drafted):
         ran.append(drafted)
@@ -302,6 +301,13 @@ def test_where_a_round_fails_the_text_goes_on_by_steps(depth, good, ids, monkeyp
         run(self, drafted)
 
     monkeypatch.setattr(DeviceStage, "deep_pass", fails)
+    return ran
+
+
+@pytest.mark.parametrize("depth", [None, 0, 2])
+@pytest.mark.parametrize("good", [0, 1, 5])
+def test_where_a_round_fails_the_text_goes_on_by_steps(depth, good, ids, monkeypatch, caplog):
+    model, ran = build("llama"), refusing_after(good, monkeypatch)
     with an_engine(model, depth) as engine:
         for _ in range(2):
             assert torch.equal(engine.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
@@ -314,15 +320,7 @@ def test_where_a_round_fails_the_text_goes_on_by_steps(depth, good, ids, monkeyp
 @pytest.mark.parametrize("good", [1, 3])
 def test_max_exit_share_holds_when_a_round_fails(good, ids, monkeypatch):
     """Exits before the failure count: the row takes them along to the host."""
-    model, run, ran = build("llama"), DeviceStage.deep_pass, []
-
-    def fails(self, drafted):
-        ran.append(drafted)
-        if len(ran) > good:
-            raise RuntimeError("the card refuses")
-        run(self, drafted)
-
-    monkeypatch.setattr(DeviceStage, "deep_pass", fails)
+    model, ran = build("llama"), refusing_after(good, monkeypatch)
     with an_engine(model, 2, mode="fast", exit_threshold=0.0, max_exit_share=0.3, max_pending=3) as engine:
         engine.generate(ids, **OPTIONS)
         (row,) = engine.last_rows

@@ -57,7 +57,7 @@ class CompiledRunner(ModuleRunner):
     ) -> PassResult:
         if not self.is_ragged(tokens):
             return self._run_modules(span, tokens, cache, hidden, taps)
-        x = self._entering(tokens, cache) if hidden is None else hidden.clone()
+        x = self._entering(tokens) if hidden is None else hidden.clone()
         tapped = self._through(span, x, tokens, cache, taps)
         logits = None if tokens.kept is None else self.logits(x[tokens.kept_places()])
         return PassResult(x, logits, tapped, tokens.counts)
@@ -86,7 +86,7 @@ class CompiledRunner(ModuleRunner):
         found: torch.Tensor = self.embedding(given)
         return found
 
-    def _entering(self, tokens: PassTokens, cache: SegmentCache) -> torch.Tensor:
+    def _entering(self, tokens: PassTokens) -> torch.Tensor:
         """Return the (n, hidden) states of tokens at depth 0."""
         found = self.embed(tokens.ids)
         if found is not None:
