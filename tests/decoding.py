@@ -23,7 +23,7 @@ from TIDE.engine.runners.select import checked, described_layers
 from TIDE.engine.runners.triton_runner import TritonRunner
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.engine.stop import StopRule
-from TIDE.kernels import reference
+from TIDE.kernels import reference, sampling
 from TIDE.kernels.dispatch import compiled_ops
 
 
@@ -58,7 +58,7 @@ def on_numba(adapter: ModelAdapter) -> Runner:
 
 def on_references(adapter: ModelAdapter) -> Runner:
     """The Triton runner, with the references in place of kernels."""
-    return checked(TritonRunner(adapter, described_layers(adapter), reference, reference, reference.propagate))
+    return checked(TritonRunner(adapter, described_layers(adapter), reference, reference, sampling, reference.propagate))
 
 
 class Script(Scheduler):
@@ -100,7 +100,7 @@ def in_a_loop(runner, policy, ids, new_tokens, scheduler, *, device=False, overl
     for row in rows:
         scheduler.admit(row, plan)
     if device:
-        stage = DeviceStage(runner, plan, policy, rows, ids.shape[1] + new_tokens)
+        stage = DeviceStage(runner, plan, policy, rows, ids.shape[1] + new_tokens, Sampler(rows))
     else:
         stage = HostStage(runner, plan, policy, rows, Sampler(rows), 16, scheduler.costs)
     for _ in Loop(stage, rows, plan, scheduler, overlap).run():

@@ -8,20 +8,20 @@ from TIDE.engine.runners.select import described_layers
 from TIDE.engine.runners.static_modules import StaticModuleRunner
 from TIDE.engine.runners.triton_runner import TritonRunner
 from TIDE.engine.schedule.scheduler import Scheduler, most_drafts
-from TIDE.kernels import reference
+from TIDE.kernels import reference, sampling
 
 
 def on_references(engine):
     """The engine with compiled layers and whole rounds; the references take the place of kernels."""
     layers = described_layers(engine.adapter)
     assert isinstance(layers, list), layers
-    engine.runner = TritonRunner(engine.adapter, layers, reference, reference, reference.propagate)
+    engine.runner = TritonRunner(engine.adapter, layers, reference, reference, sampling, reference.propagate)
     return engine
 
 
 def on_modules(engine):
     """The engine with the model's modules on a static cache."""
-    engine.runner = StaticModuleRunner(engine.adapter, reference, reference)
+    engine.runner = StaticModuleRunner(engine.adapter, reference, reference, sampling)
     return engine
 
 

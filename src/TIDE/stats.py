@@ -93,6 +93,7 @@ class ExitStats:
         catch_ups: passes through the last segment in which a row ran more than one token, prompts excluded.
         rollbacks: verifications of a row that rejected drafts.
         rejected: drafts rejected, including those after the first wrong one.
+        seed: of the noise that a single row's tokens were drawn with; None: greedy, or several rows.
         seconds: wall-clock time, in total and by part.
     """
 
@@ -106,6 +107,7 @@ class ExitStats:
     catch_ups: int = 0
     rollbacks: int = 0
     rejected: int = 0
+    seed: int | None = None
     seconds: Seconds = field(default_factory=Seconds)
 
     def count_token(self, depth: int, step: int = 1) -> None:
@@ -124,8 +126,8 @@ class ExitStats:
                 f"stats of models of the same depth can be added, found {self.num_layers} and {other.num_layers} layers. "
                 f"Keep a sum for each model."
             )
-        counted = {own.name: getattr(self, own.name) + getattr(other, own.name) for own in fields(self)}
-        return ExitStats(**{**counted, "num_layers": self.num_layers})
+        names = [own.name for own in fields(self) if own.name not in ("num_layers", "seed")]
+        return ExitStats(self.num_layers, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
     @property
     def drafted(self) -> int:
@@ -178,6 +180,8 @@ class ExitStats:
             steps = ", ".join(f"{share:.1%}" for share in self.acceptance_by_step.values())
             lines.append(f"  Drafted: {self.drafted}, accepted: {self.accepted} (by step: {steps})")
             lines.append(f"  Catch-ups: {self.catch_ups}, rollbacks: {self.rollbacks}, rejected: {self.rejected}")
+        if self.seed is not None:
+            lines.append(f"  Seed: {self.seed}")
         if self.seconds.whole:
             lines.append(f"  Seconds: {self.seconds.summary()}, {self.tokens_per_second:.1f} tokens/s")
         return "\n".join(lines)

@@ -21,6 +21,13 @@ def test_decoding_is_timed(warm):
     assert set(found["results"]) == {"model.generate", "TIDE, exits off"}
 
 
+def test_sampling_is_timed(warm):
+    asked = ("--model", "tiny", "--new-tokens", 8, "--prompts", 2, "--ways", "greedy", "sampled", "own processor")
+    found = report(warm.run(FOLDER / "bench_sampling.py", *asked))
+    assert set(found["speeds"]) == {"exits off, greedy", "exits off, sampled", "exits off, own processor"}
+    assert not any(found["different"].values())
+
+
 def test_the_first_tokens_of_prompts_are_timed(warm):
     (row,) = report(warm.run(FOLDER / "bench_prefill.py", "--model", "tiny", "--tokens", 40, "--rounds", 2))["results"]
     assert row["tokens"] == 40 and row["generate_ms"] > 0 and row["tide_ms"] > 0

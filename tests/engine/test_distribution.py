@@ -1,115 +1,179 @@
-"""Sampling in mode "exact" draws from the model's distribution, whatever the drafts are drawn from.
+"""Exits off draws from the model's distribution, with every processor that kernels know, with others, and with several.
 
-Two contexts, each drawn from thousands of times: a prompt and a forced first token, after which every token is
-drafted from a distribution that has nothing to do with the model, in rounds of two. Counted are the first drafted token, the
-next one after a draft that was accepted and after one that was not, and whole texts; compared with the exact distribution,
-worked out from the scores of `model.generate`, and with samples of it. The same comparison notices every wrong rule below.
+Texts of a few tokens of a small vocabulary, drawn thousands of times, against the probabilities that transformers' processors
+leave (OpenAI's penalties and bias are worked out here). Counted are whole contexts, by chi-square, and how likely the drawn
+tokens were on the whole: that alone notices a temperature that is off by 3 %.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import Counter
-from typing import NamedTuple
 
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from families import build
-from policies import Everyone
-from TIDE import TIDE, ExitStats, TIDEConfig
-from TIDE.engine.round import sampler as sampling
-from TIDE.engine.round.sampler import Draft, Sampler
+from TIDE import TIDE
+from TIDE.engine.round.sampler import Sampler
 
 pytestmark = pytest.mark.invariant(3)
 
-VOCAB, PROMPT, NEW = 6, 5, 4  # NEW with the forced one
-MANY, FEW, ROWS = 2000, 800, 200  # draws of each context: to pass, and enough to notice a wrong rule; in one call
-FORCED = {3: 4, 5: 1}  # first token of a prompt -> what its text begins with
-CONTEXTS = torch.tensor([[3, 1, 4, 2, 5], [5, 5, 2, 3, 1]])
-SAMPLING = {
-    "temperature": dict(temperature=0.6, top_k=0),
-    "top-p": dict(temperature=1.4, top_k=0, top_p=0.8),
-    "top-k": dict(temperature=1.4, top_k=4),
-    "repetition penalty": dict(temperature=1.3, top_k=0, repetition_penalty=1.4),
-    "all": dict(temperature=1.5, top_k=5, top_p=0.9, repetition_penalty=1.3),
-}
+VOCAB, NEW = 40, 2
+PROMPT = [3, 1]
+ROWS, CALLS, MANY = 2000, 2, 9  # rows of a call, and calls: as a rule, and to notice little
 RIGHT, WRONG = 1e-3, 1e-7  # p-values: seeds are pinned, so a right rule that passes once passes always
 
 
-class Begin(LogitsProcessor):
-    """Forces the first new token, so that all rows of a prompt draft in the same context."""
+class Penalties(LogitsProcessor):
+    """OpenAI: mu[j] - c[j] * frequency - float(c[j] > 0) * presence, where c counts new tokens."""
+
+    def __init__(self, presence: float, frequency: float) -> None:
+        self.presence, self.frequency = presence, frequency
 
     def __call__(self, ids, scores):
-        if ids.shape[1] > PROMPT:
-            return scores
-        forced = torch.full_like(scores, -float("inf"))
-        forced[range(len(ids)), [FORCED[int(row[0])] for row in ids]] = 0.0
-        return forced
+        scores = scores.clone()
+        for row, text in enumerate(ids.tolist()):
+            for token, times in Counter(text[len(PROMPT) :]).items():
+                scores[row, token] -= times * self.frequency + self.presence
+        return scores
 
 
-class Elsewhere(Everyone):
-    """Every token leaves with a guess that knows its position only."""
+class Bias(LogitsProcessor):
+    def __init__(self, bias: dict[int, float]) -> None:
+        self.bias = bias
 
-    def predict(self, candidates, head):
-        guesses = 1.2 * torch.randn(PROMPT + NEW, VOCAB, generator=torch.Generator().manual_seed(8))
-        return guesses[candidates.positions]
-
-
-class Sample(NamedTuple):
-    texts: list[tuple[int, ...]]  # context, then the new tokens after the forced one
-    first_stood: list[bool]  # whether the first draft of the text was accepted
-    stats: ExitStats
+    def __call__(self, ids, scores):
+        return scores + torch.tensor([self.bias.get(token, 0.0) for token in range(VOCAB)])
 
 
-@pytest.fixture(scope="module")
+class Shy(LogitsProcessor):
+    """A processor of the user's own: what was written last is less likely."""
+
+    def __call__(self, ids, scores):
+        return scores.scatter_add(1, ids[:, -1:], torch.full((len(ids), 1), -1.5))
+
+
+SAMPLING: dict[str, dict] = {
+    "plain": dict(top_k=0),
+    "temperature": dict(temperature=0.9, top_k=0),
+    "top-k": dict(temperature=1.4, top_k=6),
+    "top-p": dict(temperature=1.4, top_k=0, top_p=0.9),
+    "min-p": dict(temperature=1.6, top_k=0, min_p=0.1),
+    "repetition penalty": dict(temperature=1.3, top_k=0, repetition_penalty=1.4),
+    "suppressed tokens": dict(top_k=0, suppress_tokens=[2, 5]),
+    "suppressed at the beginning": dict(top_k=0, begin_suppress_tokens=[2, 5]),
+    "bad words": dict(top_k=0, bad_words_ids=[[1], [4]]),
+    "sequence bias": dict(top_k=0, sequence_bias=[[[1], 1.5], [[4], -2.0]]),
+    "minimum length": dict(top_k=0, min_new_tokens=2, eos_token_id=[0, 3]),
+    "forced end": dict(top_k=0, forced_eos_token_id=2),
+    "normalized": dict(top_k=3, renormalize_logits=True),
+    "penalties of the text": dict(top_k=0, presence_penalty=0.9, frequency_penalty=0.7),
+    "logit bias": dict(top_k=0, logit_bias={0: 2.0, 3: -1.0, 5: -math.inf}),
+    "pieces": dict(temperature=1.5, top_k=9, top_p=0.95, repetition_penalty=1.3, presence_penalty=0.5, suppress_tokens=[2]),
+    "filters": dict(temperature=0.9, top_k=30, top_p=0.98, min_p=0.005, logit_bias={1: 1.0}),
+    # on the host, by transformers' own list
+    "typical": dict(temperature=1.4, top_k=0, typical_p=0.8),
+    "no repeated pairs": dict(top_k=0, no_repeat_ngram_size=2),
+    "longer bad words": dict(top_k=0, bad_words_ids=[[1, 4], [2]]),
+    "bias before a penalty": dict(top_k=0, sequence_bias=[[[1], 1.5]], repetition_penalty=1.4),
+    "the user's own": dict(temperature=1.3, top_k=5, logits_processor=[Shy()]),
+}
+ON_HOST = {"typical", "no repeated pairs", "longer bad words", "bias before a penalty", "the user's own"}
+
+
+@functools.cache
 def model():
-    return build("llama", vocab_size=VOCAB)
+    """One layer is quick; its logits are spread as those of a trained model are."""
+    made = build("llama", vocab_size=VOCAB, num_hidden_layers=1)
+    made.lm_head.weight.data *= 3
+    return made
 
 
-def options(name: str, new: int = NEW) -> dict:
+def options(name: str, new: int = NEW, **changed) -> dict:
     given = dict(do_sample=True, max_new_tokens=new, eos_token_id=None, pad_token_id=0)
-    return {**given, **SAMPLING[name], "logits_processor": LogitsProcessorList([Begin()])}
+    return {**given, **SAMPLING[name], **changed}
 
 
-def draw(model, name: str, draws: int, seed: int) -> list[tuple[int, ...]]:
-    """So many texts of each context, by a model or an engine."""
-    torch.manual_seed(seed)
-    ids, found = CONTEXTS.repeat_interleave(ROWS, 0), []
-    for _ in range(draws // ROWS):
-        texts = model.generate(ids, attention_mask=torch.ones_like(ids), **options(name))[:, PROMPT + 1 :].tolist()
-        found += [(row // ROWS, *text) for row, text in enumerate(texts)]
+def drawn(name: str, calls: int = CALLS, **changed) -> list[tuple[int, ...]]:
+    """Texts that the engine draws, up to an end token."""
+    ids, found = torch.tensor([PROMPT]).expand(ROWS, -1), []
+    with TIDE(model()) as engine:
+        for seed in range(calls):
+            engine.generate(ids, attention_mask=torch.ones_like(ids), seed=seed, **options(name, **changed))
+            found += [tuple(row.new_tokens) for row in engine.last_rows]
+            assert all(bool(row.sampling.custom) == (name in ON_HOST) for row in engine.last_rows)
     return found
 
 
-def sample(model, name: str, draws: int, monkeypatch) -> Sample:
-    """Texts of the engine, and the fate of their first drafts: all rows of a call have theirs judged together."""
-    verify, accepted = Sampler.verify, []
-
-    def noting(self, logits):
-        found = verify(self, logits)
-        if any(len(row.tokens) == PROMPT + 1 for row in logits):
-            assert all(len(row.tokens) == PROMPT + 1 and row.drafts for row in logits)
-            accepted.extend(row.drafts[0].token == tokens[0] for row, tokens in found.items())
-        return found
-
-    monkeypatch.setattr(Sampler, "verify", noting)
-    with TIDE(model, Elsewhere(1), TIDEConfig(max_pending=2, compaction_threshold=1.0)) as engine:
-        texts = draw(engine, name, draws, seed=0)
-    return Sample(texts, accepted, engine.total_stats)
+def theirs(name: str) -> dict:
+    """The same for `model.generate`, with OpenAI's settings as processors."""
+    asked = options(name)
+    own = [Penalties(asked.pop("presence_penalty", 0.0), asked.pop("frequency_penalty", 0.0))]
+    own.append(Bias(asked.pop("logit_bias", {})))
+    return {**asked, "logits_processor": LogitsProcessorList([*own, *asked.get("logits_processor", [])])}
 
 
-def next_token(model, name: str) -> dict[tuple[int, ...], torch.Tensor]:
+@functools.cache
+def expected(name: str) -> dict[tuple[int, ...], torch.Tensor]:
     """Text so far -> (vocabulary,) what `model.generate` draws the next token from."""
-    found, texts = {}, [(context,) for context in range(len(CONTEXTS))]
-    for length in range(NEW - 1):
-        ids = torch.tensor([[*CONTEXTS[text[0]].tolist(), FORCED[int(CONTEXTS[text[0], 0])], *text[1:]] for text in texts])
-        extra = dict(return_dict_in_generate=True, output_scores=True, attention_mask=torch.ones_like(ids))
-        probs = model.generate(ids, **options(name, new=1), **extra).scores[0].double().softmax(-1)
+    found: dict[tuple[int, ...], torch.Tensor] = {}
+    texts: list[tuple[int, ...]] = [()]
+    asked = theirs(name)
+    ends = asked["eos_token_id"] or []
+    for length in range(NEW):
+        probs = _next(asked, texts, length)
         found.update(zip(texts, probs, strict=True))
-        texts = [(*text, token) for text in texts for token in range(VOCAB)]
-        assert len(texts) == len(CONTEXTS) * VOCAB ** (length + 1)
+        longer = [(*text, token) for text, own in zip(texts, probs, strict=True) for token in range(VOCAB) if own[token] > 0]
+        texts = [text for text in longer if text[-1] not in ends]
     return found
+
+
+def _next(asked: dict, texts: list[tuple[int, ...]], length: int) -> torch.Tensor:
+    """Ask `model.generate` for texts that were begun by force, so that it processes them as it goes."""
+
+    class Forced(LogitsProcessor):
+        def __call__(self, ids, scores):
+            at = ids.shape[1] - len(PROMPT)
+            if at >= length:
+                return scores
+            forced = torch.full_like(scores, -math.inf)
+            forced[range(len(texts)), [text[at] for text in texts]] = 0.0
+            return forced
+
+    ids = torch.tensor([PROMPT]).expand(len(texts), -1)
+    processors = LogitsProcessorList([*asked["logits_processor"], Forced()])
+    both = dict(return_dict_in_generate=True, output_scores=True, attention_mask=torch.ones_like(ids))
+    output = model().generate(ids, **{**asked, "logits_processor": processors}, **both)
+    return output.scores[length].double().softmax(-1)
+
+
+def p_values(texts: list[tuple[int, ...]], probs: dict[tuple[int, ...], torch.Tensor]) -> dict[str, float]:
+    counts = {so_far: torch.zeros(VOCAB).double() for so_far in probs}
+    for text in texts:
+        for length, token in enumerate(text):
+            if text[:length] not in counts:
+                return {"impossible": 0.0}
+            counts[text[:length]][token] += 1
+    return {
+        "contexts": chi_square([(counts[so_far], own) for so_far, own in probs.items()]),
+        "how likely": two_sided([(counts[so_far], own) for so_far, own in probs.items()]),
+    }
+
+
+def two_sided(tables: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """p-value of the sum of the drawn tokens' log probabilities: too likely or too unlikely ones move it."""
+    total = variance = 0.0
+    for counts, probs in tables:
+        if bool(counts[probs == 0].any()):
+            return 0.0
+        logs = torch.where(probs > 0, probs, 1.0).log()
+        mean = float((probs * logs).sum())
+        total += float((counts * (logs - mean)).sum())
+        variance += float(counts.sum()) * float((probs * (logs - mean) ** 2).sum())
+    return math.erfc(abs(total) / math.sqrt(2 * variance)) if variance > 1e-6 else 1.0
 
 
 def chi_square(tables: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
@@ -134,119 +198,51 @@ def chi_square(tables: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(distance / 2).double()))
 
 
-def table(after: list[tuple[int, ...]], probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.bincount(torch.tensor([text[-1] for text in after], dtype=torch.long), minlength=VOCAB).double(), probs
-
-
-def against_exact(found: Sample, exact: dict[tuple[int, ...], torch.Tensor]) -> dict[str, float]:
-    """p-values of the first drafted token, of the second by the fate of the first, and of whole texts."""
-    contexts, texts = range(len(CONTEXTS)), found.texts
-    values = {"first": chi_square([table([t[:2] for t in texts if t[0] == c], exact[c,]) for c in contexts])}
-    for fate in (True, False):
-        seconds = [text[:3] for text, stood in zip(texts, found.first_stood, strict=True) if stood == fate]
-        tables = [table([t for t in seconds if t[:2] == so_far], exact[so_far]) for so_far in exact if len(so_far) == 2]
-        values["after an accepted draft" if fate else "after a rejected draft"] = chi_square(tables)
-    whole = []
-    for context in contexts:
-        own = Counter(text for text in texts if text[0] == context)
-        cells = [
-            (*so_far, token) for so_far in exact if len(so_far) == NEW - 1 and so_far[0] == context for token in range(VOCAB)
-        ]
-        probs = [float(exact[c[:1]][c[1]] * exact[c[:2]][c[2]] * exact[c[:3]][c[3]]) for c in cells]
-        whole.append((torch.tensor([own[c] for c in cells]).double(), torch.tensor(probs).double()))
-    return {**values, "texts": chi_square(whole)}
-
-
-def two_samples(ours: list[tuple[int, ...]], theirs: list[tuple[int, ...]]) -> float:
-    """p-value that texts of the same number were drawn from the same distribution; rare texts are pooled."""
-    assert len(ours) == len(theirs)
-    both = [Counter(ours), Counter(theirs)]
-    often = [text for text, count in (both[0] + both[1]).items() if count >= 10]
-    cells = [[own[text] for text in often] for own in both]
-    counts = torch.tensor([[*own, len(ours) - sum(own)] for own in cells]).double()
-    counts = counts[:, counts.sum(0) > 0]
-    distance = ((counts[0] - counts[1]) ** 2 / counts.sum(0)).sum()
-    return float(torch.special.gammaincc(torch.tensor((counts.shape[1] - 1) / 2).double(), distance / 2))
-
-
 @pytest.mark.parametrize("name", SAMPLING)
-def test_drafts_from_elsewhere_leave_the_distribution_the_models(model, name, monkeypatch):
-    found = sample(model, name, MANY, monkeypatch)
-    values = against_exact(found, next_token(model, name))
-    values["two samples"] = two_samples(found.texts, draw(model, name, MANY, seed=1))
+def test_exits_off_draws_what_transformers_processors_leave(name):
+    values = p_values(drawn(name), expected(name))
     assert min(values.values()) > RIGHT, values
-    stats = found.stats
-    assert min(stats.accepted_by_step[1], stats.accepted_by_step[2], stats.rollbacks) > 100
-    assert min(sum(found.first_stood), len(found.texts) - sum(found.first_stood)) > 500
-    assert stats.drafted > 2 * len(found.texts) == 4 * MANY
 
 
-@pytest.mark.parametrize("name", SAMPLING)
-def test_the_samples_of_generate_pass_the_same_test(model, name):
-    """So what the engine is compared with is right."""
-    texts = draw(model, name, MANY, seed=2)
-    halves = Sample(texts, [row % 2 == 0 for row in range(len(texts))], ExitStats(4))
-    assert min(against_exact(halves, next_token(model, name)).values()) > RIGHT
+@pytest.mark.parametrize(("name", "share"), [("temperature", 1.0), ("temperature", 0.97), ("filters", 1.0), ("filters", 1.03)])
+def test_a_temperature_off_by_three_percent_is_noticed(name, share):
+    texts = drawn(name, MANY, temperature=share * SAMPLING[name]["temperature"])
+    found = min(p_values(texts, expected(name)).values())
+    assert found > RIGHT if share == 1.0 else found < WRONG
 
 
-def always_accept(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
-    return torch.nn.functional.one_hot(torch.tensor(draft.token), len(probs)).float()
-
-
-def draw_anew_from_everything(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
-    """The right ratio, but a rejected draft is replaced from p, not from the remainder."""
-    if torch.rand(()) < probs[draft.token] / draft.probs[draft.token]:
-        return always_accept(probs, draft)
-    return probs
-
-
-def accept_by_the_models_probability(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
-    """The right remainder, but p for p/q."""
-    if torch.rand(()) < probs[draft.token]:
-        return always_accept(probs, draft)
-    rest = (probs - draft.probs).clamp(min=0)
-    return rest / rest.sum()
-
-
-def forget_processors_of_drafts(self, rows, logits, depth, choose=Sampler.sample):
-    """Drafts are drawn as they should be and judged as if they had been drawn from the plain logits."""
-    return [own._replace(probs=plain) for own, plain in zip(choose(self, rows, logits, depth), logits.softmax(-1), strict=True)]
-
-
-def forget_processors_of_the_model(self, rows, step, logits, choose=Sampler._verify_one):
-    if not any(row.drafts for row in rows):
-        return choose(self, rows, step, logits)
-    held, self.processors = self.processors, LogitsProcessorList()
-    try:
-        return choose(self, rows, step, logits)
-    finally:
-        self.processors = held
-
-
-@pytest.mark.parametrize("name", ["temperature", "all"])
 @pytest.mark.parametrize(
-    ("place", "attribute", "rule"),
+    ("name", "changed"),
     [
-        (sampling, "_speculative", always_accept),
-        (sampling, "_speculative", draw_anew_from_everything),
-        (sampling, "_speculative", accept_by_the_models_probability),
-        (Sampler, "sample", forget_processors_of_drafts),
-        (Sampler, "_verify_one", forget_processors_of_the_model),
+        ("top-k", dict(top_k=8)),
+        ("top-p", dict(top_p=0.93)),
+        ("min-p", dict(min_p=0.07)),
+        ("repetition penalty", dict(repetition_penalty=1.1)),
+        ("penalties of the text", dict(presence_penalty=0.2)),
+        ("penalties of the text", dict(frequency_penalty=0.0)),
+        ("minimum length", dict(min_new_tokens=1)),
+        ("logit bias", dict(logit_bias={0: 1.0, 3: -1.0, 5: -math.inf})),
     ],
-    ids=lambda value: getattr(value, "__name__", value),
+    ids=str,
 )
-def test_a_wrong_rule_is_noticed(model, name, place, attribute, rule, monkeypatch):
-    monkeypatch.setattr(place, attribute, rule)
-    found = sample(model, name, FEW, monkeypatch)
-    values = against_exact(found, next_token(model, name))
-    values["two samples"] = two_samples(found.texts, draw(model, name, FEW, seed=1))
-    assert min(values.values()) < WRONG, values
+def test_another_setting_is_noticed(name, changed):
+    assert min(p_values(drawn(name, **changed), expected(name)).values()) < WRONG
+
+
+def test_noise_that_repeats_is_noticed(monkeypatch):
+    """Rows that share their noise draw the same tokens."""
+    choose = Sampler._choose
+    monkeypatch.setattr(Sampler, "_choose", lambda self, rows, *rest: [choose(self, rows, *rest)[0]] * len(rows))
+    assert min(p_values(drawn("plain"), expected("plain")).values()) < WRONG
 
 
 def test_p_values_are_those_of_the_tables():
-    """0.05 is at 18.307 with 10 degrees of freedom."""
+    """0.05 is at 18.307 with 10 degrees of freedom, and at 1.96 standard deviations."""
     probs = torch.full((11,), 1 / 11).double()
     counts = torch.full((11,), 100.0).double()
     counts[0] += (18.307 * 100 / 2) ** 0.5
     counts[1] -= (18.307 * 100 / 2) ** 0.5
     assert chi_square([(counts, probs)]) == pytest.approx(0.05, rel=1e-3)
+    probs = torch.tensor([0.8, 0.2]).double()
+    moved = 1.96 * math.sqrt(1000 * 0.8 * 0.2)
+    assert two_sided([(torch.tensor([800 + moved, 200 - moved]).double(), probs)]) == pytest.approx(0.05, rel=1e-2)

@@ -9,8 +9,10 @@ from transformers import DynamicCache
 from decoding import decode
 from families import LAYERS, build
 from policies import ByState, Everyone, Where
+from router_files import a_file
 from TIDE import TIDE, TIDEConfig
 from TIDE.adapters.probe import Store, layer_stores
+from TIDE.engine.plan import make_plan
 
 NEW = 24
 OPTIONS = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -215,3 +217,24 @@ def test_a_checkpoint_before_the_first_layer_changes_nothing_for_rows_that_may_n
             found.append((text.tolist(), stats.exits_per_layer, stats.drafted_by_step, stats.layers_run))
     assert found[0] == found[1]
     assert found[0][1][1] > 0 or mode == "exact"
+
+
+@pytest.mark.invariant(5)
+@pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("compaction", [0.0, 0.5])
+def test_what_leaves_does_not_depend_on_other_rows(llama, samples, compaction):
+    """A memory head sees finished tokens, so they must not be finished because other rows had to be."""
+    ids = torch.randint(3, 128, (4, 9), generator=torch.Generator().manual_seed(5))
+    config = TIDEConfig(mode="fast", exit_threshold=0.5, max_pending=4, max_exit_share=0.8, compaction_threshold=compaction)
+    options = dict(OPTIONS, max_new_tokens=20, do_sample=samples)
+    file = a_file(llama, "memory", (0, 2), 0.5)
+    with TIDE(llama, None, config) as engine:
+        engine.policy = file.policy(engine.adapter, engine.runner.head)
+        engine.plan = make_plan(config, engine.policy, engine.adapter)
+        together = engine.generate(
+            ids, attention_mask=torch.ones_like(ids), **options, **(dict(seed=[1, 2, 3, 4]) if samples else {})
+        )
+        assert 0.1 < engine.last_stats.exit_rate < 0.8
+        for row in range(4):
+            alone = engine.generate(ids[row : row + 1], **options, **(dict(seed=row + 1) if samples else {}))
+            assert torch.equal(alone[0], together[row])

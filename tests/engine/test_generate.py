@@ -99,13 +99,18 @@ def test_rows_are_padded_with_the_end_token_where_there_is_no_other(llama, promp
 
 
 def test_several_samples_per_prompt(llama, prompts):
+    """Row i is drawn with the i-th seed, as it would be alone."""
     ids, mask = prompts
-    options = dict(attention_mask=mask, do_sample=True, num_return_sequences=2, max_new_tokens=8, top_k=20)
-    torch.manual_seed(0)
-    expected = llama.generate(ids, **options)
-    torch.manual_seed(0)
+    options = dict(do_sample=True, max_new_tokens=8, top_k=20, eos_token_id=None, pad_token_id=0)
     with TIDE(llama) as engine:
-        assert torch.equal(engine.generate(ids, **options), expected)
+        found = engine.generate(ids, attention_mask=mask, num_return_sequences=2, seed=7, **options)
+        assert found.shape == (2 * len(ids), ids.shape[1] + 8)
+        seeds = [row.stats.seed for row in engine.last_rows]
+        for row, seed in enumerate(seeds):
+            prompt = ids[row // 2][mask[row // 2].bool()][None]
+            alone = engine.generate(prompt, seed=seed, **options)[0, prompt.shape[1] :]
+            assert torch.equal(found[row, ids.shape[1] :], alone)
+    assert len({tuple(text) for text in found[:, ids.shape[1] :].tolist()}) == len(found)
 
 
 class Recorder(BaseStreamer):

@@ -213,12 +213,9 @@ def test_rows_that_ended_stand_still(batch):
         assert engine.last_stats.total_tokens == sum(lengths)
 
 
-SAMPLED = dict(do_sample=True, top_k=5)
 TOGETHER = {  # what several rows do -> how the engine is made, what is asked for, and why it is done on the host
     "memory head": (dict(depth=0), {}, "a memory head drafts for one row at a time"),
     "mode fast": (dict(depth=2, strategy="lens", mode="fast"), {}, "mode fast decides for every row by itself"),
-    "sampling": ({}, SAMPLED, "it samples"),
-    "processors": ({}, dict(repetition_penalty=1.3), "it has logits processors"),
     "logits": ({}, dict(return_dict_in_generate=True, output_logits=True), "its logits are to be returned"),
     "seventeen": ({}, {}, "a round has room for 16 rows, and there are 17"),
     "static modules": (dict(place=on_modules), {}, "its modules run whole rounds for one row at a time"),
@@ -243,8 +240,6 @@ def test_what_rows_cannot_do_in_rounds_is_done_on_the_host_and_said(what, batch)
 
 
 ALONE = {
-    "sampling": ({}, SAMPLED, "it samples"),
-    "processors": ({}, dict(repetition_penalty=1.3), "it has logits processors"),
     "an ExitPolicy": (dict(policy=Everyone(2)), {}, "its exits are an ExitPolicy of its own"),
     "skipped K/V": (
         dict(depth=2, strategy="identity", mode="fast", kv_cache_strategy="propagate"),

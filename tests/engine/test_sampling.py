@@ -84,28 +84,6 @@ def test_the_same_seed_gives_the_same_text(model, prompt):
     assert texts[0] == texts[1] != texts[2]
 
 
-@pytest.mark.invariant(3)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_exits_off_draws_what_generate_draws(model, rows):
-    """The same random numbers, even when some rows end before others."""
-    ids = torch.randint(3, 128, (rows, 6), generator=torch.Generator().manual_seed(rows))
-    options = dict(
-        do_sample=True,
-        temperature=0.9,
-        top_p=0.95,
-        top_k=50,
-        max_new_tokens=24,
-        eos_token_id=list(range(60, 64)),
-        pad_token_id=0,
-    )
-    for seed in range(3):
-        torch.manual_seed(seed)
-        expected = model.generate(ids, **options)
-        torch.manual_seed(seed)
-        with TIDE(model) as engine:
-            assert torch.equal(engine.generate(ids, **options), expected)
-
-
 def test_all_continuations_are_enumerated(expected):
     assert len(expected) == TOP**NEW
     assert len(set(itertools.chain(*expected))) > TOP

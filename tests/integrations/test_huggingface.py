@@ -27,14 +27,18 @@ def test_generate_decodes_with_the_engine(engine, prompts):
     asked = dict(attention_mask=mask, custom_generate=TIDE.custom_generate, tide=engine)
     assert torch.equal(engine.model.generate(ids, **asked, **OPTIONS), expected)
     assert engine.last_stats.drafted > 0
-    torch.manual_seed(3)
-    expected = engine.model.generate(ids[2:], max_new_tokens=12, do_sample=True, top_k=5)
-    with engine.using(engine.config, exits=False):
+
+
+def test_generate_samples_with_the_engines_seed(engine, prompts):
+    ids, options = prompts[0][2:], dict(max_new_tokens=12, do_sample=True, top_k=5)
+    asked = dict(custom_generate=TIDE.custom_generate, tide=engine)
+    expected = engine.generate(ids, seed=3, **options)
+    assert torch.equal(engine.model.generate(ids, seed=3, **asked, **options), expected)
+    drawn = []
+    for _ in range(2):
         torch.manual_seed(3)
-        found = engine.model.generate(
-            ids[2:], max_new_tokens=12, do_sample=True, top_k=5, custom_generate=TIDE.custom_generate, tide=engine
-        )
-    assert torch.equal(found, expected)
+        drawn.append(engine.model.generate(ids, **asked, **options))
+    assert torch.equal(*drawn)
 
 
 def test_streamers_get_every_token_and_the_end(engine, plain):

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from TIDE.engine.cache.slots import score_params
 from TIDE.kernels import triton_exits, triton_ops, triton_propagate
 from TIDE.kernels.layer import GELU, no_norm
-from TIDE.kernels.result import ACCEPTED, FIELDS
+from TIDE.kernels.result import ACCEPTED, FIELDS, IS_NAN, NOTHING_LEFT
 from TIDE.routing.heads import EPS
 from TIDE.routing.router import Router, signals_of
 
@@ -172,11 +172,11 @@ def test_drafts_stand_up_to_the_first_that_is_wrong_or_unsure(drafts, wrong, ver
         scores[unsure, 0] = 0.3
         active = torch.tensor([1, 1, 0], dtype=torch.int32)
         ops.accept(found, best, tokens, starts, scores[:16], active, result, drafts, 0.5, verifies)
-        assert result[1, ACCEPTED] == (drafts if worst == 1.0 else -1)
+        assert result[1, ACCEPTED] == {1.0: drafts, float("inf"): IS_NAN, float("-inf"): NOTHING_LEFT}[worst]
         assert tokens[0, 2] == 10 and starts[0, 2] == 5
         return [*result.flatten().tolist(), *tokens.flatten().tolist(), *starts.flatten().tolist()]
 
-    for case in ((1.0,), (float("inf"),), (1.0, 0), (1.0, 3)):
+    for case in ((1.0,), (float("inf"),), (float("-inf"),), (1.0, 0), (1.0, 3)):
         assert after(triton_exits, *case) == after(reference, *case)
     assert after(reference, 1.0)[0] == (wrong if verifies else drafts)
     assert after(reference, 1.0, 1)[0] == min(1, wrong if verifies else drafts)

@@ -130,7 +130,9 @@ class TIDE:
             inputs: (rows, tokens) left-padded ids, or what a tokenizer gives. Also by name: input_ids, attention_mask, or
                 inputs_embeds (rows, tokens, hidden).
             streamer: gets the prompts, then every token once it is final.
-            options: `GenerationConfig` fields, logits_processor, stopping_criteria, stop_strings and tokenizer.
+            options: `GenerationConfig` fields, logits_processor, stopping_criteria, stop_strings and tokenizer. Also seed (an
+                integer, or one for each row), presence_penalty and frequency_penalty of new tokens, and logit_bias
+                {token: number}.
 
         Returns:
             (rows, tokens) prompts and continuations (after inputs_embeds alone, continuations only); with
@@ -292,7 +294,8 @@ class TIDE:
         if prompt is not None:
             padding = left_padding(options.get("attention_mask"), prompt.shape[:2])
             self._context.check(prompt.shape[1] - min(padding), room_for=1)
-        request = prepare(self.model, ids, generation_config, options)
+        vocabulary = self.adapter.vocab_size if options.get("logit_bias") else 0
+        request = prepare(self.model, ids, generation_config, options, vocabulary)
         refuse_ropes_that_change(request, self.adapter.rope.switches_at)
         return request
 

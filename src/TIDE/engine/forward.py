@@ -98,7 +98,7 @@ class _Reader(Sampler):
         super().__init__(rows)
         self.seen: list[list[torch.Tensor]] = [[] for _ in rows]
 
-    def sample(self, rows: list[Row], logits: torch.Tensor, depth: int) -> list[Draft]:
+    def sample(self, rows: list[Row], logits: torch.Tensor, depth: int, is_final: bool = True) -> list[Draft]:
         drafts = []
         for row, own in zip(rows, logits, strict=True):
             self.seen[row.index].append(own)

@@ -8,7 +8,7 @@ does not do is refused here with the alternative named; nothing is ignored.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,9 @@ from transformers import (
 from transformers.generation import GenerationMode, MaxLengthCriteria, PrefixConstrainedLogitsProcessor
 
 from TIDE.engine.inputs import USE_GENERATE, Context, left_padding
-from TIDE.engine.row import Row, Sampling
+from TIDE.engine.round.options import check, row_seeds, take_own
+from TIDE.engine.round.processors import Sampling, TextPenalties, read
+from TIDE.engine.row import Row
 from TIDE.engine.stop import StopRule
 from TIDE.stats import Seconds
 
@@ -40,6 +42,7 @@ class Request:
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
+    seed: int | Sequence[int] | None = None  # of sampling; one for each row, or one for all
 
     @property
     def prompt_columns(self) -> int:
@@ -66,7 +69,7 @@ class Request:
     def rows(self, num_layers: int, context: Context) -> list[Row]:
         """Return a row for each prompt."""
         stop = StopRule(self.criteria, context, self.ids.device)
-        sampling = Sampling(self.processors, bool(self.config.do_sample), self.keeps_scores)
+        samplings = self._samplings()
         unseen = self.prompt_columns - self.ids.shape[1]
         seconds = Seconds()
         stop.warn_past_context(self.longest)
@@ -79,11 +82,22 @@ class Request:
                 padding=([0] * unseen + ids)[:pad],
                 embeds=None if self.embeds is None else self.embeds[index, pad:],
                 unseen=unseen,
-                sampling=sampling,
+                sampling=samplings[index],
                 seconds=seconds,
             )
             for index, (ids, pad) in enumerate(zip(self.ids.tolist(), self.padding, strict=True))
         ]
+
+    def _samplings(self) -> list[Sampling]:
+        """Return how the tokens of each row are chosen."""
+        do_sample = bool(self.config.do_sample)
+        seeds = row_seeds(self.seed, len(self.padding)) if do_sample else [None] * len(self.padding)
+        unseen = self.prompt_columns - self.ids.shape[1]
+        found = []
+        for pad, seed in zip(self.padding, seeds, strict=True):
+            params, custom = read(self.processors, do_sample, unseen - pad)
+            found.append(Sampling(params, self.processors, custom, seed, self.keeps_scores))
+        return found
 
     def final_columns(self, rows: list[Row]) -> int:
         """Return how many columns are final in every row."""
@@ -116,21 +130,32 @@ class Request:
 
 
 def prepare(
-    model: PreTrainedModel, ids: torch.Tensor | None, generation_config: GenerationConfig | None, options: dict[str, Any]
+    model: PreTrainedModel,
+    ids: torch.Tensor | None,
+    generation_config: GenerationConfig | None,
+    options: dict[str, Any],
+    vocabulary: int,
 ) -> Request:
-    """Let transformers make sense of `options`, as `model.generate` would."""
+    """Let transformers make sense of `options`, as `model.generate` would, and TIDE of its own: see `round/options.py`."""
     _refuse_keywords(options)
     configs = [config for config in (generation_config, model.generation_config) if config is not None]
     options = dict(options)
+    check(options, configs)
+    seed, processors = take_own(options, vocabulary)
     options["stopping_criteria"] = _with_stop_strings(configs, options)
+    if processors:
+        options["logits_processor"] = LogitsProcessorList([*processors, *(options.get("logits_processor") or ())])
     with _no_stop_strings(configs):
         request: Request = model.generate(ids, generation_config=generation_config, custom_generate=_capture, **options)
+    request.seed = seed
     return _accepted(request)
 
 
-def captured(model: PreTrainedModel, *given: Any, **rest: Any) -> Request:
+def captured(model: PreTrainedModel, *given: Any, seed: int | Sequence[int] | None = None, **rest: Any) -> Request:
     """Return the request that `model.generate` hands to a `custom_generate` of the user's own call."""
-    return _accepted(_capture(model, *given, **rest))
+    request = _capture(model, *given, **rest)
+    request.seed = seed
+    return _accepted(request)
 
 
 def _accepted(request: Request) -> Request:
@@ -164,6 +189,9 @@ def _capture(
         raise ValueError(f"TIDE does not pass {extra} on to the model; {USE_GENERATE}.")
     shape = (input_ids if embeds is None else embeds).shape[:2]
     padding = left_padding(attention_mask, shape)
+    for one in logits_processor:
+        if isinstance(one, TextPenalties):
+            one.start = input_ids.shape[1]
     return Request(input_ids, embeds, padding, logits_processor, stopping_criteria, generation_config)
 
 

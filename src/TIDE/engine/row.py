@@ -14,8 +14,8 @@ from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from transformers import LogitsProcessorList
 
+from TIDE.engine.round.processors import Sampling
 from TIDE.engine.stop import StopRule
 from TIDE.stats import ExitStats, Seconds
 
@@ -29,7 +29,6 @@ class Draft(NamedTuple):
     token: int
     depth: int
     score: float | None = None  # of the router that let it out
-    probs: torch.Tensor | None = None  # (vocabulary,) the distribution it was drawn from; None: greedy
 
 
 class Decided(NamedTuple):
@@ -37,14 +36,6 @@ class Decided(NamedTuple):
 
     depth: int
     score: float | None = None  # of the router that let it out, where one was asked
-
-
-class Sampling(NamedTuple):
-    """How the tokens of a row are chosen."""
-
-    processors: LogitsProcessorList | None = None
-    do_sample: bool = False
-    keeps_scores: bool = False  # logits and scores are part of the answer
 
 
 class RoundResult(NamedTuple):
@@ -83,7 +74,7 @@ class Row:
         self.tokens = list(self.tokens)
         self.prompt = len(self.tokens)
         self.slot = self.index
-        self.stats = ExitStats(self.num_layers, seconds=seconds or Seconds())
+        self.stats = ExitStats(self.num_layers, seed=self.sampling.seed, seconds=seconds or Seconds())
 
     @property
     def size(self) -> int:
@@ -112,6 +103,11 @@ class Row:
         """Return the text as processors and criteria see it, with the first so many drafts."""
         text = [*self.padding, *self.tokens, *(draft.token for draft in self.drafts[:drafts])]
         return text[self.unseen :]
+
+    @property
+    def shown_prompt(self) -> list[int]:
+        """The prompt as processors see it."""
+        return [*self.padding, *self.tokens[: self.prompt]][self.unseen :]
 
     def extend(self, round_: RoundResult) -> int:
         """Append final tokens up to the end of the text and count what the round did; return how many were appended."""
@@ -142,4 +138,5 @@ def total(rows: Sequence[Row], num_layers: int) -> ExitStats:
     """Return the counts of rows together. Their seconds are those of one request, which they share."""
     found = sum((row.stats for row in rows), start=ExitStats(num_layers))
     found.seconds = rows[0].stats.seconds if rows else Seconds()
+    found.seed = rows[0].stats.seed if len(rows) == 1 else None
     return found

@@ -7,6 +7,7 @@ TIDE.pipeline(engine, tokenizer)("Once upon a time", max_new_tokens=40)
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -26,9 +27,10 @@ def custom_generate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     tide: TIDE | None = None,
+    seed: int | Sequence[int] | None = None,
     **rest: Any,
 ) -> torch.Tensor:
-    """Decode for `model.generate`, in place of its own loop; `tide` is the engine."""
+    """Decode for `model.generate`, in place of its own loop; `tide` is the engine, `seed` that of sampling."""
     if not isinstance(tide, TIDE):
         raise TypeError(
             f"custom_generate needs an engine: model.generate(..., custom_generate=TIDE.custom_generate, tide=engine); "
@@ -39,7 +41,7 @@ def custom_generate(
             f"the engine belongs to another {type(tide.model).__name__} than the {type(model).__name__} that generates. Make "
             f"one for this model: TIDE.TIDE(model, ...)."
         )
-    request = captured(model, input_ids, logits_processor, stopping_criteria, generation_config, **rest)
+    request = captured(model, input_ids, logits_processor, stopping_criteria, generation_config, seed=seed, **rest)
     return tide.answer(request, _streamer_of_the_caller())
 
 

@@ -30,10 +30,16 @@ def compiled_exits(device: torch.device, dtype: torch.dtype) -> ModuleType | Non
     return _module(device, dtype, "cpu_exits", None)
 
 
-def compiled_rounds() -> tuple[ModuleType, Any]:
-    """Return what a GPU has beside its layers: the module with exits and acceptance, and `propagate`."""
-    exits, propagation = (importlib.import_module(f"TIDE.kernels.triton_{name}") for name in ("exits", "propagate"))
-    return exits, propagation.propagate
+def compiled_sampling(device: torch.device) -> ModuleType:
+    """Return the module that chooses tokens on the host: compiled on a CPU, in torch otherwise."""
+    return _module(device, torch.float32, "cpu_sampling", None) or importlib.import_module("TIDE.kernels.sampling")
+
+
+def compiled_rounds() -> tuple[ModuleType, ModuleType, Any]:
+    """Return what a GPU has beside its layers: the modules with exits and acceptance, and with sampling, and `propagate`."""
+    names = ("exits", "sampling", "propagate")
+    exits, sampling, propagation = (importlib.import_module(f"TIDE.kernels.triton_{name}") for name in names)
+    return exits, sampling, propagation.propagate
 
 
 def why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from TIDE.kernels.layer import GELU, GELU_TANH, MLP, SILU, Attention, Layer, Norm, Pass, only_kv
-from TIDE.kernels.result import ACCEPTED, DRAFTED, SCORES, TOKENS
+from TIDE.kernels.result import ACCEPTED, DRAFTED, IS_NAN, NOTHING_LEFT, SCORES, TOKENS
 
 EMPTY = torch.zeros(0)
 ACTIVATIONS = {SILU: F.silu, GELU_TANH: lambda x: F.gelu(x, approximate="tanh"), GELU: F.gelu}
@@ -132,13 +132,14 @@ def best_tokens(
     token: torch.Tensor,
     signals: torch.Tensor | None = None,
     vocabulary: torch.Tensor | None = None,
+    logits: torch.Tensor | None = None,
 ) -> None:
     """Find the best token of normed states (n, hidden) and its logit, by an LM head; infinity if a logit is NaN.
 
     `signals`, (n, 4), are those of `TIDE.routing.router`: best probability, its logarithm, its lead over the second, entropy.
-    With a vocabulary, rising token ids, there are no others.
+    With a vocabulary, rising token ids, there are no others. `logits`, (n, tokens), receives the logits.
     """
-    best_of(x @ (weight if vocabulary is None else weight[vocabulary]).T, best, token, signals, vocabulary)
+    best_of(x @ (weight if vocabulary is None else weight[vocabulary]).T, best, token, signals, vocabulary, logits)
 
 
 def best_of(
@@ -147,8 +148,9 @@ def best_of(
     token: torch.Tensor,
     signals: torch.Tensor | None = None,
     vocabulary: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> None:
-    """Find the same from logits."""
+    """Find the same from logits; `out` receives them."""
     found = logits.argmax(-1)  # points at a NaN if there is one
     highest = logits.gather(-1, found[:, None])[:, 0].float()
     best.copy_(torch.where(highest.isnan(), float("inf"), highest))
@@ -158,6 +160,8 @@ def best_of(
         first, second = logs.topk(2, -1).values.unbind(-1)
         entropy = -(logs.exp() * logs).sum(-1)
         signals.copy_(torch.stack([first.exp(), first, first.exp() - second.exp(), entropy], -1))
+    if out is not None:
+        out.copy_(logits)
 
 
 def router_score(
@@ -244,7 +248,10 @@ def accept(
         drafted, full = [own[row] for own in token_of[1 : sure + 1]], [own[row] for own in full_of]
         kept = accepted(drafted, full) if verifies else sure
         fields = [0.0] * result.shape[1]
-        fields[ACCEPTED] = -1 if any(own[row] == float("inf") for own in logit_of) else kept
+        chosen = [own[row] for own in logit_of[: kept + 1]]
+        fields[ACCEPTED] = NOTHING_LEFT if float("-inf") in chosen else kept
+        if any(own[row] == float("inf") for own in logit_of):
+            fields[ACCEPTED] = IS_NAN
         fields[DRAFTED] = sure
         fields[TOKENS : TOKENS + kept + 1] = [*drafted[:kept], full[kept]]
         fields[SCORES : SCORES + drafts] = [own[row] for own in score_of]

@@ -8,6 +8,7 @@ with compiled versions have functions of the same names.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,12 @@ class Params(NamedTuple):
         return Features(penalties, bool(self.bias), has_rules, filters)
 
     @property
+    def numbers(self) -> list[float]:
+        """The fields of `Settings.numbers`."""
+        own = self
+        return [float(own.noise), own.temperature, own.top_p, own.min_p, own.repetition, own.presence, own.frequency]
+
+    @property
     def is_plain(self) -> bool:
         """True if the token with the best logit is chosen."""
         return not self.noise and not any(self.features)
@@ -81,29 +88,38 @@ class Settings:
         self.bias = torch.zeros(rows, 0, dtype=torch.float32, device=device)
         self.seen = torch.zeros(rows, 0, dtype=torch.int32, device=device)
 
-    def write(self, row: int, params: Params, seed: int, prompt: list[int]) -> None:
-        """Set what a row needs; `prompt` are ids that count as text for its penalties."""
-        own = params
-        numbers = [own.noise, own.temperature, own.top_p, own.min_p, own.repetition, own.presence, own.frequency]
-        words = [_signed(seed & WORD), _signed(seed >> 32 & WORD), own.top_k, *own.forced]
-        self.numbers[row] = torch.tensor(numbers, dtype=torch.float32)
-        self.whole[row] = torch.tensor(words, dtype=torch.int32)
-        bans = [*own.bans, *[(NOWHERE, NOWHERE, NOWHERE)] * (MOST_BANS - len(own.bans))]
-        self.bans[row] = torch.tensor(bans, dtype=torch.int32)
-        if own.features.bias:
-            self.bias = self._made(self.bias)
-        if own.features.penalties:
-            self.seen = self._made(self.seen)
-        if self.bias.shape[1]:
-            self.bias[row] = 0.0
-            for token, value in own.bias:
-                self.bias[row, token] += value
-        if self.seen.shape[1]:
-            self.seen[row] = 0
-            self.seen[row, [token for token in prompt if token < self.vocabulary]] = GIVEN
+    def write(self, rows: Sequence[tuple[Params, int, Sequence[int]]]) -> None:
+        """Set what rows need: their params, seeds, and prompts, whose ids count as text for penalties."""
+        every = [params for params, _, _ in rows]
+        self.numbers.copy_(torch.tensor([params.numbers for params in every]))
+        words = [[_signed(seed & WORD), _signed(seed >> 32 & WORD), own.top_k, *own.forced] for own, seed, _ in rows]
+        self.whole.copy_(torch.tensor(words, dtype=torch.int32))
+        nothing = (NOWHERE, NOWHERE, NOWHERE)
+        if any(params.bans for params in every):
+            bans = [[*params.bans, *[nothing] * (MOST_BANS - len(params.bans))] for params in every]
+            self.bans.copy_(torch.tensor(bans, dtype=torch.int32))
+        else:
+            self.bans.fill_(NOWHERE)
+        features = [params.features for params in every]
+        if self.bias.shape[1] or any(own.bias for own in features):
+            self.bias = self._cleared(self.bias)
+            for row, params in enumerate(every):
+                _add(self.bias[row], params.bias)
+        if self.seen.shape[1] or any(own.penalties for own in features):
+            self.seen = self._cleared(self.seen)
+            for row, (params, _, prompt) in enumerate(rows):
+                if params.features.penalties:
+                    self.seen[row, [token for token in set(prompt) if token < self.vocabulary]] = GIVEN
 
-    def _made(self, table: torch.Tensor) -> torch.Tensor:
-        return table if table.shape[1] else table.new_zeros(len(table), self.vocabulary)
+    def _cleared(self, table: torch.Tensor) -> torch.Tensor:
+        return table.zero_() if table.shape[1] else table.new_zeros(len(table), self.vocabulary)
+
+
+def _add(row: torch.Tensor, bias: tuple[tuple[int, float], ...]) -> None:
+    """Add a bias to a (vocabulary,) row; ids that the model does not have change nothing."""
+    known = [(token, value) for token, value in bias if 0 <= token < len(row)]
+    tokens, values = [token for token, _ in known], [value for _, value in known]
+    row.index_add_(0, torch.tensor(tokens, dtype=torch.long).to(row.device), torch.tensor(values).to(row))
 
 
 def _signed(word: int) -> int:

@@ -10,22 +10,25 @@ import triton
 import triton.language as tl
 
 from TIDE.kernels.cards import card_of, head_tile
-from TIDE.kernels.result import ACCEPTED, DRAFTED, FIELDS, SCORES, TOKENS
+from TIDE.kernels.result import ACCEPTED, DRAFTED, FIELDS, IS_NAN, NOTHING_LEFT, SCORES, TOKENS
 from TIDE.kernels.triton_products import EMPTY, _launch_linear, _product, counted
 
 
 @counted
 def _peaks(
-    x, weight, vocabulary, peaks, tokens_at, sums, tokens, height, width, blocks,
-    CHOSEN: tl.constexpr, SIGNALS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    x, weight, vocabulary, peaks, tokens_at, sums, out, tokens, height, width, blocks,
+    CHOSEN: tl.constexpr, SIGNALS: tl.constexpr, STORE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Find the best of a block of tokens, for each state. NaN counts as infinity, so that the host notices it."""
     block, place = tl.program_id(0), tl.arange(0, 16)
-    rows = block * BN + tl.arange(0, BN)
-    inside = rows < height
+    column = block * BN + tl.arange(0, BN)
+    rows, inside = column, column < height
     if CHOSEN:
-        rows = tl.load(vocabulary + rows, mask=inside, other=0).to(tl.int32)
-    logits = _product(x, weight, rows, inside, tokens, width, BN, BK, EVEN).to(x.dtype.element_ty).to(tl.float32)
+        rows = tl.load(vocabulary + column, mask=inside, other=0).to(tl.int32)
+    logits = _product(x, weight, rows, inside, tokens, width, BN, BK, EVEN).to(x.dtype.element_ty)
+    if STORE:
+        tl.store(out + place[None, :] * height + column[:, None], logits, mask=inside[:, None] & (place < tokens)[None, :])
+    logits = logits.to(tl.float32)
     logits = tl.where(logits == logits, logits, float("inf"))
     logits = tl.where(inside[:, None], logits, float("-inf"))
     best = tl.max(logits, 0)
@@ -73,8 +76,9 @@ def best_tokens(
     token: torch.Tensor,
     signals: torch.Tensor | None = None,
     vocabulary: torch.Tensor | None = None,
+    logits: torch.Tensor | None = None,
 ) -> None:
-    """Two launches; logits themselves are never written."""
+    """Two launches; logits themselves are written only where a buffer is given for them."""
     width = weight.shape[1]
     tile = head_tile(card_of(weight.device), len(weight), width, weight.element_size())
     chosen = weight if vocabulary is None else vocabulary
@@ -83,8 +87,9 @@ def best_tokens(
     peaks, at = x.new_empty(16, blocks, dtype=torch.float32), x.new_empty(16, blocks, dtype=torch.int32)
     sums = peaks if signals is None else x.new_empty(3, 16, blocks, dtype=torch.float32)
     _peaks[(blocks,)](
-        x, weight, chosen, peaks, at, sums, len(x), height, width, blocks,
-        vocabulary is not None, signals is not None, tile.rows, tile.columns, tile.even, num_warps=4, num_stages=tile.stages,
+        x, weight, chosen, peaks, at, sums, x if logits is None else logits, len(x), height, width, blocks,
+        vocabulary is not None, signals is not None, logits is not None, tile.rows, tile.columns, tile.even,
+        num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
     _best[(len(x),)](
         peaks, at, sums, best, token, best if signals is None else signals, blocks, signals is not None,
@@ -210,6 +215,7 @@ def denormalize(
 def _accept(
     found, best, tokens, starts, scores, active, result, drafts, threshold, rows, VERIFIES: tl.constexpr,
     FIELDS: tl.constexpr, ACCEPTED: tl.constexpr, DRAFTED: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr,
+    IS_NAN: tl.constexpr, NOTHING_LEFT: tl.constexpr,
 ):  # fmt: skip
     """One row: everything is (steps, rows), the result (rows, fields)."""
     row, step = tl.program_id(0), tl.arange(0, 16)
@@ -222,8 +228,11 @@ def _accept(
     if VERIFIES:
         ends = ends | (drafting & (full != drafted))
     kept = tl.min(tl.where(ends, step, drafts), 0)
-    worst = tl.max(tl.load(best + at, mask=step <= drafts, other=0.0), 0)
-    tl.store(own + ACCEPTED, tl.where(worst == float("inf"), -1, kept).to(tl.float32))
+    score_of = tl.load(best + at, mask=step <= drafts, other=0.0)
+    is_nan = tl.max(score_of, 0) == float("inf")
+    has_none = tl.min(tl.where(step <= kept, score_of, 0.0), 0) == float("-inf")
+    outcome = tl.where(is_nan, IS_NAN, tl.where(has_none, NOTHING_LEFT, kept))
+    tl.store(own + ACCEPTED, outcome.to(tl.float32))
     tl.store(own + TOKENS + step, tl.where(step < kept, drafted, full).to(tl.float32), mask=step <= kept)
     tl.store(own + SCORES + step, score, mask=drafting)
     newest = tl.sum(tl.where(step == kept, full, 0), 0)
@@ -249,5 +258,5 @@ def accept(
     rows = tokens.shape[1]
     _accept[(rows,)](
         found, best, tokens, starts, scores, active, result, drafts, threshold, rows, verifies,
-        FIELDS, ACCEPTED, DRAFTED, TOKENS, SCORES, num_warps=1,
+        FIELDS, ACCEPTED, DRAFTED, TOKENS, SCORES, IS_NAN, NOTHING_LEFT, num_warps=1,
     )  # fmt: skip

@@ -18,10 +18,11 @@ from TIDE.kernels.layer import MLP, Norm
 EMPTY = torch.zeros(0)
 # One binary for any number of tokens, and for any place of a round's small buffers.
 counted = triton.jit(
-    do_not_specialize=["tokens", "drafts"],
+    do_not_specialize=["tokens", "drafts", "all_rows"],
     do_not_specialize_on_alignment=[
         "start",
         "starts",
+        "steps",
         "rows",
         "columns",
         "positions",

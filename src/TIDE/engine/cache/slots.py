@@ -4,6 +4,7 @@
     keys, values    of every layer, (rows, heads, columns, dim)
     tokens          (17, rows) of a round: the newest final token of each row, then its drafts
     starts          (16, rows) the positions they stand at
+    settings        how tokens are chosen, row by row; for greedy rows nothing is read of it
     result          (rows, fields) what the host reads: see `kernels/result.py`
     memory          of a memory head: states of the tokens before, its own K/V
 
@@ -22,6 +23,7 @@ from TIDE.adapters.rotary_table import CosSin
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.kernels.layer import MOST_TOKENS, Pass, only_kv
 from TIDE.kernels.result import FIELDS
+from TIDE.kernels.sampling import Settings
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import MemoryHead
 from TIDE.routing.router import Router
@@ -96,6 +98,7 @@ class Slots:
         self.tokens = torch.zeros(MOST_TOKENS + 1, rows, **long)
         self.starts = torch.zeros(MOST_TOKENS, rows, **short)
         self.row_ids = torch.arange(rows, **short).repeat(MOST_TOKENS, 1)
+        self.steps = torch.arange(MOST_TOKENS, **short)[:, None].repeat(1, rows)
         self.active = torch.ones(rows, **short)  # 0: the row has ended, and its slot stands still
         self.found = torch.zeros(MOST_TOKENS, rows, **long)
         self.best = torch.zeros(MOST_TOKENS, rows, **single)
@@ -104,10 +107,31 @@ class Slots:
         self.guesses = like.new_zeros(MOST_TOKENS * rows, len(like))  # of the exit head, one for each draft
         self.result = torch.zeros(rows, FIELDS, **single)
         self.states = like.new_zeros(MOST_TOKENS * rows, len(like))
+        self.newest = like.new_zeros(1, len(like))  # the state of a prompt's last token
         self.text = torch.zeros(rows, columns, **long)
         self.places = torch.arange(columns, device=like.device)
         self.positions = self.places.clamp(max=(context or columns) - 1)  # of the tokens at each column
+        self._like = like
+        self._logits: torch.Tensor | None = None
+        self._settings: Settings | None = None
         self.pinned = torch.zeros(2, rows, FIELDS, dtype=torch.float32, pin_memory=like.is_cuda)
+
+    def prepare_choice(self, vocabulary: int) -> None:
+        """Make room for logits and settings, once."""
+        if self._logits is None:
+            self._logits = self._like.new_zeros(MOST_TOKENS, vocabulary)
+            self._settings = Settings(self.rows, vocabulary, self._like.device)
+
+    @property
+    def settings(self) -> Settings:
+        assert self._settings is not None, "prepare_choice comes first"
+        return self._settings
+
+    def logits_of(self, count: int, vocabulary: int | None = None) -> torch.Tensor:
+        """Return room for the (count, vocabulary) logits of tokens."""
+        assert self._logits is not None, "prepare_choice comes first"
+        width = vocabulary or self._logits.shape[1]
+        return self._logits.flatten()[: count * width].view(count, width)
 
     def serves(self, rows: int, exit_: Exit | None) -> bool:
         """Return True if these slots are for so many rows and this exit."""

@@ -20,7 +20,7 @@ from TIDE.engine.round.host_stage import HostStage
 from TIDE.engine.round.sampler import Sampler
 from TIDE.engine.row import Row
 from TIDE.engine.runners.base import Runner
-from TIDE.engine.runners.device import DeviceRunner
+from TIDE.engine.runners.device import DeviceError, DeviceRunner
 from TIDE.engine.runners.select import checked
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.kernels.layer import MOST_TOKENS
@@ -82,9 +82,22 @@ class Decoding:
         """Return why the rows cannot be decoded in whole rounds; None: they can."""
         reasons = [self.runner.why_not(row) for row in self.rows]
         found = next((reason for reason in reasons if reason is not None), None) or why_not_planned(self.plan, self.policy)
+        found = found or self._why_not_final()
         if found is None and len(self.rows) > 1:
             return self._why_not_together()
         return found
+
+    def _why_not_final(self) -> str | None:
+        """Return why exits cannot have the last word in whole rounds, as they do in mode fast."""
+        if self.plan.exact or len(self.plan.spans) == 1:
+            return None
+        samplings = [row.sampling for row in self.rows]
+        if custom := sorted({name for own in samplings for name in own.custom}):
+            return f"in mode fast what leaves early has to pass {', '.join(custom)} on the host"
+        features = [own.params.features for own in samplings]
+        if getattr(self.policy, "vocabulary", None) is not None and any(own.bias or own.rules for own in features):
+            return "in mode fast its draft vocabulary may have none of the tokens that are allowed"
+        return None
 
     def _why_not_together(self) -> str | None:
         if len(self.rows) > MOST_TOKENS:
@@ -119,24 +132,22 @@ class Decoding:
         runner = self.runner
         assert isinstance(runner, DeviceRunner)
         try:
-            stage = DeviceStage(runner, self.plan, self.policy, self.rows, self.request.columns)
+            stage = DeviceStage(runner, self.plan, self.policy, self.rows, self.request.columns, self.sampler)
             try:
                 yield from self._rounds(stage)
             finally:
                 stage.close()
-        except FloatingPointError:
-            raise
         except torch.OutOfMemoryError:  # slots have room for the longest text asked for; the host's cache grows with it
             self.reason = f"there is no memory for {len(self.rows)} rows of up to {self.request.columns} tokens"
             logger.warning("these rows are not decoded in rounds: %s. Ask for fewer new tokens or rows.", self.reason)
-        except Exception as problem:  # compilers refuse cards and sizes, and models shapes, in many ways
-            runner.failed = f"{type(problem).__name__}: {problem}"
+        except DeviceError as problem:
+            runner.failed = str(problem)
             logger.warning("%s is not decoded in rounds: %s", type(runner.adapter.model).__name__, runner.failed)
             self.reason = runner.failed
 
     def _rounds(self, stage: DeviceStage) -> Iterator[None]:
         # in mode "fast" how many tokens may exit depends on how many did, so a round is read before the next is launched
-        overlap = self.plan.exact
+        overlap = self.plan.exact and not any(row.sampling.custom for row in self.rows)
         loop = Loop(stage, self.rows, self.plan, self.scheduler, overlap and self.runner.is_checked)
         if not self.runner.is_checked:
             loop.step()

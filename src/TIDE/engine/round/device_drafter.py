@@ -12,6 +12,7 @@ import torch
 
 from TIDE.engine.cache.slots import Memory, Slots
 from TIDE.engine.plan import Plan
+from TIDE.engine.round.device_choice import DeviceChoice
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.kernels.layer import MOST_TOKENS, Pass
 from TIDE.routing.exits import Exit
@@ -47,9 +48,18 @@ class DeviceDrafter:
         vocabulary: the token ids that exits choose from; None: all.
     """
 
-    def __init__(self, runner: DeviceRunner, slots: Slots, exit_: Exit, depth: int, vocabulary: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        runner: DeviceRunner,
+        slots: Slots,
+        exit_: Exit,
+        depth: int,
+        vocabulary: torch.Tensor | None,
+        choice: DeviceChoice,
+    ) -> None:
         self.runner = runner
         self.slots = slots
+        self.choice = choice
         self.exit = exit_
         self.depth = depth
         self.vocabulary = vocabulary
@@ -88,7 +98,7 @@ class DeviceDrafter:
         else:
             self._guess(self.memory, own, most, guess)
         signals = slots.signals[step * rows : (step + 1) * rows]
-        self.runner.choose(guess, slots.tokens[step + 1], slots.best[0], signals, self.vocabulary)
+        self.choice.choose(guess, self.choice.of(own), slots.tokens[step + 1], slots.best[0], signals, self.vocabulary)
 
     def score(self, drafts: int) -> None:
         """Score the drafts of a round, all at once."""

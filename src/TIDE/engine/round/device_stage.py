@@ -1,7 +1,8 @@
-"""Rounds on a device: greedy rows, launched as a whole and without the host in between.
+"""Rounds on a device, launched as a whole and without the host in between.
 
 A round is one graph. The host reads one small result buffer per round while the next round is already running; a round's
-inputs never leave the device. With exits off a round is a step of the full model.
+inputs never leave the device. With exits off a round is a step of the full model. Where a row has processors of its own, the
+host chooses between two graphs: drafts and deep pass before it, acceptance behind it.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import torch
 
 from TIDE.engine.cache.slots import Slots
 from TIDE.engine.plan import Plan
+from TIDE.engine.round import sampler as host
+from TIDE.engine.round.device_choice import DeviceChoice
 from TIDE.engine.round.device_drafter import DeviceDrafter, exit_of
 from TIDE.engine.round.prefill import Prefill, padded_length
-from TIDE.engine.round.round import Launched, run_round
-from TIDE.engine.round.sampler import NAN
+from TIDE.engine.round.round import Launched, run_passes, run_round
 from TIDE.engine.row import Draft, RoundResult, Row
-from TIDE.engine.runners.device import DeviceRunner
+from TIDE.engine.runners.device import DeviceRunner, device_errors
 from TIDE.kernels.layer import MOST_TOKENS
-from TIDE.kernels.result import ACCEPTED, DRAFTED, SCORES, TOKENS
+from TIDE.kernels.result import ACCEPTED, DRAFTED, NOTHING_LEFT, SCORES, TOKENS
 
 AHEAD = 4 * MOST_TOKENS  # columns beyond the text: a round may run ahead
 MIN_COLUMNS = 1024  # a graph is made for so many columns; then for four times as many, and so on
@@ -30,21 +32,27 @@ class DeviceStage:
 
     Args:
         columns: of the longest text that may come of the request.
+        sampler: chooses for rows with processors of their own.
     """
 
     is_planned = True
 
-    def __init__(self, runner: DeviceRunner, plan: Plan, policy: object, rows: Sequence[Row], columns: int) -> None:
+    def __init__(
+        self, runner: DeviceRunner, plan: Plan, policy: object, rows: Sequence[Row], columns: int, sampler: host.Sampler
+    ) -> None:
         self.runner = runner
         self.plan = plan
         self.rows = rows
         exit_ = None if len(plan.spans) == 1 else exit_of(plan, policy)
         self.depth = 0 if plan.checkpoint is None else plan.checkpoint
         self.threshold = 0.0 if plan.weighs or exit_ is None else plan.threshold(self.depth)
-        self.slots: Slots = runner.acquire(len(rows), columns + AHEAD, exit_)
+        with device_errors():
+            self.slots: Slots = runner.acquire(len(rows), columns + AHEAD, exit_)
+            self.choice = DeviceChoice(runner, self.slots, rows, sampler)
         self.drafter = None
         if exit_ is not None:
-            self.drafter = DeviceDrafter(runner, self.slots, exit_, self.depth, getattr(policy, "vocabulary", None))
+            vocabulary = getattr(policy, "vocabulary", None)
+            self.drafter = DeviceDrafter(runner, self.slots, exit_, self.depth, vocabulary, self.choice)
         self._launched = 0
         self._most = MIN_COLUMNS  # columns that attention is planned for
 
@@ -61,17 +69,35 @@ class DeviceStage:
             drafts = min(max(row.wanted or 0 for row in self.rows), MOST_TOKENS // len(self.rows) - 1)
             while self._most < max(row.size for row in self.rows) + AHEAD:
                 self._most *= 4
-            is_typical = self.drafter is None or self.drafter.prepare(drafts)
-            key = ("round", drafts, self._most, self.plan.exact, self.threshold)
-            is_typical &= self.runner.launch(self.slots, key, lambda: run_round(self, drafts))
+            is_typical = self._launch_round(drafts)
             for row in self.rows:  # counted when they run: a round launched ahead of the text's end is work too
                 row.stats.layers_run += 0 if row.finished else (drafts + 1) * self.runner.num_layers
             return self._read_later(drafts, is_typical)
 
+    def _launch_round(self, drafts: int) -> bool:
+        """Launch a round; return True if that was as fast as it will be from now on."""
+        key = (drafts, self._most, self.plan.exact, self.threshold, self.choice.features)
+        with device_errors():
+            is_typical = self.drafter is None or self.drafter.prepare(drafts)
+            if not self.choice.on_host:
+                return self.runner.launch(self.slots, ("round", *key), lambda: run_round(self, drafts)) and is_typical
+            is_typical &= self.runner.launch(self.slots, ("passes", *key), lambda: run_passes(self, drafts))
+        logits = self.slots.logits_of((drafts + 1) * len(self.rows))
+        for place in self.choice.on_host:
+            if not self.rows[place].finished:
+                self.choice.choose_on_host(place, drafts, logits[place :: len(self.rows)])
+        with device_errors():
+            return self.runner.launch(self.slots, ("accept", *key), lambda: self.accept(drafts)) and is_typical
+
     def _prefill(self) -> Launched:
-        prefill = Prefill(self.runner, self.slots, self.depth)
-        typical = [prefill.run(place, row.tokens) for place, row in enumerate(self.rows)]
-        self.accept(0)
+        prefill, typical = Prefill(self.runner, self.slots, self.depth, self.choice), []
+        for place, row in enumerate(self.rows):
+            with device_errors():
+                typical.append(prefill.run(place, row.tokens))
+            if place in self.choice.on_host:
+                self.choice.choose_on_host(place, 0, self.slots.logits_of(1))
+        with device_errors():
+            self.accept(0)
         if self.slots.memory is not None:
             self.slots.memory.fed.copy_(self.slots.starts[0])
         for row in self.rows:
@@ -94,7 +120,8 @@ class DeviceStage:
 
         def results() -> list[tuple[Row, RoundResult]]:
             if event is not None:
-                event.synchronize()
+                with device_errors():
+                    event.synchronize()
             fields = copy.tolist()
             going = [(row, own) for row, own in zip(self.rows, fields, strict=True) if not row.finished]
             for row, _ in going:
@@ -105,8 +132,10 @@ class DeviceStage:
 
     def _result(self, fields: list[float]) -> RoundResult:
         accepted, drafted = int(fields[ACCEPTED]), int(fields[DRAFTED])
+        if accepted == NOTHING_LEFT:
+            raise ValueError(host.NOTHING_LEFT)
         if accepted < 0:
-            raise FloatingPointError(NAN)
+            raise FloatingPointError(host.NAN)
         scores = fields[SCORES : SCORES + drafted]
         drafts = [Draft(int(fields[TOKENS + i]), self.depth, scores[i]) for i in range(accepted)]
         full = Draft(int(fields[TOKENS + accepted]), self.runner.num_layers)
@@ -140,7 +169,7 @@ class DeviceStage:
 
     def sample(self, drafted: int) -> None:
         found, best = self.slots.found[: drafted + 1].flatten(), self.slots.best[: drafted + 1].flatten()
-        self.runner.choose(self._states, found, best)
+        self.choice.choose(self._states, self.choice.of(slice(0, drafted + 1)), found, best)
 
     def accept(self, drafted: int) -> None:
         slots = self.slots
@@ -148,5 +177,6 @@ class DeviceStage:
             slots.found, slots.best, slots.tokens, slots.starts, slots.scores, slots.active, slots.result,
             drafted, self.threshold, self.plan.exact,
         )  # fmt: skip
+        self.choice.count()
         if self.drafter is not None:
             self.drafter.settle(drafted)

@@ -230,6 +230,8 @@ class HostStage:
         staying = [row for row in self.going if row not in rows]
         unfinished = sum(not row.finished for row in self.rows)
         ride_along = self.plan.catches_up and len(staying) > self.plan.compaction_threshold * unfinished
+        if not self.plan.exact and self.segments.watched:
+            ride_along = False  # what an exit sees of finished tokens, and so the text, must not depend on other rows
         if ride_along and self.plan.exact:
             return  # they are verified with the others at once: no draft is needed
         self._emit(candidates, rows, scores)
@@ -238,7 +240,8 @@ class HostStage:
 
     def _emit(self, candidates: Candidates, rows: list[Row], scores: list[float]) -> None:
         assert self.policy is not None
-        drafts = self.sampler.sample(rows, self.policy.predict(candidates, self.runner.head), candidates.depth)
+        logits = self.policy.predict(candidates, self.runner.head)
+        drafts = self.sampler.sample(rows, logits, candidates.depth, is_final=not self.plan.exact)
         for row, draft, score in zip(rows, drafts, scores, strict=True):
             self._add(row, draft._replace(score=score))
         if not self.plan.catches_up:

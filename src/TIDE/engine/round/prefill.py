@@ -10,8 +10,8 @@ import torch
 
 from TIDE.adapters.adapter import PassInputs
 from TIDE.engine.cache.slots import Memory, Slots
+from TIDE.engine.round.device_choice import DeviceChoice
 from TIDE.engine.runners.device import DeviceRunner
-from TIDE.kernels import reference
 from TIDE.routing.heads import input_depths, memory_depths, seen_depths
 
 MIN_PREFILL = 32  # more than compiled layers take
@@ -29,10 +29,11 @@ def padded_length(tokens: int) -> int:
 class Prefill:
     """Takes prompts into slots whose exit is at a depth."""
 
-    def __init__(self, runner: DeviceRunner, slots: Slots, depth: int) -> None:
+    def __init__(self, runner: DeviceRunner, slots: Slots, depth: int, choice: DeviceChoice) -> None:
         self.runner = runner
         self.slots = slots
         self.depth = depth
+        self.choice = choice
 
     def run(self, row: int, prompt: list[int]) -> bool:
         """Take a prompt into the slot of a row; return True if that was as fast as it will be from now on."""
@@ -41,25 +42,27 @@ class Prefill:
         self.slots.stand_at(row, tokens - 1)
         if tokens > LONGEST:
             self._run(row, width)
-            return True
-        return self.runner.launch(self.slots, ("prefill", row, width), lambda: self._run(row, width))
+            is_typical = True
+        else:
+            is_typical = self.runner.launch(self.slots, ("prefill", row, width), lambda: self._run(row, width))
+        # by itself, so that prompts of a length are captured once, however their tokens are chosen
+        return self.runner.launch(self.slots, ("first", row, self.choice.features), lambda: self._choose(row)) and is_typical
 
     def _run(self, row: int, width: int) -> None:
         slots, adapter, last = self.slots, self.runner.adapter, self.runner.num_layers
         cache = slots.cache(self.runner.stores, row, slots.columns)
         inputs = PassInputs(slots.text[row : row + 1, :width], slots.positions[None, :width], None, cache)
-        newest = slots.starts[0, row : row + 1].long()
-        keep = None if self.runner.has_plain_logits else newest[None]
         with cache.open(0, [0], [width]):
-            passed = adapter.run(0, last, inputs, keep=keep, taps=tuple(depth for depth in self._seen() if depth < last))
+            passed = adapter.run(0, last, inputs, taps=tuple(depth for depth in self._seen() if depth < last))
         if slots.memory is not None:
             states = passed.taps | {last: passed.states}
             self._remember(slots.memory, {depth: own[0] for depth, own in states.items()}, width)
-        token, best = slots.found[0, row : row + 1], slots.best[0, row : row + 1]
-        if passed.logits is None:
-            self.runner.choose(passed.states[0].index_select(0, newest), token, best)
-        else:
-            reference.best_of(passed.logits[0], best, token)
+        slots.newest.copy_(passed.states[0].index_select(0, slots.starts[0, row : row + 1].long()))
+
+    def _choose(self, row: int) -> None:
+        """Choose the token after the prompt."""
+        slots, own = self.slots, slice(row, row + 1)
+        self.choice.choose(slots.newest, self.choice.newest_of(row), slots.found[0, own], slots.best[0, own])
 
     def _seen(self) -> list[int]:
         """Return the depths that a memory head sees."""

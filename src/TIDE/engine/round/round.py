@@ -55,9 +55,14 @@ def run_round(stage: Stage, drafts: int | None = None) -> None:
     Args:
         drafts: how many to make; None: as many as `stage.draft` finds worth making.
     """
+    stage.accept(run_passes(stage, drafts))
+
+
+def run_passes(stage: Stage, drafts: int | None = None) -> int:
+    """Run a round up to the full model's choice; return how many drafts it made."""
     drafted = 0
     while drafted != drafts and stage.draft(drafted):
         drafted += 1
     stage.deep_pass(drafted)
     stage.sample(drafted)
-    stage.accept(drafted)
+    return drafted

@@ -1,15 +1,14 @@
-"""The sampler on the host: transformers' processors, then the best or a drawn token, for drafts and for the full model alike.
+"""The sampler on the host: one rule for drafts and for the full model, greedy or sampled.
 
-Greedy: a draft is accepted if the full model's best token is the same. Sampling: the speculative-sampling rule.
-With q the draft's distribution and p the full model's, both after the processors, draft x is accepted with
-probability min(1, p(x)/q(x)); otherwise a token is drawn from max(p - q, 0), normalised. The result is
-distributed exactly as p (Leviathan et al. 2023, appendix A.1).
+    token = argmax over ids of  processed logits[id] + noise(seed, position, id)          greedy rows have no noise
+
+The noise of a position is the same whoever asks, so a draft that equals the full model's choice is the token that would have
+been drawn without it. Processors that kernels know are applied by them; a row with others has its whole list run here.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +16,16 @@ import torch
 from transformers import LogitsProcessorList
 
 from TIDE.engine.row import Draft, Row
+from TIDE.kernels.dispatch import compiled_sampling
+from TIDE.kernels.sampling import NEW, Features, Params, Settings
 
 NAN = (
     "the model's logits are NaN, so no token can be chosen. Check the weights, and the dtype: fp16 overflows in models made "
     "for bf16; torch.bfloat16 or torch.float32 usually help. The engine stays usable."
+)
+NOTHING_LEFT = (
+    "no token is allowed: the request's suppressed tokens, bad words, logit bias or minimum length forbid all of them. "
+    "Forbid fewer. The engine stays usable."
 )
 
 
@@ -32,21 +37,19 @@ class Kept(NamedTuple):
 
 
 class Sampler:
-    """Turns logits into tokens as the request asks.
+    """Turns logits into tokens as the rows ask.
 
     Args:
-        rows: of the request; all are sampled alike.
         device: where processors expect ids and scores.
     """
 
     def __init__(self, rows: Sequence[Row], device: torch.device | str = "cpu") -> None:
         self.rows = rows
-        self.processors = rows[0].sampling.processors
-        self.do_sample = rows[0].sampling.do_sample
-        keeps = rows[0].sampling.keeps_scores
-        self.device = device
-        # by row, then by size of the text before a token; the full model's take the place of the exit's
-        self.kept: dict[Row, dict[int, Kept]] | None = {row: {} for row in rows} if keeps else None
+        self.device = torch.device(device)
+        # by row, then by size of the text before a token
+        self.kept: dict[Row, dict[int, Kept]] | None = {row: {} for row in rows} if rows[0].sampling.keeps_scores else None
+        self._known: _Choice | None = None  # by all that kernels know of a row
+        self._bare: _Choice | None = None  # by its noise alone
 
     def columns_of(self, name: str) -> tuple[torch.Tensor, ...]:
         """Return (rows, vocabulary) "logits" or "scores" for each column of new tokens; zeros where a row had ended."""
@@ -57,13 +60,14 @@ class Sampler:
             torch.stack([own[step] if step < len(own) else nothing for own in new]) for step in range(max(map(len, new)))
         )
 
-    def sample(self, rows: list[Row], logits: torch.Tensor, depth: int) -> list[Draft]:
-        """Choose a token for the end of each row from its (vocabulary,) logits, decided at a depth."""
-        scores = self._scores(rows, [len(row.drafts) for row in rows], logits)
-        if not self.do_sample:
-            return [Draft(token, depth) for token in _best(scores)]
-        probs = scores.softmax(-1)
-        return [Draft(token, depth, None, own) for token, own in zip(self._draw(rows, probs), probs, strict=True)]
+    def sample(self, rows: list[Row], logits: torch.Tensor, depth: int, is_final: bool = True) -> list[Draft]:
+        """Choose a token for the end of each row from its (vocabulary,) logits, decided at a depth.
+
+        Args:
+            is_final: False: drafts, which are verified later. Processors that kernels do not know are left out then.
+        """
+        tokens = self._choose(rows, [len(row.drafts) for row in rows], logits, is_final)
+        return [Draft(token, depth) for token in tokens]
 
     def verify(self, logits: dict[Row, torch.Tensor]) -> dict[Row, list[int]]:
         """Choose the full model's tokens in the places of a row's drafts and behind them, up to the first difference.
@@ -74,7 +78,7 @@ class Sampler:
         found: dict[Row, list[int]] = {row: [] for row in logits}
         rows, step = list(logits), 0
         while rows:
-            chosen = self._verify_one(rows, step, _side_by_side([logits[row][step] for row in rows]))
+            chosen = self._choose(rows, [step] * len(rows), _side_by_side([logits[row][step] for row in rows]), True)
             for row, token in zip(rows, chosen, strict=True):
                 found[row].append(token)
             step += 1
@@ -82,63 +86,119 @@ class Sampler:
             rows = [row for row in same if step < len(logits[row])]
         return found
 
-    def _verify_one(self, rows: list[Row], step: int, logits: torch.Tensor) -> list[int]:
-        """Choose the full model's token behind the first `step` drafts of each row; the draft itself if it is accepted."""
-        scores = self._scores(rows, [step] * len(rows), logits)
-        if not self.do_sample:
-            return _best(scores)
-        probs = scores.softmax(-1)
-        for index, row in enumerate(rows):
-            if step < len(row.drafts):
-                probs[index] = _speculative(probs[index], row.drafts[step])
-        return self._draw(rows, probs)
-
-    def _scores(self, rows: list[Row], drafts: list[int], logits: torch.Tensor) -> torch.Tensor:
-        """Return (n, vocabulary) scores in fp32, after the processors, behind the first so many drafts of each row."""
+    def _choose(self, rows: list[Row], drafts: list[int], logits: torch.Tensor, is_final: bool) -> list[int]:
+        """Choose the token behind the first so many drafts of each row from (n, vocabulary) logits."""
         raw = logits.to(self.device, torch.float32)
-        scores = self._processed(self.processors, rows, drafts, raw) if self.processors else raw
+        groups: dict[Callable[..., list[int]], list[int]] = {}
+        for index, row in enumerate(rows):
+            groups.setdefault(self._way(row, is_final), []).append(index)
+        if len(groups) == 1:
+            return next(iter(groups))(rows, drafts, raw)
+        found = [0] * len(rows)
+        for way, places in groups.items():
+            tokens = way([rows[i] for i in places], [drafts[i] for i in places], raw[places])
+            for place, token in zip(places, tokens, strict=True):
+                found[place] = token
+        return found
+
+    def _way(self, row: Row, is_final: bool) -> Callable[..., list[int]]:
+        if is_final and (row.sampling.custom or self.kept is not None):
+            return self._by_list
+        return self._best if row.sampling.params.is_plain else self._by_kernel
+
+    def _best(self, rows: list[Row], drafts: list[int], raw: torch.Tensor) -> list[int]:
+        return _best(raw)
+
+    def _by_kernel(self, rows: list[Row], drafts: list[int], raw: torch.Tensor) -> list[int]:
+        if self._known is None:
+            self._known = _Choice(self.rows, [row.sampling.params for row in self.rows], raw)
+        tokens, best = self._known.choose(rows, drafts, raw)
+        if float("inf") in best:
+            raise FloatingPointError(NAN)
+        if float("-inf") in best:
+            raise ValueError(NOTHING_LEFT)
+        return tokens
+
+    def _by_list(self, rows: list[Row], drafts: list[int], raw: torch.Tensor) -> list[int]:
+        scores = self._processed(rows, drafts, raw)
         if self.kept is not None:
             for index, (row, count) in enumerate(zip(rows, drafts, strict=True)):
                 self.kept[row][len(row.tokens) + count] = Kept(raw[index].clone(), scores[index].clone())
-        return scores
+        if self._bare is None:
+            self._bare = _Choice(self.rows, [Params(noise=row.sampling.params.noise) for row in self.rows], raw)
+        tokens, best = self._bare.choose(rows, drafts, scores)
+        for place, (row, own) in enumerate(zip(rows, best, strict=True)):
+            is_forced = own == np.inf and not row.sampling.params.noise and not bool(scores[place].isnan().any())
+            if not np.isfinite(own) and not is_forced:
+                _blame(row, drafts[place], raw[place : place + 1], self.device)
+                raise ValueError(NOTHING_LEFT)
+        return tokens
 
-    def _processed(
-        self, processors: LogitsProcessorList, rows: list[Row], drafts: list[int], scores: torch.Tensor
-    ) -> torch.Tensor:
+    def _processed(self, rows: list[Row], drafts: list[int], raw: torch.Tensor) -> torch.Tensor:
+        """Return (n, vocabulary) scores after the processors; rows whose texts are as long are shown to them together."""
         texts = [row.shown(count) for row, count in zip(rows, drafts, strict=True)]
-        groups: dict[int, list[int]] = defaultdict(list)
-        for index, text in enumerate(texts):
-            groups[len(text)].append(index)
-        found = torch.empty_like(scores)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, (row, text) in enumerate(zip(rows, texts, strict=True)):
+            groups.setdefault((id(row.sampling.processors), len(text)), []).append(index)
+        found = torch.empty_like(raw)
         for group in groups.values():
             ids = torch.tensor([texts[index] for index in group], dtype=torch.long, device=self.device)
-            found[group] = processors(ids, scores[group])
+            processors = rows[group[0]].sampling.processors or LogitsProcessorList()
+            try:
+                scores = processors(ids, raw[group])
+                found[group] = scores.to(found).view_as(raw[group])
+            except Exception:  # mostly of a processor that was handed what the one before it returned
+                _blame(rows[group[0]], drafts[group[0]], raw[group[:1]], self.device)
+                raise
         return found
 
-    def _draw(self, rows: list[Row], probs: torch.Tensor) -> list[int]:
-        """Draw one token per row. Random numbers are used up for all rows of the request, as `model.generate` does."""
-        _refuse_nan(probs)
-        if len(rows) == len(self.rows):
-            return torch.multinomial(probs, 1)[:, 0].tolist()
-        everyone = torch.ones(len(self.rows), probs.shape[1], device=probs.device)
-        places = [row.index for row in rows]
-        everyone[places] = probs
-        return torch.multinomial(everyone, 1)[places, 0].tolist()
+
+class _Choice:
+    """Kernels' choice for rows, with the tokens they have seen."""
+
+    def __init__(self, rows: Sequence[Row], params: list[Params], like: torch.Tensor) -> None:
+        self.places = {row: place for place, row in enumerate(rows)}
+        self.settings = Settings(len(rows), like.shape[1], like.device)
+        self.features = Features()
+        self.counted = [row.prompt for row in rows]
+        self.compiled = compiled_sampling(like.device)
+        self.settings.write([(own, row.sampling.seed or 0, row.shown_prompt) for row, own in zip(rows, params, strict=True)])
+        for own in set(params):
+            self.features |= own.features
+
+    def choose(self, rows: list[Row], drafts: list[int], logits: torch.Tensor) -> tuple[list[int], list[float]]:
+        """Return a token and its score for each of (n, vocabulary) logits."""
+        places = [self.places[row] for row in rows]
+        sizes = [len(row.tokens) + count - 1 for row, count in zip(rows, drafts, strict=True)]
+        text = self._text(rows, drafts) if self.features.penalties else torch.zeros(1, len(self.places), dtype=torch.long)
+        at = torch.tensor([places, sizes, drafts], dtype=torch.int32).to(logits.device)
+        token = torch.zeros(len(rows), dtype=torch.long, device=logits.device)
+        best = torch.zeros(len(rows), device=logits.device)
+        self.compiled.sample(
+            logits, None, self.settings, text.to(logits.device), at[0], at[1], at[2], self.features, token, best
+        )
+        return token.tolist(), best.tolist()
+
+    def _text(self, rows: list[Row], drafts: list[int]) -> torch.Tensor:
+        """Count final tokens, and return (1 + drafts, all rows) the newest of them and the drafts."""
+        found = torch.zeros(1 + max(drafts), len(self.places), dtype=torch.long)
+        new: list[tuple[int, int]] = []
+        for row, count in zip(rows, drafts, strict=True):
+            place = self.places[row]
+            new += [(place, token) for token in row.tokens[self.counted[place] :]]
+            self.counted[place] = len(row.tokens)
+            if count:
+                found[1 : count + 1, place] = torch.tensor([draft.token for draft in row.drafts[:count]])
+        if new:
+            seen = self.settings.seen
+            at = torch.tensor(new, device=seen.device)
+            seen.index_put_((at[:, 0], at[:, 1]), torch.tensor(NEW, dtype=seen.dtype, device=seen.device), accumulate=True)
+        return found
 
 
 def _side_by_side(rows: list[torch.Tensor]) -> torch.Tensor:
     """Return (n, vocabulary); one row is not copied."""
     return rows[0][None] if len(rows) == 1 else torch.stack(rows)
-
-
-def _speculative(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
-    """Return the distribution to draw from, given the draft: certain of it if it is accepted, the remainder if not."""
-    assert draft.probs is not None
-    ratio = probs[draft.token] / draft.probs[draft.token]
-    if torch.rand((), device=probs.device) < ratio:
-        return torch.zeros_like(probs).index_fill_(0, torch.tensor(draft.token, device=probs.device), 1.0)
-    rest = (probs - draft.probs).clamp(min=0)
-    return rest / rest.sum() if rest.sum() > 0 else probs
 
 
 def _best(scores: torch.Tensor) -> list[int]:
@@ -149,10 +209,34 @@ def _best(scores: torch.Tensor) -> list[int]:
             raise FloatingPointError(NAN)
         return [int(token) for token in tokens]
     best = scores.max(-1)
-    _refuse_nan(best.values)
+    if bool(best.values.isnan().any()):
+        raise FloatingPointError(NAN)
     return best.indices.tolist()
 
 
-def _refuse_nan(values: torch.Tensor) -> None:
-    if bool(values.isnan().any()):
+def _blame(row: Row, drafts: int, raw: torch.Tensor, device: torch.device) -> None:
+    """Raise an error that names the processor after which no token can be chosen, if there is one."""
+    if bool(raw.isnan().any()):
         raise FloatingPointError(NAN)
+    ids = torch.tensor([row.shown(drafts)], dtype=torch.long, device=device)
+    scores = raw
+    for one in row.sampling.processors or ():
+        scores = one(ids, scores)
+        if trouble := _trouble(scores, raw):
+            raise ValueError(
+                f"the logits processor {type(one).__name__} returned {trouble}. A processor must return scores of the shape it "
+                f"was given, with a number for one token at least: mend it, or leave it out. The engine stays usable."
+            )
+
+
+def _trouble(scores: object, raw: torch.Tensor) -> str | None:
+    """Say what is wrong with what a processor returned."""
+    if not isinstance(scores, torch.Tensor):
+        return f"{type(scores).__name__} in place of a tensor"
+    if scores.shape != raw.shape:
+        return f"scores of shape {tuple(scores.shape)} for {tuple(raw.shape)}"
+    if bool(scores.isnan().any()):
+        return "NaN"
+    if bool((scores == -torch.inf).all()):
+        return "-inf for every token"
+    return "inf" if bool((scores == torch.inf).any()) else None

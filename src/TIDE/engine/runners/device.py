@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from TIDE.engine.cache.slots import COLUMNS, SlotPool, Slots
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.graphs import Graphs
 from TIDE.kernels import reference
+from TIDE.kernels import sampling as reference_sampling
 from TIDE.routing.exits import Exit
 
 if TYPE_CHECKING:
@@ -26,21 +27,37 @@ if TYPE_CHECKING:
     from TIDE.engine.row import Row
 
 
+class DeviceError(RuntimeError):
+    """A device or its compiler refused."""
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Tell what a device refuses, in whichever way, from errors of the user's own code."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as problem:  # compilers refuse cards and sizes, and models shapes, in many ways
+        raise DeviceError(f"{type(problem).__name__}: {problem}") from problem
+
+
 class DeviceRunner(Runner):
     """A runner on whose device whole rounds can run.
 
     Attributes:
-        ops, exits: compiled operations of layers and exits.
+        ops: compiled operations of layers.
         failed: why rounds were given up, if they were.
     """
 
     embedding: nn.Module | None
     is_checked = False
 
-    def prepare_rounds(self, ops: Any, exits: Any) -> None:
+    def prepare_rounds(self, ops: Any, exits: Any, sampling: Any) -> None:
         """Set up what rounds work with; nothing is allocated yet."""
         self.ops = ops
         self._exits = exits
+        self._sampling = sampling
         self.failed: str | None = None
         self.pool = SlotPool()
         self._graphs: dict[Slots, Graphs] = {}
@@ -50,6 +67,11 @@ class DeviceRunner(Runner):
     def exits(self) -> Any:
         """Operations of exits. Before the runner is checked nothing is compiled, so that the first token comes soon."""
         return self._exits if self.is_checked else reference
+
+    @property
+    def sampling(self) -> Any:
+        """Operations that choose tokens by rows' settings; compiled once the runner is checked."""
+        return self._sampling if self.is_checked else reference_sampling
 
     @property
     def has_plain_logits(self) -> bool:
@@ -79,8 +101,6 @@ class DeviceRunner(Runner):
             return f"a round failed: {self.failed}"
         reasons = {
             "its prompt came as embeddings": row.embeds is not None,
-            "it samples": row.sampling.do_sample,
-            "it has logits processors": bool(row.sampling.processors),
             "its logits are to be returned": row.sampling.keeps_scores,
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
@@ -89,7 +109,7 @@ class DeviceRunner(Runner):
         """Return why whole rounds of several rows cannot run on the device; None: they can."""
         return "its modules run whole rounds for one row at a time"
 
-    def launch(self, slots: Slots, key: Hashable, work: Callable[[], None]) -> bool:
+    def launch(self, slots: Slots, key: Hashable, work: Callable[[], object]) -> bool:
         """Run work on slots, or replay its graph; return True if that was as fast as it will be from now on."""
         if slots not in self._graphs:
             self._graphs[slots] = Graphs(self.device)
@@ -144,6 +164,14 @@ class DeviceRunner(Runner):
         best: torch.Tensor,
         signals: torch.Tensor | None = None,
         vocabulary: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
     ) -> None:
-        """Choose the tokens after (n, hidden) states at full depth; write their logits and the signals that routers take."""
-        reference.best_of(self.logits(states, vocabulary), best, token, signals, vocabulary)
+        """Find the best tokens after (n, hidden) states at full depth; write their logits and the signals that routers take.
+
+        Args:
+            logits: (n, vocabulary) for the logits themselves.
+        """
+        found = self.logits(states, vocabulary)
+        if logits is not None:
+            logits.copy_(found)
+        reference.best_of(found, best, token, signals, vocabulary)

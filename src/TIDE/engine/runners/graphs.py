@@ -35,7 +35,7 @@ class Graphs:
         self._captured: dict[Hashable, Any] = {}
         self._pool = None if self.without else torch.cuda.graph_pool_handle()
 
-    def run(self, key: Hashable, work: Callable[[], None]) -> bool:
+    def run(self, key: Hashable, work: Callable[[], object]) -> bool:
         """Run `work`, or replay its graph. Per key it must launch the same kernels on the same buffers and never synchronize.
 
         Returns:
@@ -51,7 +51,7 @@ class Graphs:
             work()
         return known
 
-    def _capture(self, key: Hashable, work: Callable[[], None]) -> None:
+    def _capture(self, key: Hashable, work: Callable[[], object]) -> None:
         began, graph = time.perf_counter(), torch.cuda.CUDAGraph()
         collects = gc.isenabled()
         gc.disable()  # graphs of an engine that was dropped cannot be freed while another one is captured

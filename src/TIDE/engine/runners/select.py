@@ -75,7 +75,7 @@ def _fastest(adapter: ModelAdapter) -> Runner:
         with _saying_what_takes_so_long():
             return checked(NumbaRunner(adapter, layers, ops))
     if on_gpu and not any(map(has_hooks, adapter.model.modules())) and StaticModuleRunner.why_not_for(adapter) is None:
-        return StaticModuleRunner(adapter, ops, compiled_rounds()[0])
+        return StaticModuleRunner(adapter, ops, *compiled_rounds()[:2])
     runner = ModuleRunner(adapter, layers)
     runner.snapshot = ModelSnapshot(adapter.model)  # hooks and adapters may go
     return runner

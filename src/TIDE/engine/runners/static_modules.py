@@ -31,9 +31,9 @@ class StaticModuleRunner(ModuleRunner, DeviceRunner):
 
     embedding = None
 
-    def __init__(self, adapter: ModelAdapter, ops: Any, exits: Any) -> None:
+    def __init__(self, adapter: ModelAdapter, ops: Any, exits: Any, sampling: Any) -> None:
         super().__init__(adapter)
-        self.prepare_rounds(ops, exits)
+        self.prepare_rounds(ops, exits, sampling)
         self.snapshot = ModelSnapshot(adapter.model)
         self._kv_shapes: list[KVShape] = []
 

@@ -24,14 +24,15 @@ class TritonRunner(CompiledRunner, DeviceRunner):
 
     Args:
         exits: operations of exits.
+        sampling: the choice of tokens by rows' settings.
         propagate: writes K/V of skipped layers.
     """
 
     name = "triton"
 
-    def __init__(self, adapter: ModelAdapter, layers: list[Layer], ops: Any, exits: Any, propagate: Any) -> None:
+    def __init__(self, adapter: ModelAdapter, layers: list[Layer], ops: Any, exits: Any, sampling: Any, propagate: Any) -> None:
         super().__init__(adapter, layers, ops)
-        self.prepare_rounds(ops, exits)
+        self.prepare_rounds(ops, exits, sampling)
         self.propagate = propagate
 
     @property
@@ -77,12 +78,13 @@ class TritonRunner(CompiledRunner, DeviceRunner):
         best: torch.Tensor,
         signals: torch.Tensor | None = None,
         vocabulary: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
     ) -> None:
         if not self.has_plain_logits:
-            super().choose(states, token, best, signals, vocabulary)
+            super().choose(states, token, best, signals, vocabulary, logits)
             return
         normed = self.ops.norm(states, norm_parts(self.norm, states))
-        self.exits.best_tokens(normed, self.lm_head, best, token, signals, vocabulary)
+        self.exits.best_tokens(normed, self.lm_head, best, token, signals, vocabulary, logits)
 
     def _through(
         self, span: range, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache, taps: tuple[int, ...]

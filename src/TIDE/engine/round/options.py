@@ -1,0 +1,99 @@
+"""Sampling options of a request: those TIDE has beside transformers', and checks of both before anything runs.
+
+seed                                    an integer, or one for each row
+presence_penalty, frequency_penalty     OpenAI's, for new tokens
+logit_bias                              {token id: number}, added to logits
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor
+
+from TIDE.engine.round.processors import LogitBias, TextPenalties
+from TIDE.kernels.noise import row_seed
+
+OWN = ("seed", "presence_penalty", "frequency_penalty", "logit_bias")
+
+
+def take_own(options: dict[str, Any], vocabulary: int) -> tuple[int | Sequence[int] | None, list[LogitsProcessor]]:
+    """Take TIDE's own options out of `options`; return the seed, and processors for the others."""
+    seed, presence, frequency, bias = (options.pop(name, None) for name in OWN)
+    for own in seed if _is_list(seed) else [] if seed is None else [seed]:
+        _checked_seed(own)
+    penalties = [_number("presence_penalty", presence), _number("frequency_penalty", frequency)]
+    processors: list[LogitsProcessor] = [TextPenalties(*penalties)] if any(penalties) else []
+    if bias:
+        processors.append(LogitBias(_checked_bias(bias, vocabulary)))
+    return seed, processors
+
+
+def check(options: Mapping[str, Any], configs: Sequence[GenerationConfig]) -> None:
+    """Refuse settings with which no token can be drawn, and say what to use instead."""
+
+    def asked(name: str) -> Any:
+        given = [options.get(name), *(getattr(config, name, None) for config in configs)]
+        return next((value for value in given if value is not None), None)
+
+    does_sample = bool(asked("do_sample"))
+    allowed = {
+        "temperature": (0.0, math.inf, "Use do_sample=False to always take the best token."),
+        "top_p": (0.0, 1.0, "Use 1.0 to allow all tokens, or do_sample=False to always take the best one."),
+        "repetition_penalty": (0.0, math.inf, "Use 1.0 for no penalty."),
+    }
+    for name, (above, most, instead) in allowed.items():
+        value = asked(name)
+        if value is None or (name != "repetition_penalty" and not does_sample):
+            continue
+        if not isinstance(value, int | float) or not above < value <= most or value == math.inf:
+            up_to = "" if most == math.inf else f" and at most {most:g}"
+            raise ValueError(f"{name} must be a number above {above:g}{up_to}, found {value!r}. {instead}")
+
+
+def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
+    """Return a seed for each row; without one, torch's generator gives it."""
+    if seed is None:
+        seed = int(torch.randint(2**63 - 1, (1,)))
+    if _is_list(seed):
+        assert isinstance(seed, Sequence)
+        if len(seed) != rows:
+            raise ValueError(f"expected one seed for each row, {rows}, found {len(seed)}. A single integer serves all rows.")
+        return [_checked_seed(own) for own in seed]
+    return [row_seed(_checked_seed(seed), row) for row in range(rows)]
+
+
+def _is_list(seed: Any) -> bool:
+    return isinstance(seed, Sequence) and not isinstance(seed, str)
+
+
+def _checked_seed(seed: Any) -> int:
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"a seed must be an integer, found {type(seed).__name__}. Pass seed=0, or one integer for each row.")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"a seed must fit into 64 bits, from -2**63 to 2**64 - 1, found {seed}.")
+    return seed % 2**64
+
+
+def _number(name: str, value: Any) -> float:
+    if value is None:
+        return 0.0
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, found {value!r}. Use 0 for none.")
+    return float(value)
+
+
+def _checked_bias(bias: Any, vocabulary: int) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise TypeError(f"logit_bias must map token ids to numbers, found {type(bias).__name__}.")
+    found = {}
+    for token, value in bias.items():
+        if not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise ValueError(f"logit_bias must name token ids from 0 to {vocabulary - 1}, found {token!r}.")
+        if not isinstance(value, int | float) or math.isnan(value) or value == math.inf:
+            raise ValueError(f"logit_bias must be numbers below infinity, found {value!r} for token {token}.")
+        found[token] = float(value)
+    return found
