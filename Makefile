@@ -43,7 +43,7 @@ $(VENV)/ready: pyproject.toml constraints.txt | python-is-new-enough
 
 # the embedded model and the compiled layers are made at first use, which takes a minute or two: better here than in the demo or in two tests at once
 $(VENV)/warm: $(VENV)/ready
-	$(VENV)/bin/python -c "import TIDE; TIDE.TIDE(TIDE.load_model('default').model, TIDE.default_router()).close()"
+	$(VENV)/bin/tide generate Hello --temperature 0.7 --max-new-tokens 4 > /dev/null
 	touch $@
 
 $(VENV)/dev: $(VENV)/ready

@@ -12,6 +12,7 @@ import torch
 import TIDE
 from families import COMPILED, FAMILIES, build
 from TIDE.adapters.layer_parts import LAYERS, layer_parts
+from TIDE.engine.runners import patience
 from TIDE.engine.runners import select as fused
 
 pytest.importorskip("numba")
@@ -112,10 +113,10 @@ def test_compiled_code_uses_as_many_threads_as_torch(llama, prompts, monkeypatch
 
 def test_who_waits_for_a_compiler_is_told(llama, monkeypatch, capsys):
     check = fused.checked
-    monkeypatch.setattr(fused, "PATIENCE", 600.0)
+    monkeypatch.setattr(patience, "PATIENCE", 600.0)
     with TIDE.TIDE(llama):
         assert capsys.readouterr().err == ""
-    monkeypatch.setattr(fused, "PATIENCE", 0.01)
+    monkeypatch.setattr(patience, "PATIENCE", 0.01)
     monkeypatch.setattr(fused, "checked", lambda runner: (time.sleep(0.5), check(runner))[1])
     with TIDE.TIDE(llama):
         assert "may take a minute the first time on a machine" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.invariant(7)
 PROMPT = [1, 2, 2, 5]
 WRITTEN = [2, 3, 3, 7]
 SAMPLED = Params(noise=True, temperature=0.7)
+KINDS = ["spread", "ties", "flat", "almost flat", "peak", "holes"]
 CHOICES = {
     "greedy": Params(),
     "greedy, divided": Params(temperature=0.7),
@@ -71,24 +73,25 @@ class Batch(NamedTuple):
                 found.seen[:, token % size] += NEW
         return found
 
+    def tokens(self) -> torch.Tensor:
+        """A token that is final, and the drafts of each row."""
+        found = torch.zeros(1 + max(map(len, self.drafts)), len(self.rows), dtype=torch.long)
+        for row, own in enumerate(self.drafts):
+            found[1 : 1 + len(own), row] = torch.tensor(own, dtype=torch.long)
+        return found
+
     def chosen_by(self, module) -> tuple[torch.Tensor, torch.Tensor]:
         rows, starts, steps = (torch.tensor(part, dtype=torch.int32) for part in zip(*self.places, strict=True))
-        tokens = torch.zeros(1 + max(map(len, self.drafts)), len(self.rows), dtype=torch.long)
-        for row, own in enumerate(self.drafts):
-            tokens[1 : 1 + len(own), row] = torch.tensor(own, dtype=torch.long)
         token, best = torch.full((len(rows),), -7), torch.zeros(len(rows))
-        settings = self.settings()
+        settings, tokens = self.settings(), self.tokens()
         module.sample(self.logits, self.vocabulary, settings, tokens, rows, starts, steps, self.features, token, best)
         return token, best
 
     def scores_of(self, choice: int) -> torch.Tensor:
         """The scores before noise, in float64."""
         row, start, steps = (torch.tensor([part]) for part in self.places[choice])
-        tokens = torch.zeros(1 + max(map(len, self.drafts)), len(self.rows), dtype=torch.long)
-        for place, own in enumerate(self.drafts):
-            tokens[1 : 1 + len(own), place] = torch.tensor(own, dtype=torch.long)
-        logits = self.logits[choice : choice + 1]
-        return sampling.scores_of(logits, self.ids, self.settings(), tokens, row, start + 1, steps, self.features)[0].double()
+        logits, settings, tokens = self.logits[choice : choice + 1], self.settings(), self.tokens()
+        return sampling.scores_of(logits, self.ids, settings, tokens, row, start + 1, steps, self.features)[0].double()
 
 
 def alone(params, logits, starts=range(4)) -> Batch:
@@ -170,8 +173,7 @@ def batches(draw) -> Batch:
     if draw(st.booleans()):
         vocabulary = torch.randperm(size, generator=generator)[: max(1, size // 2)].sort().values
     tokens = size if vocabulary is None else len(vocabulary)
-    kinds = st.sampled_from(["spread", "ties", "flat", "almost flat", "peak", "holes"])
-    logits = torch.stack([logits_of(draw(kinds), tokens, generator) for _ in places])
+    logits = torch.stack([logits_of(draw(st.sampled_from(KINDS)), tokens, generator) for _ in places])
     return Batch(rows, logits, places, drafts, vocabulary, size)
 
 
@@ -201,6 +203,35 @@ def test_no_noise_is_above_its_bound():
 @given(batches())
 def test_any_settings_of_any_rows(batch):
     assert_same(batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [65, 5000, 49152])
+def test_filters_keep_the_tokens_that_the_reference_keeps(kind, size):
+    generator = torch.Generator().manual_seed(size)
+    for top_k, top_p, min_p in itertools.product([0, 1, 50, 3000], [1.0, 0.1, 0.9, 0.9999], [0.0, 0.03]):
+        params = Params(True, 1.0, top_k, top_p, min_p)
+        scores, numbers = logits_of(kind, size, generator), torch.tensor([params.numbers])
+        expected = sampling._kept(scores[None], numbers, torch.tensor([top_k]))[0] & (scores > -torch.inf)
+        highs = cpu_sampling._highs(scores.numpy())
+        cut = cpu_sampling._cut(scores.numpy(), highs, highs.max(), numbers[0].numpy(), np.int32(top_k))
+        differ = (expected != (scores >= cut) & (scores > -torch.inf)).nonzero()[:, 0]
+        assert all(is_at_an_edge(scores.double(), params, token) for token in differ)
+
+
+def test_shares_are_exponentials():
+    gaps = -np.linspace(0, 80, 5000, dtype=np.float32)
+    found = np.array([cpu_sampling._exp(gap) for gap in gaps])
+    np.testing.assert_allclose(found, np.exp(gaps.astype(np.float64)), rtol=2e-7)
+    assert cpu_sampling._exp(np.float32(-np.inf)) < 1e-37
+
+
+def test_noise_that_is_rounded_off_leaves_ties():
+    """Scores are 8 apart, and so is what noise adds to them."""
+    logits = torch.full((300,), 1e8)
+    logits[200] += 8
+    tokens, best = assert_same(alone(Params(True), logits, range(60)))
+    assert len(set(tokens)) > 20 and {score - 1e8 for score in best} <= {8.0, 16.0, 24.0}
 
 
 @pytest.mark.parametrize("params", CHOICES.values(), ids=list(CHOICES))
@@ -279,6 +310,11 @@ def test_no_token_is_allowed():
         banned = params._replace(bans=((0, 0, 9), (1, 0, 9), (2, 0, 9)))
         assert assert_same(alone(banned, logits))[1] == [-torch.inf] * 4
         assert assert_same(alone(params, logits - torch.inf))[1] == [-torch.inf] * 4
+
+
+def test_a_ban_holds_from_its_first_to_its_last_position():
+    tokens, _ = assert_same(alone(Params(bans=((1, 2, 4),)), torch.tensor([0.0, 2.0, 1.0]), range(6)))
+    assert tokens == [1, 2, 2, 2, 1, 1]
 
 
 def test_a_forced_token_is_chosen_even_if_banned():

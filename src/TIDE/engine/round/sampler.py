@@ -9,6 +9,7 @@ been drawn without it. Processors that kernels know are applied by them; a row w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from TIDE.engine.row import Draft, Row
+from TIDE.engine.runners.patience import saying_what_takes_so_long
 from TIDE.kernels.dispatch import compiled_sampling
 from TIDE.kernels.sampling import NEW, Features, Params, Settings
 
@@ -161,6 +163,7 @@ class _Choice:
         self.settings = Settings(len(rows), like.shape[1], like.device)
         self.features = Features()
         self.counted = [row.prompt for row in rows]
+        self.is_ready = False
         self.compiled = compiled_sampling(like.device)
         self.settings.write([(own, row.sampling.seed or 0, row.shown_prompt) for row, own in zip(rows, params, strict=True)])
         for own in set(params):
@@ -174,9 +177,9 @@ class _Choice:
         at = torch.tensor([places, sizes, drafts], dtype=torch.int32).to(logits.device)
         token = torch.zeros(len(rows), dtype=torch.long, device=logits.device)
         best = torch.zeros(len(rows), device=logits.device)
-        self.compiled.sample(
-            logits, None, self.settings, text.to(logits.device), at[0], at[1], at[2], self.features, token, best
-        )
+        with nullcontext() if self.is_ready else saying_what_takes_so_long("compiled sampling"):
+            self.compiled.sample(logits, None, self.settings, text.to(logits.device), *at, self.features, token, best)
+        self.is_ready = True
         return token.tolist(), best.tolist()
 
     def _text(self, rows: list[Row], drafts: list[int]) -> torch.Tensor:

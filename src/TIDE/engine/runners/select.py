@@ -14,10 +14,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +28,7 @@ from TIDE.engine.runners.check import TOLERANCE, TOLERANCE_HALF, first_compiled_
 from TIDE.engine.runners.compiled import CompiledRunner
 from TIDE.engine.runners.modules import ModuleRunner
 from TIDE.engine.runners.numba_runner import NumbaRunner
+from TIDE.engine.runners.patience import saying_what_takes_so_long
 from TIDE.engine.runners.snapshot import ModelSnapshot, has_hooks
 from TIDE.engine.runners.static_modules import StaticModuleRunner
 from TIDE.engine.runners.triton_runner import TritonRunner
@@ -40,7 +37,6 @@ from TIDE.kernels.layer import Layer, leaves
 
 logger = logging.getLogger(__name__)
 BACKENDS = ("modules", "numba", "triton")
-PATIENCE = 5.0  # seconds without a word
 
 
 def select_runner(adapter: ModelAdapter) -> Runner:
@@ -72,7 +68,7 @@ def _fastest(adapter: ModelAdapter) -> Runner:
     if isinstance(layers, list):
         if on_gpu:
             return TritonRunner(adapter, layers, ops, *compiled_rounds())
-        with _saying_what_takes_so_long():
+        with saying_what_takes_so_long("compiled layers"):
             return checked(NumbaRunner(adapter, layers, ops))
     if on_gpu and not any(map(has_hooks, adapter.model.modules())) and StaticModuleRunner.why_not_for(adapter) is None:
         return StaticModuleRunner(adapter, ops, *compiled_rounds()[:2])
@@ -133,17 +129,6 @@ def _wrong_with(runner: Runner) -> str | None:
 @functools.cache
 def _warn_once(reason: str) -> None:
     logger.warning("no compiled layers: %s", reason)
-
-
-@contextmanager
-def _saying_what_takes_so_long() -> Iterator[None]:
-    said = "preparing compiled layers (may take a minute the first time on a machine)"
-    note = threading.Timer(PATIENCE, print, [said], {"file": sys.stderr})
-    note.start()
-    try:
-        yield
-    finally:
-        note.cancel()
 
 
 def _modules_to_replace(adapter: ModelAdapter) -> list[nn.Module]:
