@@ -11,11 +11,15 @@ from TIDE.engine.schedule.scheduler import Scheduler, most_drafts
 from TIDE.kernels import reference, sampling
 
 
-def on_references(engine):
-    """The engine with compiled layers and whole rounds; the references take the place of kernels."""
+def on_references(engine, choice=sampling):
+    """The engine with compiled layers and whole rounds; the references take the place of kernels.
+
+    Args:
+        choice: the module that chooses tokens.
+    """
     layers = described_layers(engine.adapter)
     assert isinstance(layers, list), layers
-    engine.runner = TritonRunner(engine.adapter, layers, reference, reference, sampling, reference.propagate)
+    engine.runner = TritonRunner(engine.adapter, layers, reference, reference, choice, reference.propagate)
     return engine
 
 

@@ -7,6 +7,7 @@ import torch
 
 import TIDE
 from TIDE.calibration.self_texts import builtin_prompts
+from TIDE.kernels.noise import noise
 
 PROMPTS = ["Why is the sea salty?", "Write a short email to a friend about a bicycle.", "What is 17 + 25?"]
 
@@ -68,3 +69,43 @@ def test_forty_prompts_are_answered_as_the_model_answers_them(embedded, part):
 def test_another_model_is_refused_by_name(llama):
     with pytest.raises(ValueError, match=r"was made for SmolLM2-135M-Instruct .* this model is .*LlamaForCausalLM"):
         TIDE.TIDE(llama, TIDE.default_router())
+
+
+@pytest.mark.real
+@pytest.mark.invariant(9)
+@pytest.mark.parametrize("temperature", [0.4, 0.7, 1.0])
+def test_twenty_prompts_are_sampled_alike_with_exits_alone_and_without_them_side_by_side(embedded, temperature):
+    """Near-ties may fall either way between a row alone and in a batch: they are counted and shown."""
+    model, tokenizer = embedded
+    texts = [text for own in builtin_prompts().values() for text in own if "{text}" not in text][7::25][:20]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    options = dict(do_sample=True, temperature=temperature, top_p=0.9, top_k=0, max_new_tokens=10)
+    ties, accepted = 0, 0
+    with TIDE.TIDE(model, TIDE.default_router()) as engine:
+        with engine.using(engine.config, exits=False):
+            engine.generate(**inputs, seed=list(range(20)), **options)
+        for seed, row in enumerate(engine.last_rows):
+            prompt = torch.tensor([row.tokens[: row.prompt]])
+            engine.generate(prompt, seed=seed, **options)
+            (alone,) = engine.last_rows
+            accepted += engine.last_stats.accepted
+            if alone.new_tokens != row.new_tokens:
+                ties += 1
+                apart = gap(engine, row.tokens, alone.tokens, seed, options)
+                print(f"{texts[seed]!r}: scores {apart} apart")
+                assert apart < 1e-4
+    assert accepted > 10 and ties <= 1
+
+
+def gap(engine, one: list[int], other: list[int], seed: int, options: dict) -> float:
+    """How far apart the scores of two tokens are, noise included, where texts part."""
+    at = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    asked = {**options, "max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True}
+    with engine.using(engine.config, exits=False):
+        scores = engine.generate(torch.tensor([one[:at]]), seed=seed, **asked).scores[0][0]
+    tokens = torch.tensor([one[at], other[at]])
+    noised = scores[tokens] + noise(torch.tensor(seed), torch.tensor(at), tokens)
+    return float((noised[0] - noised[1]).abs())

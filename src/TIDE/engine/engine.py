@@ -307,6 +307,7 @@ class TIDE:
         self.adapter.follow()
         if self.runner.snapshot is not None and not self.runner.snapshot.matches(self.model):
             self.runner = select_runner(self.adapter)  # weights may have been exchanged; hooks keep a model as it is
+        self.runner.follow()
 
     def _use(self, runner: Runner) -> None:
         self.runner = runner

@@ -98,6 +98,9 @@ class _Reader(Sampler):
         super().__init__(rows)
         self.seen: list[list[torch.Tensor]] = [[] for _ in rows]
 
+    def takes_best_only(self, rows: list[Row]) -> bool:
+        return False
+
     def sample(self, rows: list[Row], logits: torch.Tensor, depth: int, is_final: bool = True) -> list[Draft]:
         drafts = []
         for row, own in zip(rows, logits, strict=True):

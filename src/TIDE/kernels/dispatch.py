@@ -30,6 +30,11 @@ def compiled_exits(device: torch.device, dtype: torch.dtype) -> ModuleType | Non
     return _module(device, dtype, "cpu_exits", None)
 
 
+def compiled_screen() -> ModuleType:
+    """Return the module that finds the best token of a large LM head on a CPU."""
+    return importlib.import_module("TIDE.kernels.cpu_screen")
+
+
 def compiled_sampling(device: torch.device) -> ModuleType:
     """Return the module that chooses tokens on the host: compiled on a CPU, in torch otherwise."""
     return _module(device, torch.float32, "cpu_sampling", None) or importlib.import_module("TIDE.kernels.sampling")

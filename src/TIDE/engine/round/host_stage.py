@@ -127,7 +127,7 @@ class HostStage:
         for row, count in counts.items():
             start = self.segments.length(last, row)
             row.stats.catch_ups += start + count - max(start, row.prompt) > 1
-        self.logits = self.segments.run(self.segment, counts, wanted, last)
+        self.logits = self.segments.run(self.segment, counts, wanted, last, self.sampler.takes_best_only(self.going))
         self._tokens = max(counts.values())
         self._seconds = self.clock.lap("deep")
 

@@ -62,6 +62,10 @@ class Sampler:
             torch.stack([own[step] if step < len(own) else nothing for own in new]) for step in range(max(map(len, new)))
         )
 
+    def takes_best_only(self, rows: list[Row]) -> bool:
+        """Return True if of the rows' logits nothing but the highest is looked at."""
+        return self.kept is None and all(row.sampling.params.is_plain and not row.sampling.custom for row in rows)
+
     def sample(self, rows: list[Row], logits: torch.Tensor, depth: int, is_final: bool = True) -> list[Draft]:
         """Choose a token for the end of each row from its (vocabulary,) logits, decided at a depth.
 
@@ -126,15 +130,22 @@ class Sampler:
         if self.kept is not None:
             for index, (row, count) in enumerate(zip(rows, drafts, strict=True)):
                 self.kept[row][len(row.tokens) + count] = Kept(raw[index].clone(), scores[index].clone())
-        if self._bare is None:
-            self._bare = _Choice(self.rows, [Params(noise=row.sampling.params.noise) for row in self.rows], raw)
-        tokens, best = self._bare.choose(rows, drafts, scores)
+        tokens, best = self._with_noise(rows, drafts, scores)
         for place, (row, own) in enumerate(zip(rows, best, strict=True)):
             is_forced = own == np.inf and not row.sampling.params.noise and not bool(scores[place].isnan().any())
             if not np.isfinite(own) and not is_forced:
                 _blame(row, drafts[place], raw[place : place + 1], self.device)
                 raise ValueError(NOTHING_LEFT)
         return tokens
+
+    def _with_noise(self, rows: list[Row], drafts: list[int], scores: torch.Tensor) -> tuple[list[int], list[float]]:
+        """Return the best token of processed scores, and its score; NaN counts as the best."""
+        if not any(row.sampling.params.noise for row in rows):
+            best = scores.max(-1)
+            return best.indices.tolist(), best.values.tolist()
+        if self._bare is None:
+            self._bare = _Choice(self.rows, [Params(noise=row.sampling.params.noise) for row in self.rows], scores)
+        return self._bare.choose(rows, drafts, scores)
 
     def _processed(self, rows: list[Row], drafts: list[int], raw: torch.Tensor) -> torch.Tensor:
         """Return (n, vocabulary) scores after the processors; rows whose texts are as long are shown to them together."""

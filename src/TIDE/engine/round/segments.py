@@ -72,13 +72,19 @@ class Segments:
         return self.pending.states(segment, row.slot, start, stop)
 
     def run(
-        self, segment: int, counts: dict[Row, int], logits_from: dict[Row, int] | None = None, last: int | None = None
+        self,
+        segment: int,
+        counts: dict[Row, int],
+        logits_from: dict[Row, int] | None = None,
+        last: int | None = None,
+        best_only: bool = False,
     ) -> dict[Row, torch.Tensor]:
         """Take the next `counts[row]` tokens of each row through a segment.
 
         Args:
             logits_from: the position of each row from which on logits are wanted; at full depth only.
             last: run the segments from `segment` to this one, which stand alike, in one pass.
+            best_only: of the logits only the highest matter.
 
         Returns:
             (tokens, vocabulary) logits of each row.
@@ -87,7 +93,7 @@ class Segments:
         logits: dict[Row, torch.Tensor] = {}
         last = segment if last is None else last
         for rows in self._passes(segment, last, counts):
-            logits |= self._pass(segment, last, rows, [counts[row] for row in rows], logits_from)
+            logits |= self._pass(segment, last, rows, [counts[row] for row in rows], logits_from, best_only)
         return logits
 
     def reaches(self, segment: int, rows: list[Row]) -> int:
@@ -134,7 +140,13 @@ class Segments:
         return list(groups.values())
 
     def _pass(
-        self, segment: int, last: int, rows: list[Row], counts: list[int], logits_from: dict[Row, int] | None
+        self,
+        segment: int,
+        last: int,
+        rows: list[Row],
+        counts: list[int],
+        logits_from: dict[Row, int] | None,
+        best_only: bool,
     ) -> dict[Row, torch.Tensor]:
         span = range(self.spans[segment].start, self.spans[last].stop)
         starts = [self.length(segment, row) for row in rows]
@@ -146,7 +158,7 @@ class Segments:
         tokens = self._tokens(rows, starts, counts)
         if logits_from is not None:
             kept = [start + count - logits_from[row] for row, start, count in zip(rows, starts, counts, strict=True)]
-            tokens = tokens._replace(kept=kept)
+            tokens = tokens._replace(kept=kept, best_only=best_only)
         taps = tuple(depth for depth in self.watched if span.start < depth < span.stop or 0 == span.start == depth < span.stop)
         with self.cache.open(segment, tokens.rows, counts, last, aligned=not self.runner.is_ragged(tokens)):
             passed = self.runner.run(span, tokens, self.cache, hidden, taps)

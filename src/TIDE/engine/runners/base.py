@@ -64,6 +64,9 @@ class Runner(ABC):
     def device(self) -> torch.device:
         return self.adapter.device
 
+    def follow(self) -> None:  # noqa: B027 (most have nothing to follow)
+        """Notice, before a request, what may have changed of the model's weights since the last one."""
+
     def grad_off(self) -> AbstractContextManager[Any]:
         """Return the context that passes run in."""
         return self.adapter.grad_off()

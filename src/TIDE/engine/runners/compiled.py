@@ -59,7 +59,7 @@ class CompiledRunner(ModuleRunner):
             return self._run_modules(span, tokens, cache, hidden, taps)
         x = self._entering(tokens) if hidden is None else hidden.clone()
         tapped = self._through(span, x, tokens, cache, taps)
-        logits = None if tokens.kept is None else self.logits(x[tokens.kept_places()])
+        logits = None if tokens.kept is None else self._wanted_logits(x[tokens.kept_places()], tokens.best_only)
         return PassResult(x, logits, tapped, tokens.counts)
 
     def _run_modules(
@@ -69,7 +69,11 @@ class CompiledRunner(ModuleRunner):
         if self.norm is None or tokens.kept is None:
             return super().run(span, tokens, cache, hidden, taps)
         passed = super().run(span, tokens._replace(kept=None), cache, hidden, taps)
-        return passed._replace(logits=self.logits(passed.states[tokens.kept_places()]))
+        return passed._replace(logits=self._wanted_logits(passed.states[tokens.kept_places()], tokens.best_only))
+
+    def _wanted_logits(self, states: torch.Tensor, best_only: bool) -> torch.Tensor:
+        """Return (n, vocabulary) logits; with `best_only` those that cannot be the highest need not be exact."""
+        return self.logits(states)
 
     @abstractmethod
     def _through(

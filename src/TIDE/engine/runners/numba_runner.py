@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,11 @@ from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.runners.compiled import CompiledRunner, rows_of
 from TIDE.engine.runners.int8_head import Int8LMHead
 from TIDE.engine.runners.passes import PassTokens
-from TIDE.kernels.dispatch import arrays, compiled_exits
+from TIDE.engine.runners.patience import saying_what_takes_so_long
+from TIDE.kernels.dispatch import arrays, compiled_exits, compiled_screen
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass
+
+HEAD_SHARE = 0.4  # of a model's weights
 
 
 class NumbaRunner(CompiledRunner):
@@ -26,6 +30,8 @@ class NumbaRunner(CompiledRunner):
     def __init__(self, adapter: ModelAdapter, layers: list[Layer], ops: Any) -> None:
         super().__init__(adapter, layers, ops)
         self._arrays = [arrays(layer) for layer in layers]
+        self._screen: tuple[int | None, Any] = None, None  # fingerprint of the LM head, and its screen
+        self._is_followed = False
         self._int8: tuple[tuple[Any, ...], Int8LMHead, Any] | None = None
 
     @property
@@ -55,6 +61,39 @@ class NumbaRunner(CompiledRunner):
         if len(states) > MOST_TOKENS or not plain:
             return torch.nn.functional.linear(states, weight)
         return torch.from_numpy(self.ops.linear(states.numpy(), weight.detach().numpy()))
+
+    def _wanted_logits(self, states: torch.Tensor, best_only: bool) -> torch.Tensor:
+        if not best_only or len(states) > MOST_TOKENS or not self._has_large_head:
+            return self.logits(states)
+        assert self.lm_head is not None and self.norm is not None
+        compiled, weight = compiled_screen(), self.lm_head.detach().numpy()
+        if not self._is_followed:
+            self._screen = self._screened(compiled, weight)
+            self._is_followed = True
+        with self.grad_off():
+            normed = self.norm(states).contiguous().numpy()
+        return torch.from_numpy(compiled.best_logits(normed, weight, self._screen[1]))
+
+    def follow(self) -> None:
+        self._is_followed = False
+
+    def _screened(self, compiled: Any, weight: Any) -> tuple[int | None, Any]:
+        """Return the screen of the LM head as it is now. Weights may be changed in place, so every bit is looked at."""
+        with saying_what_takes_so_long("the LM head in 8 bits"):
+            now = compiled.fingerprint(weight)
+            return self._screen if self._screen[0] == now else (now, compiled.screen_of(weight))
+
+    @property
+    def _has_large_head(self) -> bool:
+        """True if so much of the model is its LM head that a second copy of it, in 8 bits, pays."""
+        weight = self.lm_head
+        if weight is None or not self.has_plain_logits or weight.dtype != torch.float32 or not weight.is_contiguous():
+            return False
+        return weight.numel() > HEAD_SHARE * self._size
+
+    @functools.cached_property
+    def _size(self) -> int:
+        return sum(weight.numel() for weight in self.adapter.model.parameters())
 
     def int8_head(self, vocabulary: torch.Tensor | None) -> Int8LMHead | None:
         weight = self.lm_head

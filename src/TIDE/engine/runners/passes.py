@@ -21,6 +21,7 @@ class PassTokens(NamedTuple):
     ids: list[int]
     embeds: torch.Tensor | None = None  # (n, hidden) instead of ids
     kept: list[int] | None = None  # how many of the last tokens of each row logits are wanted of; None: of none
+    best_only: bool = False  # of these logits only the highest matter
 
     @property
     def width(self) -> int:
