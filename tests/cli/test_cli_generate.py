@@ -106,6 +106,16 @@ def test_a_run_becomes_a_page(folder, router, tmp_path):
     assert "http://" not in page and "https://" not in page  # it needs nothing else
 
 
+def test_a_seed_is_a_text_with_exits_and_without(folder, router):
+    asked = ("generate", "hello", "--model", folder, "--max-new-tokens", "12", "--temperature", "1.0", "--json")
+    runs = [("--seed", "5", "--router", router), ("--seed", "5", "--no-exits"), ("--seed", "6", "--no-exits")]
+    found = [json.loads(tide(*asked, *own).stdout) for own in runs]
+    assert [own["seed"] for own in found] == [5, 5, 6]
+    assert found[0]["answer"] == found[1]["answer"] != found[2]["answer"]
+    done = tide(*asked, "--no-exits", "--seed", str(2**64))
+    assert done.exit_code == 1 and "a seed must fit into 64 bits" in done.stderr
+
+
 def test_what_is_no_run_is_said(tmp_path):
     (tmp_path / "other.json").write_text('{"version": 0}')
     done = tide("report", tmp_path / "other.json")

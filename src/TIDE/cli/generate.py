@@ -149,6 +149,7 @@ def record(engine: Any, prompt: str, answer: str) -> dict[str, Any]:
         exit_rate=stats.exit_rate,
         drafted=stats.drafted,
         accepted=stats.accepted,
+        seed=stats.seed,
         depths=[decided.depth for decided in engine.last_rows[0].decided],
         backend=engine.backend,
     )

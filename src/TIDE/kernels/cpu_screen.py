@@ -1,12 +1,10 @@
 """The best token by an LM head that is most of a model, in compiled CPU code (numba): most rows are read in 8 bits only.
 
-    w = w8 + e      a row of the LM head, what 8 bits keep of it, and the rest; their lengths are known
-    h = h8 + d      a state, likewise
+    w = w8 + e                         a row of the LM head: what 8 bits keep of it, and the rest, whose length is known
+    |h·w - h·w8| = |h·e| <= |h|·|e|
 
-    |h·w - h8·w8|  =  |d·w8 + h·e|  <=  |d|·|w8| + |h|·|e|
-
-So products in 8 bits, which read a quarter of the memory, tell which rows cannot be the best. The few others are multiplied as
-they are, and the best token is that of the full product.
+So products with 8-bit rows, which read a quarter of the memory, tell which rows cannot be the best. The few others are
+multiplied as they are, and the best token is that of the full product.
 """
 
 from __future__ import annotations
@@ -17,42 +15,41 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from TIDE.kernels import cpu_ops, cpu_products
-from TIDE.kernels.cpu_ops import quantize_int8
-from TIDE.kernels.cpu_products import _dot, _products, _rounded
-from TIDE.kernels.layer import GROUP, Int8Weight
+from TIDE.kernels import cpu_products
+from TIDE.kernels.cpu_products import ZERO, _dot
 
-ROUNDING = np.float32(4e-6)  # of the lengths: the products themselves are rounded
+ROUNDING = np.float32(1e-5)  # of the lengths: the products themselves are rounded
 AT_ONCE = 4096  # rows that are measured at a time
+GROUP = 64  # words that are added up before their place counts
 PARTS = 16
 
-# numba caches compiled code until this file changes, so this file states the versions it was compiled for.
-assert (cpu_ops.VERSION, cpu_products.VERSION) == (9, 3)
-assert Int8Weight._fields == ("values", "scales")
+# numba caches compiled code until this file changes, so this file states the version it was compiled for.
+assert cpu_products.VERSION == 3
 
 
 class Screen(NamedTuple):
-    """A weight in 8 bits, and how much of each row that is."""
+    """A weight in 8 bits, and what that makes of its rows."""
 
-    weight: Int8Weight
-    kept: Any  # (rows,) lengths of the rows in 8 bits
-    lost: Any  # (rows,) lengths of the rest
+    values: Any  # (rows, columns) int8
+    scales: Any  # (rows,)
+    lost: Any  # (rows,) lengths of what 8 bits do not keep, and of how products are rounded
 
 
 def screen_of(weight: np.ndarray) -> Screen:
     """Return the screen of a (rows, columns) weight."""
-    small, columns = quantize_int8(weight), weight.shape[1]
-    kept, lost = np.empty((2, len(weight)), np.float32)
+    values = np.empty(weight.shape, np.int8)
+    scales, lost = np.empty((2, len(weight)), np.float32)
     for start in range(0, len(weight), AT_ONCE):
         some = slice(start, start + AT_ONCE)
-        values = small.values[some].reshape(-1, small.values.shape[1] * GROUP)[:, :columns] * small.scales[some, None]
-        kept[some] = np.linalg.norm(values, axis=1)
-        lost[some] = np.linalg.norm(weight[some] - values, axis=1)
-    return Screen(small, kept, lost)
+        scales[some] = np.maximum(np.abs(weight[some]).max(1), np.float32(1e-30)) / np.float32(127)
+        values[some] = np.rint(weight[some] / scales[some, None])
+        rest = weight[some] - values[some] * scales[some, None]
+        lost[some] = np.linalg.norm(rest, axis=1) + ROUNDING * np.linalg.norm(weight[some], axis=1)
+    return Screen(values, scales, lost)
 
 
 def fingerprint(weight: np.ndarray) -> int:
-    """Return a number that changes with any bit of a weight."""
+    """Return a number that tells a weight from what it was before it was changed."""
     return int(_fingerprint(weight.reshape(-1).view(np.int32)))
 
 
@@ -63,62 +60,69 @@ def best_logits(h: np.ndarray, weight: np.ndarray, screen: Screen) -> np.ndarray
 
 @njit(cache=True)
 def _best_logits(h, weight, screen):  # type: ignore[no-untyped-def]
-    out = _products(h, screen.weight)
-    steps, sizes = _rounded(h, screen.weight.values.shape[1])
+    out = np.empty((len(h), len(weight)), np.float32)
+    _approximate(h, screen.values, screen.scales, out)
     for t in range(len(h)):
-        whole, rest = _lengths(h[t], steps[t], sizes[t])
-        if not math.isfinite(whole):
+        length = _length(h[t])
+        if math.isfinite(length):
+            _multiply(h[t], weight, _possible(out[t], screen.lost, length), out[t])
+        else:
             out[t] = np.float32(np.nan)
-            continue
-        few = _possible(out[t], screen.kept, screen.lost, whole, rest)
-        _multiply(h[t], weight, few, out[t])
     return out
 
 
+@njit(fastmath=True, parallel=True, cache=True)
+def _approximate(h, values, scales, out):  # type: ignore[no-untyped-def]
+    for o in prange(len(values)):
+        row = values[o]
+        for t in range(len(h)):
+            x, total = h[t], ZERO
+            for k in range(len(row)):
+                total += np.float32(row[k]) * x[k]
+            out[t, o] = total * scales[o]
+
+
 @njit(cache=True)
-def _lengths(x, steps, sizes):  # type: ignore[no-untyped-def]
-    """Return the length of a state, and of what 8 bits lose of it."""
-    whole = rest = 0.0
+def _length(x):  # type: ignore[no-untyped-def]
+    total = 0.0
     for k in range(len(x)):
-        lost = x[k] - np.float32(steps[k // GROUP, k % GROUP]) * sizes[k // GROUP]
-        whole += x[k] * x[k]
-        rest += lost * lost
-    return np.float32(math.sqrt(whole)), np.float32(math.sqrt(rest))
+        total += x[k] * x[k]
+    return np.float32(math.sqrt(total))
 
 
 @njit(parallel=True, cache=True)
-def _possible(found, kept, lost, whole, rest):  # type: ignore[no-untyped-def]
+def _possible(found, lost, length):  # type: ignore[no-untyped-def]
     """Return the rows whose logit may be the best."""
-    rest = rest + ROUNDING * whole
-    lost_too = whole * (np.float32(1) + ROUNDING)
     lowest = np.empty(PARTS, np.float32)
     for part in prange(PARTS):
         best = np.float32(-np.inf)
         for k in range(part * len(found) // PARTS, (part + 1) * len(found) // PARTS):
-            best = max(best, found[k] - (rest * kept[k] + lost_too * lost[k]))
+            best = max(best, found[k] - length * lost[k])
         lowest[part] = best
     least = lowest.max()
     rows, count = np.empty(len(found), np.int64), 0
     for k in range(len(found)):
         rows[count] = k
-        count += found[k] + (rest * kept[k] + lost_too * lost[k]) >= least
+        count += found[k] + length * lost[k] >= least
     return rows[:count]
-
-
-@njit(parallel=True, cache=True)
-def _fingerprint(words):  # type: ignore[no-untyped-def]
-    parts = np.zeros(PARTS, np.int64)
-    for part in prange(PARTS):
-        a = b = np.int64(0)
-        for k in range(part * len(words) // PARTS, (part + 1) * len(words) // PARTS):
-            word = np.int64(words[k])
-            a += word
-            b += word * (2 * k + 1)  # so that places count
-        parts[part] = a ^ (b << 1)
-    return parts.sum()
 
 
 @njit(parallel=True, cache=True)
 def _multiply(x, weight, rows, out):  # type: ignore[no-untyped-def]
     for k in prange(len(rows)):
         out[rows[k]] = _dot(weight[rows[k]], x)
+
+
+@njit(parallel=True, cache=True)
+def _fingerprint(words):  # type: ignore[no-untyped-def]
+    """Return a sum of words, those of each group by its place."""
+    parts, groups = np.zeros(PARTS, np.int64), len(words) // GROUP
+    for part in prange(PARTS):
+        total = np.int64(0)
+        for group in range(part * groups // PARTS, (part + 1) * groups // PARTS):
+            own = np.int32(0)  # it may wrap
+            for word in words[group * GROUP : (group + 1) * GROUP]:
+                own = np.int32(own + word)
+            total += np.int64(own) * (2 * group + 1)
+        parts[part] = total
+    return parts.sum() + words[groups * GROUP :].sum()

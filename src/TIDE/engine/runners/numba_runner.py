@@ -20,6 +20,7 @@ from TIDE.kernels.dispatch import arrays, compiled_exits, compiled_screen
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass
 
 HEAD_SHARE = 0.4  # of a model's weights
+MOST_SCREENED = 2  # tokens: more are as quickly multiplied in fp32, which reads the LM head once for all of them
 
 
 class NumbaRunner(CompiledRunner):
@@ -63,7 +64,7 @@ class NumbaRunner(CompiledRunner):
         return torch.from_numpy(self.ops.linear(states.numpy(), weight.detach().numpy()))
 
     def _wanted_logits(self, states: torch.Tensor, best_only: bool) -> torch.Tensor:
-        if not best_only or len(states) > MOST_TOKENS or not self._has_large_head:
+        if not best_only or len(states) > MOST_SCREENED or not self._has_large_head:
             return self.logits(states)
         assert self.lm_head is not None and self.norm is not None
         compiled, weight = compiled_screen(), self.lm_head.detach().numpy()
