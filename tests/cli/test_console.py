@@ -31,6 +31,7 @@ ANSWER = dict(
     exit_rate=NUMBER,
     drafted=int,
     accepted=int,
+    seed=(int, type(None)),
     depths=[int],
     backend=str,
 )

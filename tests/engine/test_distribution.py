@@ -71,7 +71,7 @@ SAMPLING: dict[str, dict] = {
     "forced end": dict(top_k=0, forced_eos_token_id=2),
     "normalized": dict(top_k=3, renormalize_logits=True),
     "penalties of the text": dict(top_k=0, presence_penalty=0.9, frequency_penalty=0.7),
-    "logit bias": dict(top_k=0, logit_bias={0: 2.0, 3: -1.0, 5: -math.inf}),
+    "logit bias": dict(top_k=0, logit_bias={1: 1.0, 3: -1.0, 5: -math.inf}),
     "pieces": dict(temperature=1.5, top_k=9, top_p=0.95, repetition_penalty=1.3, presence_penalty=0.5, suppress_tokens=[2]),
     "filters": dict(temperature=0.9, top_k=30, top_p=0.98, min_p=0.005, logit_bias={1: 1.0}),
     # on the host, by transformers' own list
@@ -221,7 +221,7 @@ def test_a_temperature_off_by_three_percent_is_noticed(name, share):
         ("penalties of the text", dict(presence_penalty=0.2)),
         ("penalties of the text", dict(frequency_penalty=0.0)),
         ("minimum length", dict(min_new_tokens=1)),
-        ("logit bias", dict(logit_bias={0: 1.0, 3: -1.0, 5: -math.inf})),
+        ("logit bias", dict(logit_bias={1: 0.5, 5: -math.inf})),
     ],
     ids=str,
 )
