@@ -8,7 +8,7 @@ import torch
 import TIDE
 from families import build
 from router_files import a_file
-from runners import on_modules, on_references
+from runners import Recording, on_modules, on_references
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.engine.round.prefill import padded_length
 from TIDE.engine.row import RoundResult
@@ -42,13 +42,14 @@ def test_the_first_prompt_runs_once(place, depth, ids, monkeypatch):
             policy = a_file(model, "memory", (depth,), 0.0).policy(engine.adapter)
     with place(TIDE.TIDE(model, policy)) as engine:
         assert not engine.runner.is_checked
+        engine.scheduler = Recording(then=2)  # not by seconds: the work of both requests is compared
         monkeypatch.setattr(ModelAdapter, "run", noting)
         first = engine.generate(ids, **OPTIONS)
         assert engine.runner.is_checked
         assert widths.count(padded_length(50)) == 1
         work = engine.last_stats.layers_run
         assert torch.equal(engine.generate(ids, **OPTIONS), first)
-        assert work <= engine.last_stats.layers_run + 8 * 4 * (depth is not None)  # drafts go by seconds
+        assert work <= engine.last_stats.layers_run + 2 * 4  # a round's drafts more, no other prompt
         monkeypatch.undo()
     assert torch.equal(first, model.generate(ids, **OPTIONS))
 

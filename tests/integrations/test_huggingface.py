@@ -41,6 +41,12 @@ def test_generate_samples_with_the_engines_seed(engine, prompts):
     assert torch.equal(*drawn)
 
 
+def test_settings_without_a_token_to_draw_are_refused_here_too(engine, prompts):
+    asked = dict(custom_generate=TIDE.custom_generate, tide=engine, max_new_tokens=4, do_sample=True, top_p=0.0)
+    with pytest.raises(ValueError, match="top_p must be a number above 0 and at most 1, found 0.0"):
+        engine.model.generate(prompts[0][2:], **asked)
+
+
 def test_streamers_get_every_token_and_the_end(engine, plain):
     inputs = plain("hello there", return_tensors="pt")
     texts = []

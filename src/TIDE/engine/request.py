@@ -154,6 +154,7 @@ def prepare(
 def captured(model: PreTrainedModel, *given: Any, seed: int | Sequence[int] | None = None, **rest: Any) -> Request:
     """Return the request that `model.generate` hands to a `custom_generate` of the user's own call."""
     request = _capture(model, *given, **rest)
+    check({}, [request.config])
     request.seed = seed
     return _accepted(request)
 
