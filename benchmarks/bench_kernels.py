@@ -1,4 +1,4 @@
-"""What the kernels of a fused layer take for 1, 8 and 16 tokens, and the share of copy bandwidth at which they read weights.
+"""What the kernels of a fused layer take for 1 to 128 tokens, and the share of copy bandwidth at which they read weights.
 
     python benchmarks/bench_kernels.py                    the layers of a Llama-3.1-8B, bf16, for a GPU
     python benchmarks/bench_kernels.py --model tiny       a smoke test; on a CPU the references are timed
@@ -43,7 +43,7 @@ def main() -> None:
     ops = (compiled_ops(model.device, model.dtype) if on_gpu() else None) or reference
     bandwidth, rows = copy_bandwidth() if on_gpu() else None, {}
     with torch.inference_mode():
-        for tokens in (1, 8, 16):
+        for tokens in (1, 8, 16, 32, 64, 128):
             rows[tokens] = measure(ops, layers, tokens, args.context, bandwidth)
             print(
                 f"{tokens:3} tokens  " + "  ".join(f"{name} {took:.1f} {share}" for name, (took, share) in rows[tokens].items())

@@ -83,7 +83,7 @@ def a_pass(generator, counts, starts, origins=None, rotary_dim=DIM):
         positions += range(start - origin, start - origin + count)
     table = 6 * torch.rand(COLUMNS, rotary_dim // 2, generator=generator).repeat(1, 2)
     states = torch.randn(len(rows), HIDDEN, generator=generator)
-    angles = torch.randperm(COLUMNS, generator=generator)[: len(rows)]
+    angles = torch.randperm(COLUMNS, generator=generator)[torch.arange(len(rows)) % COLUMNS]
     return Pass(states, table.cos(), table.sin(), *map(torch.tensor, (rows, columns, positions)), angles)
 
 

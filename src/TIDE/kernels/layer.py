@@ -1,4 +1,4 @@
-"""The compiled layer: 1 to 16 tokens of one or more rows through one decoder layer, on the engine's cache.
+"""The compiled layer: a few tokens of one or more rows through one decoder layer, on the engine's cache.
 
     x  →  norm → q, k, v → (norms) → rotary → K/V into the cache → attention → o  →  (norm)  →  + x
        →  norm → gate, up → activation → down                                     →  (norm)  →  + x
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-MOST_TOKENS = 16
+MOST_TOKENS = 16  # of a pass that runners hand to compiled code, and of a row in a round; the code itself takes any number
 UNLIKELY = 20  # logit gap between the worst token an exit head scored and those it did not score
 GROUP = 64  # columns of an int8 weight that share a scale of the states
 
@@ -101,7 +101,7 @@ class Layer(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """The tokens of a pass, up to MOST_TOKENS, of any rows; tokens of one row follow each other in rising columns."""
+    """The tokens of a pass, of any rows; tokens of one row follow each other in rising columns."""
 
     x: Any  # (n, hidden) states, changed in place
     cos: Any  # (m, rotary_dim) tables of cosines and sines

@@ -174,7 +174,7 @@ def router_score(
     eps: float,
     score: torch.Tensor,
 ) -> None:
-    """Score one guess (1, hidden) by a router, normed if the router takes signals.
+    """Score (n, hidden) guesses by a router, normed if the router takes signals.
 
     `score_params` are the router's last bias, its temperature and its offset.
     """
@@ -213,9 +213,9 @@ def denormalize(
     table: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Take (1, hidden) out of a memory head's coordinates into `out`, and into a table behind row `start`."""
+    """Take (n, hidden) out of a memory head's coordinates into `out`, and each into a table behind its row of `start`."""
     out.copy_((x.float() * spread.float() + center.float()).to(x.dtype))
-    table[int(start) + 1] = out[0]
+    table[start.long() + 1] = out
 
 
 def accepted(drafts: Sequence[int], found: Sequence[int]) -> int:

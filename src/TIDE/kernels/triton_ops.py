@@ -1,10 +1,10 @@
 """The decoder layer on a GPU, in Triton. Functions of the same names in `reference.py` define what each computes.
 
-Weights are streamed once for up to 16 tokens (`triton_products.py`). In attention a program takes one token, the query heads
+Weights are streamed once for up to 128 tokens (`triton_products.py`). In attention a program takes one token, the query heads
 of one key head, and a split of `SPLIT` keys.
 
-A token's bits do not depend on the tokens beside it: tiles have one shape whatever the number of tokens, sums run in one
-order, and splits of keys are counted from the row's first token. Results are rounded where the model's own layers round them.
+A token's bits do not depend on the tokens beside it: sums run in one order whatever the number of tokens, and splits of keys
+are counted from the row's first token. Results are rounded where the model's own layers round them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from TIDE.kernels.cards import attention_tile, card_of, project_tile
 from TIDE.kernels.layer import Attention, Layer, Pass
-from TIDE.kernels.triton_products import _gained, _two_products, add_linear, counted, linear, mlp_inner, norm
+from TIDE.kernels.triton_products import _first, _gained, _two_products, add_linear, counted, linear, mlp_inner, norm
 
 __all__ = ["add_linear", "attend", "decoder_layer", "linear", "mlp_inner", "norm", "project"]
 
@@ -32,10 +32,14 @@ def _project(
     x, wq, wk, wv, bq, bk, bv, cos, sin, queries, keys, values, rows, columns, angles, tokens, width,
     heads, kv_heads, stride_row, stride_head, stride_column,
     DIM: tl.constexpr, ROTARY: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HALF: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    HALF: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """Compute pairs of outputs of one head: those that are rotated together. Without ROTARY they are any two."""
-    head, pair, place = tl.program_id(0), tl.program_id(1) * HALF + tl.arange(0, HALF), tl.arange(0, 16)
+    head, pair, place = tl.program_id(1), tl.program_id(2) * HALF + tl.arange(0, HALF), tl.arange(0, TN)
+    if not ONCE:
+        first = _first(TN)
+        x, queries, tokens = x + first * width, queries + first * heads * DIM, tokens - first
+        rows, columns, angles = rows + first, columns + first, angles + first
     weight, bias, own = wq, bq, head
     if head >= heads:
         weight, bias, own = wk, bk, head - heads
@@ -44,7 +48,8 @@ def _project(
     inside, half = pair < DIM // 2, ROTARY // 2
     one = tl.where(pair < half, pair, pair + half)
     two = one + tl.where(pair < half, half, (DIM - ROTARY) // 2)
-    a, b = _two_products(x, weight, own * DIM + one, weight, own * DIM + two, inside, tokens, width, HALF, BK, EVEN)
+    starts = own * DIM + one, own * DIM + two
+    a, b = _two_products(x, weight, starts[0], weight, starts[1], inside, tokens, width, HALF, BK, TN, EVEN, ONCE)
     if HAS_BIAS:
         a += tl.load(bias + own * DIM + one, mask=inside, other=0.0).to(tl.float32)[:, None]
         b += tl.load(bias + own * DIM + two, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -187,7 +192,7 @@ def _attend(
     if ONLY:
         tl.store(out + at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=used & real)
     else:
-        part = split * tokens * heads
+        part = split.to(tl.int64) * tokens * heads
         tl.store(out + part * DIM + at, mixed, mask=used & real)
         tl.store(peaks + part + token * heads + head, peak, mask=place < group)
         tl.store(sums + part + token * heads + head, total, mask=place < group)
@@ -201,7 +206,7 @@ def _join(parts, peaks, sums, out, positions, tokens, heads, DIM: tl.constexpr, 
     at = token * heads + head
     peak, total, mixed = float("-inf"), 0.0, tl.zeros((BLOCK,), tl.float32)
     for split in range(0, newest // SPLIT + 1):
-        part = split * tokens * heads + at
+        part = tl.cast(split, tl.int64) * tokens * heads + at
         own = tl.load(peaks + part)
         higher = tl.maximum(peak, own)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
@@ -214,14 +219,14 @@ def _join(parts, peaks, sums, out, positions, tokens, heads, DIM: tl.constexpr, 
 
 def project(attention: Attention, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     dim, (height, width), kv_heads = attention.head_dim, attention.q.shape, keys.shape[1]
-    tile = project_tile(card_of(h.device), height, width, dim, h.element_size())
+    tile = project_tile(card_of(h.device), height, width, dim, h.element_size(), len(h))
     queries, heads, rotary = h.new_empty(len(h), height), height // dim, tokens.cos.shape[1] if attention.rotary else 0
     places, has_bias, has_norm = (tokens.rows, tokens.columns, tokens.angles), len(attention.k_bias) > 0, _has_norm(attention)
     biases = (attention.q_bias, attention.k_bias, attention.v_bias) if has_bias else (h, h, h)
-    _project[(heads + 2 * kv_heads, triton.cdiv(dim // 2, tile.rows))](
+    _project[(tile.groups, heads + 2 * kv_heads, triton.cdiv(dim // 2, tile.rows))](
         h, attention.q, attention.k, attention.v, *biases, tokens.cos, tokens.sin, queries, keys, values, *places,
         len(h), width, heads, kv_heads, *keys.stride()[:3],
-        dim, 0 if has_norm else rotary, has_bias, tile.rows, tile.columns, tile.even, num_warps=4, num_stages=tile.stages,
+        dim, 0 if has_norm else rotary, has_bias, *tile.constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if has_norm:
         _launch_norms(attention, tokens, queries, keys, rotary)

@@ -1,7 +1,7 @@
 """K/V of tokens in layers that they skip, in one launch; `propagate` in `reference.py` defines it.
 
-A program computes one key or value head of one layer for all tokens, padded to 16. It norms their states on the way, so
-nothing is written but K/V.
+A program computes one key or value head of one layer for up to 16 tokens. It norms their states on the way, so nothing is
+written but K/V.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -27,7 +27,7 @@ def _propagate(
     ROTARY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, FACTS: tl.constexpr, HALF: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    own, place, pair = facts + tl.program_id(0) * FACTS, tl.arange(0, 16), tl.arange(0, HALF)
+    own, place, pair = facts + tl.program_id(2) * FACTS, tl.program_id(0) * 16 + tl.arange(0, 16), tl.arange(0, HALF)
     is_value = tl.program_id(1) >= kv_heads
     head = tl.program_id(1) - tl.where(is_value, kv_heads, 0)
     kind = x.dtype.element_ty
@@ -108,8 +108,8 @@ def propagate(layers: list[Layer], tokens: Pass, caches: list[tuple[torch.Tensor
         return
     before, dim, width, kv_heads = first.attention_norm, own.head_dim, tokens.x.shape[1], keys.shape[1]
     half = max(16, triton.next_power_of_2(dim // 2))
-    tile = propagate_tile(card_of(keys.device), half, width, keys.element_size())
-    _propagate[(len(layers), 2 * kv_heads)](
+    tile = propagate_tile(card_of(keys.device), half, width, keys.element_size(), len(tokens.x))
+    _propagate[(tile.groups, 2 * kv_heads, len(layers))](
         tokens.x, _facts(layers, caches), tokens.cos, tokens.sin, tokens.rows, tokens.columns, tokens.angles, len(tokens.x),
         width, before.eps, own.k_norm.eps, kv_heads, *keys.stride()[:3],
         before.offset, own.k_norm.offset, before.layer_norm, len(before.bias) > 0, dim, tokens.cos.shape[1],
