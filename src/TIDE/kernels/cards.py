@@ -162,12 +162,13 @@ def _rows(card: Card, height: int, shape: Shape, least: int) -> int:
 
 
 def _tile(card: Card, shape: Shape, rows: int, width: int, size: int, tokens: int, weights: int) -> Tile:
-    """Fit a tile to a card. Wide ones have more columns for fewer rows, and more warps where there is much to sum."""
+    """Fit a tile to a card. Wide ones have more columns for fewer rows, and more warps where there is much to sum; products of
+    fp32, which keep more in registers, do without the columns and have the warps sooner."""
     wide, columns = tile_width(tokens), shape.columns
-    if wide > SMALLEST:
+    if wide > SMALLEST and size == 2:
         columns = min(WIDEST, columns * shape.rows // rows)
     fitting, stages = _fit(card, rows, columns // size, shape.stages, size, weights, wide)
-    warps = 8 if weights * rows * wide > 64 * MOST else 4
+    warps = 8 if weights * rows * wide * size > 2 * 64 * MOST else 4
     return Tile(rows, fitting, stages, width % fitting == 0, wide, -(-tokens // wide), warps)
 
 
