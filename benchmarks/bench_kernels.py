@@ -20,7 +20,7 @@ from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_model, timed
 from TIDE.adapters.layer_parts import layer_parts
 from TIDE.kernels import reference
 from TIDE.kernels.dispatch import compiled_ops
-from TIDE.kernels.layer import Layer, Pass, no_norm
+from TIDE.kernels.layer import Layer, Pass, dense_tables, no_norm
 
 LONGEST = 512
 WEIGHTS = {
@@ -64,7 +64,7 @@ def measure(ops, layers: list[Layer], tokens: int, context: int, bandwidth: floa
     rows = torch.zeros(tokens, dtype=torch.int32, device=device)
     positions = torch.arange(context, context + tokens, dtype=torch.int32, device=device)
     tables = some(2, LONGEST, first.head_dim)
-    going = Pass(h.clone(), *tables, rows, positions, positions, positions)
+    going = Pass(h.clone(), *tables, rows, positions, positions, positions, dense_tables(1, device))
     each: dict[str, Callable[[Layer, torch.Tensor, torch.Tensor], object]] = {
         "norm": lambda layer, keys, values: ops.norm(h, layer.attention_norm),
         "project": lambda layer, keys, values: ops.project(layer.attention, going, h, keys, values),

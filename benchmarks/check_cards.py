@@ -37,10 +37,21 @@ LIMITS = {  # compute capability -> KB of shared memory for a block, multiproces
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEIGHT = WIDTH = 4096
-WHOLE = {"rows", "columns", "angles", "positions", "start", "vocabulary", "tokens_at"}  # arrays of int32
+WHOLE = {"rows", "columns", "angles", "positions", "tables", "start", "vocabulary", "tokens_at"}  # arrays of int32
 FLOATS = {"peaks", "sums"}  # arrays of fp32
 NUMBERS = {"scale", "scaling", "eps", "head_eps"}
-SIZES = {"tokens", "height", "width", "heads", "kv_heads", "blocks", "stride_row", "stride_head", "stride_column"}
+SIZES = {
+    "tokens",
+    "height",
+    "width",
+    "heads",
+    "kv_heads",
+    "blocks",
+    "stride_table",
+    "stride_block",
+    "stride_head",
+    "stride_column",
+}
 
 
 def main() -> None:
@@ -84,23 +95,23 @@ def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[o
     project = cards.project_tile(card, HEIGHT, WIDTH, dim, size, tokens)
     spread, seen = cards.propagate_tile(card, dim // 2, WIDTH, size, tokens), cards.attention_tile(card, dim, 16, size)
     no_bias = {"HAS_BIAS": False}
-    plain = {**no_bias, "HAS_BASE": True, "HAS_START": False, "ACTIVATION": -1}
+    plain, rotated = {**no_bias, "HAS_BASE": True, "HAS_START": False, "ACTIVATION": -1}, dict(SIZE=0, DIM=dim, ROTARY=dim)
     products, ops = triton_products, triton_ops
     return {
         "linear": (products._linear, {**plain, **tile_constants(linear)}, linear),
         "tall linear": (products._linear, {**plain, **tile_constants(tall)}, tall),
         "gated": (products._gated, {**no_bias, "ACTIVATION": 0, **tile_constants(gated)}, gated),
         "head": (triton_exits._peaks, {"CHOSEN": False, "SIGNALS": True, "STORE": True, **tile_constants(head)}, head),
-        "project": (ops._project, {**no_bias, "DIM": dim, "ROTARY": dim, **tile_constants(project, "HALF")}, project),
+        "project": (ops._project, {**no_bias, **rotated, **tile_constants(project, "HALF")}, project),
         "attend": (
             ops._attend,
-            dict(WINDOW=0, CAP=0.0, DIM=dim, GROUP=16, SPLIT=ops.SPLIT, TILE=seen.keys, BLOCK=dim, ONLY=False),
+            dict(SIZE=0, WINDOW=0, CAP=0.0, DIM=dim, GROUP=16, SPLIT=ops.SPLIT, TILE=seen.keys, BLOCK=dim, ONLY=False),
             seen,
         ),
         "propagate": (
             triton_propagate._propagate,
             dict(
-                no_bias, OFFSET=0.0, HEAD_OFFSET=0.0, LAYER_NORM=False, SHIFTED=False, DIM=dim, ROTARY=dim, HAS_NORM=False,
+                no_bias, **rotated, OFFSET=0.0, HEAD_OFFSET=0.0, LAYER_NORM=False, SHIFTED=False, HAS_NORM=False,
                 FACTS=triton_propagate.FACTS, HALF=spread.rows, BK=spread.columns,
             ),
             spread,

@@ -25,7 +25,7 @@ from TIDE.kernels.layer import MLP, Norm
 EMPTY = torch.zeros(0)
 # One binary for any number of tokens, and for any place of a round's small buffers.
 counted = triton.jit(
-    do_not_specialize=["tokens", "drafts", "all_rows"],
+    do_not_specialize=["tokens", "drafts", "all_rows", "stride_table"],
     do_not_specialize_on_alignment=[
         "start",
         "starts",
@@ -34,6 +34,7 @@ counted = triton.jit(
         "columns",
         "positions",
         "angles",
+        "tables",
         "best",
         "token",
         "score",
