@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 NEWEST = 0.2  # weight of the newest measurement
 GUESS = 0.1  # of a step: the cost of a draft's place in a deep pass before it was measured
 
@@ -33,20 +31,37 @@ class Costs:
     """Seconds of the parts of a round, and of rounds that are launched as a whole.
 
     Deep passes are kept as multiples of a pass of one token, and every pass updates the seconds of that: texts grow, and a
-    timing of a long one must not stand for a short one.
+    timing of a long one must not stand for a short one. Rows share a pass, so its tokens are those of all of them together.
+
+    Attributes:
+        rows: of the round at hand.
+        tokens: that its deep pass has so far.
     """
 
     def __init__(self) -> None:
         self.step = ClippedMean()  # seconds of a pass of one token, as of now
-        self.exit = ClippedMean()  # seconds up to and with an exit
+        self.exit = ClippedMean()  # seconds up to and with an exit of one row
         self.passes: dict[int, RunningMean] = {}  # by tokens: a deep pass, in steps
         self.rounds: dict[int, ClippedMean] = {}  # by drafts: seconds of a captured round
+        self.rows = self.tokens = 1
+
+    def begin_round(self, rows: int) -> None:
+        """Start a round on the host, with one token of each row."""
+        self.rows = self.tokens = rows
+
+    @property
+    def worth(self) -> float:
+        """Steps that a token of the round at hand takes without drafts: rows share them."""
+        return self.deep(self.rows) / self.rows
 
     def saw_pass(self, tokens: int, seconds: float) -> None:
         """Record a deep pass."""
         if tokens == 1:
             self.step.add(seconds)
-        elif self.step.mean is not None:
+        elif self.step.mean is None:  # rows together never run one token: others are measured against a guess
+            self.passes[tokens] = RunningMean(self.deep(tokens))
+            self.step.add(seconds / self.deep(tokens))
+        else:
             known = self.passes.setdefault(tokens, RunningMean())
             if known.mean is not None:
                 self.step.add(seconds / known.mean)
@@ -56,25 +71,17 @@ class Costs:
         """Record a captured round."""
         self.rounds.setdefault(drafts, ClippedMean()).add(seconds)
 
-    def deep(self, tokens: int) -> float | None:
-        """Return the steps that a deep pass takes, if they are known."""
-        known = self.passes.get(tokens)
-        return 1.0 if tokens == 1 else known.mean if known else None
-
-    def round(self, exits: int, tokens: int) -> float | None:
-        """Return the steps that a round with `exits` exits and a deep pass of `tokens` takes, if they are known."""
-        deep = self.deep(tokens)
-        if deep is None or self.step.mean is None or (exits and self.exit.mean is None):
-            return None
-        return deep + exits * (self.exit.mean or 0.0) / self.step.mean
+    def deep(self, tokens: int) -> float:
+        """Return the steps that a deep pass takes: measured, or between those measured; a guess beyond them."""
+        known = {1: 1.0} | {n: own.mean for n, own in self.passes.items() if own.mean is not None}
+        below = max(n for n in known if n <= tokens)
+        above = min((n for n in known if n > tokens), default=None)
+        slope = GUESS if above is None else (known[above] - known[below]) / (above - below)
+        return known[below] + slope * (tokens - below)
 
     def marginal_cost(self, tokens: int) -> float:
         """Return the steps that one more token costs in a deep pass of `tokens`."""
-        known = [(n, deep) for n in sorted({1, *self.passes}) if (deep := self.deep(n)) is not None]
-        for (n, before), (m, after) in pairwise(known):
-            if n <= tokens < m:
-                return max(0.0, (after - before) / (m - n))
-        return GUESS
+        return max(0.0, self.deep(tokens + 1) - self.deep(tokens))
 
     def captured_round(self, drafts: int) -> float | None:
         """Return the seconds of a captured round: measured, or those of the next shorter one and a guess for the rest."""
