@@ -218,14 +218,14 @@ def test_odds_that_turn_out_too_high_are_corrected_by_number_in_the_row():
 
 
 def test_rows_together_draft_only_where_a_place_costs_less_than_their_part_of_a_step():
-    """Eight tokens in a pass cost 1.8 steps: a row's token is worth 0.225 of one, and a place costs 0.2."""
+    """A token of eight is worth an eighth of their step, 1.8 seconds, and a place costs a ninth of it."""
     costs = some_costs(exit_=0.01, passes=(1.0,))
+    costs.begin_round(8)
     costs.saw_pass(8, 1.8)
     costs.saw_pass(16, 3.4)
     rows = [DraftBudget(0, costs, some_experience(), place=place) for place in range(8)]
     costs.begin_round(8)
-    assert costs.worth == pytest.approx(0.225)
-    assert not rows[0].should_exit(0.9)  # 0.9 · 0.95 of 0.225 is less than 0.2
+    assert not rows[0].should_exit(0.9)  # 0.9 · 0.95 of 0.125 is less than 0.111
     assert rows[1].should_exit(0.99)
     assert costs.tokens == 9
     costs.begin_round(1)
@@ -235,6 +235,8 @@ def test_rows_together_draft_only_where_a_place_costs_less_than_their_part_of_a_
 def test_rows_together_try_one_after_the_other():
     """Exits that are too slow are tried again by one row at a time, and rests are as many times as long as there are rows."""
     costs = some_costs(exit_=5.0)
+    costs.begin_round(4)
+    costs.saw_pass(4, 1.3)
     rows = [DraftBudget(0, costs, some_experience(), place=place) for place in range(4)]
     asked = {}
     for size in range(10 * FIRST_REST):
@@ -244,9 +246,13 @@ def test_rows_together_try_one_after_the_other():
     assert [size for size, places in asked.items() if places][: 2 * TRIAL] == [0, 1, FIRST_REST, FIRST_REST + 1]
 
 
-def test_the_first_passes_of_rows_together_are_costs_too():
-    costs = Costs()
-    costs.saw_pass(8, 1.7)
-    assert costs.step.mean == pytest.approx(1.0)
-    costs.saw_pass(12, 3.4)
-    assert costs.deep(10) == pytest.approx(2.55)
+def test_costs_of_rows_together_are_their_own():
+    costs = some_costs()
+    costs.begin_round(8)
+    assert costs.step.mean is None
+    for _ in range(9):
+        costs.saw_pass(8, 2.0)
+    costs.saw_pass(12, 3.0)
+    assert (costs.step.mean, costs.deep(8), costs.deep(10)) == (2.0, 1.0, pytest.approx(1.25))
+    costs.begin_round(1)
+    assert (costs.step.mean, costs.deep(2)) == (1.0, pytest.approx(1.1))

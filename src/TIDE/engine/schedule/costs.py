@@ -30,8 +30,9 @@ class ClippedMean(RunningMean):
 class Costs:
     """Seconds of the parts of a round, and of rounds that are launched as a whole.
 
-    Deep passes are kept as multiples of a pass of one token, and every pass updates the seconds of that: texts grow, and a
-    timing of a long one must not stand for a short one. Rows share a pass, so its tokens are those of all of them together.
+    A step is a pass of one token of each row. Deep passes are kept as multiples of a step of as many rows, and every pass
+    updates the seconds of that: texts grow, and a timing of a long one must not stand for a short one. Rows share a pass: its
+    tokens are those of all of them together.
 
     Attributes:
         rows: of the round at hand.
@@ -39,9 +40,9 @@ class Costs:
     """
 
     def __init__(self) -> None:
-        self.step = ClippedMean()  # seconds of a pass of one token, as of now
         self.exit = ClippedMean()  # seconds up to and with an exit of one row
-        self.passes: dict[int, RunningMean] = {}  # by tokens: a deep pass, in steps
+        self._steps: dict[int, ClippedMean] = {}  # by rows
+        self._passes: dict[int, dict[int, RunningMean]] = {}  # by rows, then by tokens: a deep pass, in steps
         self.rounds: dict[int, ClippedMean] = {}  # by drafts: seconds of a captured round
         self.rows = self.tokens = 1
 
@@ -50,22 +51,29 @@ class Costs:
         self.rows = self.tokens = rows
 
     @property
+    def step(self) -> ClippedMean:
+        """Seconds of a step of the rows at hand, as of now."""
+        return self._steps.setdefault(self.rows, ClippedMean())
+
+    @property
+    def passes(self) -> dict[int, RunningMean]:
+        """By tokens: a deep pass of the rows at hand, in steps."""
+        return self._passes.setdefault(self.rows, {})
+
+    @property
     def worth(self) -> float:
-        """Steps that a token of the round at hand takes without drafts: rows share them."""
-        return self.deep(self.rows) / self.rows
+        """The part of a step that a token takes without drafts."""
+        return 1 / self.rows
 
     def saw_pass(self, tokens: int, seconds: float) -> None:
-        """Record a deep pass."""
-        if tokens == 1:
+        """Record a deep pass of the rows at hand."""
+        if tokens == self.rows:
             self.step.add(seconds)
-        elif self.step.mean is None:  # rows together never run one token: others are measured against a guess
-            self.passes[tokens] = RunningMean(self.deep(tokens))
-            self.step.add(seconds / self.deep(tokens))
-        else:
+        elif self.step.mean is not None:
             known = self.passes.setdefault(tokens, RunningMean())
             if known.mean is not None:
                 self.step.add(seconds / known.mean)
-            known.add(min(seconds / self.step.mean, 2.0 * tokens))
+            known.add(min(seconds / self.step.mean, 2.0 * tokens / self.rows))
 
     def saw_round(self, drafts: int, seconds: float) -> None:
         """Record a captured round."""
@@ -73,10 +81,11 @@ class Costs:
 
     def deep(self, tokens: int) -> float:
         """Return the steps that a deep pass takes: measured, or between those measured; a guess beyond them."""
-        known = {1: 1.0} | {n: own.mean for n, own in self.passes.items() if own.mean is not None}
-        below = max(n for n in known if n <= tokens)
+        known = {self.rows: 1.0} | {n: own.mean for n, own in self.passes.items() if own.mean is not None}
+        below = max((n for n in known if n <= tokens), default=self.rows)
         above = min((n for n in known if n > tokens), default=None)
-        slope = GUESS if above is None else (known[above] - known[below]) / (above - below)
+        guess = GUESS / (1 + GUESS * (self.rows - 1))  # a step of more rows is longer, and a place less of it
+        slope = guess if above is None else (known[above] - known[below]) / (above - below)
         return known[below] + slope * (tokens - below)
 
     def marginal_cost(self, tokens: int) -> float:
