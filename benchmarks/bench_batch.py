@@ -30,7 +30,7 @@ import torch
 from transformers import GenerationConfig
 
 import TIDE
-from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_model, timed
+from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_model, step_bytes, timed
 from bench_sampling import QUESTIONS
 
 Run = Callable[[int], Any]
@@ -145,12 +145,10 @@ def answered(manager: Any, prompts: list[list[int]], new: int) -> None:
 
 def step_seconds(model: Any, prompts: list[list[int]], new: int) -> float:
     """Return the seconds of a step if it took as long as reading weights and K/V takes, half of the new tokens written."""
-    table, config = model.get_input_embeddings().weight, model.config.get_text_config(decoder=True)
-    tied = table is model.get_output_embeddings().weight
-    size = sum(p.numel() * p.element_size() for p in model.parameters()) - (0 if tied else table.numel() * table.element_size())
+    config = model.config.get_text_config(decoder=True)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    column = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * table.element_size()
-    return (size + sum(len(own) + new // 2 for own in prompts) * column) / copy_bandwidth()
+    column = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * model.dtype.itemsize
+    return (step_bytes(model) + sum(len(own) + new // 2 for own in prompts) * column) / copy_bandwidth()
 
 
 def report(rows: int, new: int, seconds: dict[str, dict[int, list[float]]], limit: float | None) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def test_twenty_prompts_are_sampled_alike_with_exits_and_without(embedded, tempe
                 apart = gap(engine, row.tokens, other.tokens, seed, options)
                 print(f"{texts[seed]!r}: scores {apart} apart")
                 assert apart < 1e-4
-    assert accepted > 8 and ties <= 1
+    assert accepted > 10 and ties <= 1
 
 
 def gap(engine, one: list[int], other: list[int], seed: int, options: dict) -> float:
