@@ -193,10 +193,14 @@ def copy_bandwidth() -> float:
 
 def allowed(model: transformers.PreTrainedModel) -> float:
     """Tokens per second if a step took as long as its weights take to be read."""
+    return copy_bandwidth() / step_bytes(model)
+
+
+def step_bytes(model: transformers.PreTrainedModel) -> int:
+    """Bytes of the weights that a step reads: all but an embedding that is not the LM head too."""
     table = model.get_input_embeddings().weight
     tied = table is model.get_output_embeddings().weight
-    size = sum(p.numel() * p.element_size() for p in model.parameters()) - (0 if tied else table.numel() * table.element_size())
-    return copy_bandwidth() / size
+    return sum(p.numel() * p.element_size() for p in model.parameters()) - (0 if tied else table.numel() * table.element_size())
 
 
 def report(

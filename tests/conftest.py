@@ -5,6 +5,7 @@ import os
 import shutil
 
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # the models are tiny and two workers share the machine
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 

@@ -48,22 +48,26 @@ class ByState(Everyone):
 
 class Knowing(Everyone):
     """Leaves at random and predicts from known texts, right or wrong at random: drafts of every length are
-    accepted and rejected at every depth."""
+    accepted and rejected at every depth. Chance is a matter of row, position and depth, not of who is asked first."""
 
     def __init__(self, texts: list[list[int]], checkpoints: tuple[int, ...], seed: int, leaves: float, right: float) -> None:
         super().__init__(*checkpoints)
         self.texts, self.leaves, self.right = texts, leaves, right
-        self.random = random.Random(seed)
+        self.seed = seed
+
+    def chances(self, candidates: Candidates, what: str) -> list[random.Random]:
+        places = zip(candidates.rows, candidates.positions, strict=True)
+        return [random.Random(f"{what} {self.seed} {candidates.depth} {row} {position}") for row, position in places]
 
     def score(self, candidates: Candidates) -> torch.Tensor:
-        return torch.tensor([float(self.random.random() < self.leaves) for _ in candidates.rows])
+        return torch.tensor([float(chance.random() < self.leaves) for chance in self.chances(candidates, "leaves")])
 
     def predict(self, candidates: Candidates, head) -> torch.Tensor:
         logits = torch.zeros_like(head(candidates.states))
-        for index, (row, position) in enumerate(zip(candidates.rows, candidates.positions, strict=True)):
-            text = self.texts[row]
-            known = position + 1 < len(text) and self.random.random() < self.right
-            token = text[position + 1] if known else self.random.randrange(logits.shape[1])
+        for index, chance in enumerate(self.chances(candidates, "right")):
+            text, position = self.texts[candidates.rows[index]], candidates.positions[index]
+            known = position + 1 < len(text) and chance.random() < self.right
+            token = text[position + 1] if known else chance.randrange(logits.shape[1])
             logits[index, token] = 5.0
         return logits
 

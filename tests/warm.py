@@ -1,7 +1,8 @@
 """Imports what scripts need, then runs scripts: each in a child process, as `python script arguments` would.
 
 A request is a line of JSON: argv, cwd and the files that are the child's standard streams. The answer is its exit code. The
-first line that comes out says what importing TIDE took once torch and transformers were there, and what it brought along.
+first line that comes out says what importing TIDE took, as a share of what torch and transformers took before it, and what it
+brought along.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ os.environ["OMP_NUM_THREADS"] = "1"  # a pool of threads does not survive a fork
 
 
 def imports() -> dict[str, object]:
+    began = time.process_time()
     import torch
     from transformers import AutoModelForCausalLM, LlamaForCausalLM, pipelines  # noqa: F401
 
-    before, began = set(sys.modules), time.process_time()
+    before, there = set(sys.modules), time.process_time()
     import TIDE
 
     for name in TIDE.__all__:
         getattr(TIDE, name)
-    seconds = time.process_time() - began
+    share = (time.process_time() - there) / (there - began)
     assert torch.get_num_threads() == 1
-    return dict(seconds=seconds, packages=sorted({name.split(".")[0] for name in set(sys.modules) - before}))
+    return dict(share=share, packages=sorted({name.split(".")[0] for name in set(sys.modules) - before}))
 
 
 def become(argv: list[str], cwd: str, streams: list[str]) -> None:

@@ -42,8 +42,9 @@ class TIDEConfig:
             state of the previous token.
         kv_cache_strategy: treatment of the layers a token skipped. "exact" runs them later, "propagate" writes their K/V
             from the exit state, "zero_pad" writes zeros.
-        compaction_threshold: in a batch, if at most this share of the rows needs the deeper layers, only those rows run;
-            otherwise every row with pending tokens runs with them.
+        compaction_threshold: mode "fast" on the model's own layers, in a batch: if at most this share of the rows needs the
+            deeper layers, only those rows run; otherwise every row with pending tokens runs with them. Compiled layers need
+            none.
         max_pending: largest number of consecutive exits before a token has to run all layers.
         max_exit_share: mode "fast": largest share, in [0, 1], of a row's new tokens that may exit, at every point of the text;
             a token beyond it runs all layers. 1.0: no limit.

@@ -28,6 +28,13 @@ def test_sampling_is_timed(warm):
     assert not any(found["different"].values())
 
 
+def test_rows_together_are_timed(warm):
+    found = report(warm.run(FOLDER / "bench_batch.py", "--model", "tiny", "--rows", 1, 3, "--new-tokens", 4, "--rounds", 1))
+    assert set(found["results"]) == {"1", "3"}
+    assert set(found["results"]["3"]) == {"generate", "exits off"}
+    assert all(own["tok_s"] > 0 for own in found["results"]["3"].values())
+
+
 def test_the_first_tokens_of_prompts_are_timed(warm):
     (row,) = report(warm.run(FOLDER / "bench_prefill.py", "--model", "tiny", "--tokens", 40, "--rounds", 2))["results"]
     assert row["tokens"] == 40 and row["generate_ms"] > 0 and row["tide_ms"] > 0

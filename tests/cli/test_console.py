@@ -265,4 +265,4 @@ def test_help_is_quick_and_brings_nothing_heavy():
 
 def test_importing_takes_little_beside_torch_and_transformers(warm):
     assert {*warm.imports["packages"]} <= {"TIDE", "transformers", "huggingface_hub"}
-    assert warm.imports["seconds"] < 0.4  # 0.1 s on two slow cores, with every public name
+    assert warm.imports["share"] < 0.1  # 0.1 s after 6 s on two slow cores, with every public name

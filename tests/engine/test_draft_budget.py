@@ -58,11 +58,13 @@ def test_exits_are_asked_while_the_usual_score_pays_for_exit_and_place():
     assert budget.should_exit(0.5)
     assert not budget.should_draft(11)  # 0.5 · 0.5 of a step is less than 0.3 + 0.1
     budget.record_round(12, tokens=2)
+    budget.costs.begin_round(1)
     assert budget.should_draft(12)
 
 
 def a_round(budget, size, score, tokens):
     """One exit asked and left, and what came of it."""
+    budget.costs.begin_round(1)
     asked = budget.should_draft(size)
     if asked:
         budget.should_exit(score)
@@ -116,6 +118,7 @@ def test_exits_that_never_pay_are_asked_a_few_times_in_a_text_only():
     for _ in range(10):
         budget = a_budget(costs, experience)
         for size in range(128):
+            costs.begin_round(1)
             if budget.should_draft(size):
                 asked += 1
                 assert not budget.should_exit(0.0)
@@ -131,6 +134,7 @@ def test_no_more_drafts_are_made_than_were_ever_accepted_and_one():
     budget.experience.longest = 0
     for accepted in (0, 1, 2, 2):
         made = 0
+        budget.costs.begin_round(1)
         while budget.should_exit(0.99) and made < 8:
             made += 1
         assert made == budget.experience.longest + 1
@@ -145,6 +149,7 @@ def test_sure_scores_that_are_always_wrong_cost_little():
         budget = a_budget(costs, experience)
         for size in range(128):
             drafts = 0
+            costs.begin_round(1)
             while budget.should_draft(size) and drafts < 8 and budget.should_exit(0.999):
                 drafts += 1
             lost += 0.1 * (budget.asked + drafts)  # exits and places
@@ -201,10 +206,53 @@ def test_odds_that_turn_out_too_high_are_corrected_by_number_in_the_row():
     """Scores of 0.9 of which the second draft never stands: it is soon no longer made."""
     budget = a_budget()
     for _ in range(60):
+        budget.costs.begin_round(1)
         budget.should_exit(0.9)
         budget.should_exit(0.9)
         budget.record_round(10, tokens=2)
+    budget.costs.begin_round(1)
     assert budget.acceptance.share(1) > 0.95
     assert budget.acceptance.share(2) < 0.2
     assert budget.should_exit(0.9)
     assert not budget.should_exit(0.9)
+
+
+def test_rows_together_draft_only_where_a_place_costs_less_than_their_part_of_a_step():
+    """A token of eight is worth an eighth of their step, 1.8 seconds, and a place costs a ninth of it."""
+    costs = some_costs(exit_=0.01, passes=(1.0,))
+    costs.begin_round(8)
+    costs.saw_pass(8, 1.8)
+    costs.saw_pass(16, 3.4)
+    rows = [DraftBudget(0, costs, some_experience(), place=place) for place in range(8)]
+    costs.begin_round(8)
+    assert not rows[0].should_exit(0.9)  # 0.9 · 0.95 of 0.125 is less than 0.111
+    assert rows[1].should_exit(0.99)
+    assert costs.tokens == 9
+    costs.begin_round(1)
+    assert rows[0].should_exit(0.9)
+
+
+def test_rows_together_try_one_after_the_other():
+    """Exits that are too slow are tried again by one row at a time, and rests are as many times as long as there are rows."""
+    costs = some_costs(exit_=5.0)
+    costs.begin_round(4)
+    costs.saw_pass(4, 1.3)
+    rows = [DraftBudget(0, costs, some_experience(), place=place) for place in range(4)]
+    asked = {}
+    for size in range(10 * FIRST_REST):
+        costs.begin_round(4)
+        asked[size] = [place for place, row in enumerate(rows) if row.should_draft(size)]
+    assert all(len(places) <= 1 for places in asked.values())
+    assert [size for size, places in asked.items() if places][: 2 * TRIAL] == [0, 1, FIRST_REST, FIRST_REST + 1]
+
+
+def test_costs_of_rows_together_are_their_own():
+    costs = some_costs()
+    costs.begin_round(8)
+    assert costs.step.mean is None
+    for _ in range(9):
+        costs.saw_pass(8, 2.0)
+    costs.saw_pass(12, 3.0)
+    assert (costs.step.mean, costs.deep(8), costs.deep(10)) == (2.0, 1.0, pytest.approx(1.25))
+    costs.begin_round(1)
+    assert (costs.step.mean, costs.deep(2)) == (1.0, pytest.approx(1.1))

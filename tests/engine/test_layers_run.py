@@ -116,8 +116,9 @@ def test_the_threshold_decides_who_leaves(llama, ids):
     assert rates[0.9] == 0
 
 
-def test_compaction_decides_whether_rows_ride_along(llama):
+def test_compaction_decides_whether_rows_ride_along(llama, monkeypatch):
     """One row of four needs the deep layers: alone at a threshold of 0.25, with the others below it."""
+    monkeypatch.setenv("TIDE_BACKEND", "modules")
     ids = torch.randint(3, 128, (4, PROMPT), generator=torch.Generator().manual_seed(0))
     policy = Where(lambda depth, row, position: row != 0, 1)
     runs = {}

@@ -11,7 +11,7 @@ from families import build
 from policies import Everyone
 from TIDE import TIDE, TIDEConfig
 
-TOP, NEW, ROWS, CALLS = 3, 4, 500, 6
+TOP, NEW, ROWS, CALLS = 3, 4, 500, 3
 OPTIONS = dict(do_sample=True, temperature=1.3, top_k=TOP, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
 
 
@@ -63,7 +63,7 @@ def chi_square(model, prompt, expected, policy, config, seed: int = 0) -> float:
 
 
 @pytest.mark.invariant(3)
-@pytest.mark.parametrize("checkpoints", [(0,), (2,), (1, 3)])
+@pytest.mark.parametrize("checkpoints", [(0,), (1, 3)])
 def test_drafts_do_not_change_the_distribution(model, prompt, expected, checkpoints):
     """Distance per degree of freedom is near 1; 1.6 would be a chance of less than one in a thousand here."""
     assert chi_square(model, prompt, expected, Everyone(*checkpoints), TIDEConfig()) < 1.6

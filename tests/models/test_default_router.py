@@ -6,10 +6,17 @@ import pytest
 import torch
 
 import TIDE
+from runners import Recording
 from TIDE.calibration.self_texts import builtin_prompts
 from TIDE.kernels.noise import noise
 
 PROMPTS = ["Why is the sea salty?", "Write a short email to a friend about a bicycle.", "What is 17 + 25?"]
+
+
+def asked(tokenizer, texts: list[str]):
+    """Questions side by side, after fewer words of the system than the template has: half of the time is theirs."""
+    chats = [[{"role": "system", "content": "Help."}, {"role": "user", "content": text}] for text in texts]
+    return tokenizer.apply_chat_template(chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True)
 
 
 def test_it_is_small_whole_and_says_how_it_was_made():
@@ -49,14 +56,11 @@ def test_forty_prompts_are_answered_as_the_model_answers_them(embedded, part):
     """
     model, tokenizer = embedded
     texts = [text for own in builtin_prompts().values() for text in own if "{text}" not in text][part * 13 :: 53][:10]
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    inputs = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-    )
-    expected, drafted = model.generate(**inputs, max_new_tokens=12, do_sample=False), 0
+    inputs = asked(tokenizer, texts)
+    expected, drafted = model.generate(**inputs, max_new_tokens=9, do_sample=False), 0
     with TIDE.TIDE(model, TIDE.default_router()) as engine:
         for text, ids, mask, own in zip(texts, inputs["input_ids"], inputs["attention_mask"], expected, strict=True):
-            found = engine.generate(ids[mask.bool()][None], max_new_tokens=12, do_sample=False)[0]
+            found = engine.generate(ids[mask.bool()][None], max_new_tokens=9, do_sample=False)[0]
             written = own[mask.argmax() :]
             assert torch.equal(found, written[: len(found)]), text
             assert set(written[len(found) :].tolist()) <= {tokenizer.pad_token_id}
@@ -78,16 +82,14 @@ def test_twenty_prompts_are_sampled_alike_with_exits_and_without(embedded, tempe
     """At 0.7 those with exits are alone, which takes longer. Near-ties may then fall either way: they are counted and shown."""
     model, tokenizer = embedded
     texts = [text for own in builtin_prompts().values() for text in own if "{text}" not in text][7::25][:20]
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    inputs = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-    )
-    options = dict(do_sample=True, temperature=temperature, top_p=0.9, top_k=0, max_new_tokens=10)
+    inputs = asked(tokenizer, texts)
+    options = dict(do_sample=True, temperature=temperature, top_p=0.9, top_k=0, max_new_tokens=8)
     ties, accepted = 0, 0
     with TIDE.TIDE(model, TIDE.default_router()) as engine:
         with engine.using(engine.config, exits=False):
             engine.generate(**inputs, seed=list(range(20)), **options)
         expected, found = engine.last_rows, []
+        engine.scheduler = Recording(then=1)  # whether drafts pay on this machine or not
         if temperature == 0.7:
             for seed, row in enumerate(expected):
                 engine.generate(torch.tensor([row.tokens[: row.prompt]]), seed=seed, **options)

@@ -70,7 +70,7 @@ class KVLayer(CacheLayerMixin):
             self.keys[rows, :, columns] = key_states
             self.values[rows, :, columns] = value_states
             return self.keys[rows], self.values[rows]
-        if len(view.rows) == self.rows:  # `narrow` is the quickest way to a view
+        if rows == slice(0, self.rows):  # `narrow` is the quickest way to a view
             self.keys.narrow(2, view.start, view.width).copy_(key_states)
             self.values.narrow(2, view.start, view.width).copy_(value_states)
             return self.keys.narrow(2, 0, view.stop), self.values.narrow(2, 0, view.stop)

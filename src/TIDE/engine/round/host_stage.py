@@ -1,8 +1,10 @@
 """Rounds on the host: any number of rows, any exit policy, several checkpoints, any sampler.
 
 A row's newest token runs segment after segment, and at each checkpoint the policy is asked. A token that leaves becomes a
-draft, and what it did not run stays pending; a token that does not leave goes on to full depth with all that is pending. In
-mode "fast" a token that leaves is final at once.
+draft, and what it did not run stays pending; a row whose token does not leave waits at the last segment until none leaves. Then
+all rows go to full depth in one pass, each with all that it has pending. In mode "fast" a token that leaves is final at once.
+
+Where passes of some rows gather their K/V first (a model's own modules), mode "fast" does not wait: see `_leave`.
 """
 
 from __future__ import annotations
@@ -53,9 +55,13 @@ class HostStage:
         self.clock = Clock(rows[0].stats.seconds)
         self.policy = None if policy is None else policy.start(len(rows), runner.head)
         self.segments = Segments(runner, plan.spans, rows, capacity, self.policy)
-        self.segment = 0  # where the deep pass begins
-        self.going: list[Row] = []  # rows of the deep pass
-        self.deciding: list[Row] = []  # those of them whose newest token is undecided
+        self.waits = plan.exact or not runner.gathers_rows  # for the rows that leave
+        self.segment = 0  # where the rows on their way are
+        self.entry = 0  # the segment where the deep pass begins
+        self.going: list[Row] = []  # rows on their way to it
+        self.held: list[Row] = []  # rows that wait before it
+        self.left: list[Row] = []  # rows whose token left in this step
+        self.deciding: list[Row] = []  # rows whose newest token is undecided
         self.logits: dict[Row, torch.Tensor] = {}
         self.found: dict[Row, list[int]] = {}
         self.results: list[tuple[Row, RoundResult]] = []
@@ -91,8 +97,13 @@ class HostStage:
     # ---- the parts of a round ---------------------------------------------------------------------------------------------
 
     def draft(self, step: int) -> bool:
-        """Let the newest token of every row leave where its exit allows it; True: all left, or no row is left."""
-        self.going = self.deciding = [row for row in self.rows if not row.finished]
+        """Let the newest token of every row leave where its exit allows it; True: there is another step."""
+        unfinished = [row for row in self.rows if not row.finished]
+        if not step:
+            self.held = []
+            self.costs.begin_round(max(1, len(unfinished)))
+        self.going = self.deciding = [row for row in self.left if not row.finished] if step and self.waits else unfinished
+        self.left = []
         self._start_over_where_rope_switches(self.going)
         may_leave = {row for row in self.going if self._may_leave(row)} if len(self.plan.spans) > 1 else set()
         seconds = 0.0
@@ -109,13 +120,20 @@ class HostStage:
             self._leave(self._ask(candidates))
             seconds += self.clock.lap("exits")
         if may_leave and self._asked_before:
-            self.costs.exit.add(seconds)
+            self.costs.exit.add(seconds / len(may_leave))
         self._asked_before = bool(may_leave)
+        if self.going:
+            self.held += self.going
+            self.entry = self.segment
+        if self.waits:
+            return bool(self.left)
         return not self.going and any(not row.finished for row in self.rows)
 
     def deep_pass(self, drafted: int) -> None:
         """Run the remaining segments, which stand alike, in one pass."""
         self.logits = {}
+        self.going = sorted(self.held, key=lambda row: row.slot)  # as the cache has them: neighbours are not copied
+        self.segment, self.deciding = self.entry, self.going if self.waits else self.deciding
         if not self.going:
             return
         counts = self._counts()
@@ -128,7 +146,7 @@ class HostStage:
             start = self.segments.length(last, row)
             row.stats.catch_ups += start + count - max(start, row.prompt) > 1
         self.logits = self.segments.run(self.segment, counts, wanted, last, self.sampler.takes_best_only(self.going))
-        self._tokens = max(counts.values())
+        self._tokens = sum(counts.values())
         self._seconds = self.clock.lap("deep")
 
     def sample(self, drafted: int) -> None:
@@ -154,7 +172,7 @@ class HostStage:
         for row in self.going:
             self.segments.settle(row)
         seconds = self._seconds + self.clock.lap("choosing")
-        if self.going and self._tokens <= self.plan.max_pending + 1:  # prompts say nothing about steps
+        if self.going and self._tokens <= (self.plan.max_pending + 1) * len(self.going):  # prompts say nothing about steps
             self.costs.saw_pass(self._tokens, seconds)
 
     # ---- drafts ------------------------------------------------------------------------------------------------------------
@@ -163,7 +181,9 @@ class HostStage:
         """Take rows that are not asked through segments that stand alike; True: nothing but the deep pass is left."""
         reached = self.segments.reaches(self.segment, self.going)
         if reached == self.segments.last:
-            return True
+            if not self.held and not (self.waits and self.left):
+                return True
+            reached -= 1  # the others stand before the last segment
         counts = self._counts()
         if reached > self.segment or not self.segments.skip(self.segment, counts):
             self.segments.run(self.segment, counts, last=reached)
@@ -223,20 +243,23 @@ class HostStage:
         return row.budget.should_exit(score, self.plan.threshold(depth))
 
     def _leave(self, leaving: tuple[Candidates, list[Row], list[float]] | None) -> None:
-        """Draft the tokens that leave. Rows go on if many others do, because a deep pass costs almost the same for more."""
+        """Draft the tokens that leave."""
         if leaving is None:
             return
         candidates, rows, scores = leaving
         staying = [row for row in self.going if row not in rows]
-        unfinished = sum(not row.finished for row in self.rows)
-        ride_along = self.plan.catches_up and len(staying) > self.plan.compaction_threshold * unfinished
-        if not self.plan.exact and self.segments.watched:
-            ride_along = False  # what an exit sees of finished tokens, and so the text, must not depend on other rows
-        if ride_along and self.plan.exact:
-            return  # they are verified with the others at once: no draft is needed
+        rides_along = not self.waits and self._rides_along(len(staying))
         self._emit(candidates, rows, scores)
+        self.left += rows
         self.deciding = [row for row in self.deciding if row not in rows]
-        self.going = self.going if ride_along else staying
+        self.going = self.going if rides_along else staying
+
+    def _rides_along(self, staying: int) -> bool:
+        """Return True if rows that leave go on with those that stay: a deep pass costs almost the same for more rows."""
+        if self.segments.watched:
+            return False  # what an exit sees of finished tokens, and so the text, must not depend on other rows
+        unfinished = sum(not row.finished for row in self.rows)
+        return self.plan.catches_up and staying > self.plan.compaction_threshold * unfinished
 
     def _emit(self, candidates: Candidates, rows: list[Row], scores: list[float]) -> None:
         assert self.policy is not None

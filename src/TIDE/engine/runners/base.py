@@ -37,9 +37,11 @@ class Runner(ABC):
         reason: why a faster runner was not taken; None: this is the fastest there is.
         is_checked: its results were compared with the model's. An unchecked runner is not used for small passes.
         snapshot: the model as it was when the runner was made; None: the runner does not depend on it.
+        gathers_rows: K/V of some rows of a cache are copied for a pass of theirs.
     """
 
     name: str
+    gathers_rows = True
     is_checked = True
     snapshot: ModelSnapshot | None = None
 

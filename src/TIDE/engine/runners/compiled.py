@@ -33,6 +33,8 @@ class CompiledRunner(ModuleRunner):
         cap: logits become cap · tanh(x / cap); 0: they stay.
     """
 
+    gathers_rows = False
+
     def __init__(self, adapter: ModelAdapter, layers: list[Layer], ops: Any) -> None:
         super().__init__(adapter)
         self.layers = layers

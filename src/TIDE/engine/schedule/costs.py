@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 NEWEST = 0.2  # weight of the newest measurement
 GUESS = 0.1  # of a step: the cost of a draft's place in a deep pass before it was measured
 
@@ -32,49 +30,67 @@ class ClippedMean(RunningMean):
 class Costs:
     """Seconds of the parts of a round, and of rounds that are launched as a whole.
 
-    Deep passes are kept as multiples of a pass of one token, and every pass updates the seconds of that: texts grow, and a
-    timing of a long one must not stand for a short one.
+    A step is a pass of one token of each row. Deep passes are kept as multiples of a step of as many rows, and every pass
+    updates the seconds of that: texts grow, and a timing of a long one must not stand for a short one. Rows share a pass: its
+    tokens are those of all of them together.
+
+    Attributes:
+        rows: of the round at hand.
+        tokens: that its deep pass has so far.
     """
 
     def __init__(self) -> None:
-        self.step = ClippedMean()  # seconds of a pass of one token, as of now
-        self.exit = ClippedMean()  # seconds up to and with an exit
-        self.passes: dict[int, RunningMean] = {}  # by tokens: a deep pass, in steps
+        self.exit = ClippedMean()  # seconds up to and with an exit of one row
+        self._steps: dict[int, ClippedMean] = {}  # by rows
+        self._passes: dict[int, dict[int, RunningMean]] = {}  # by rows, then by tokens: a deep pass, in steps
         self.rounds: dict[int, ClippedMean] = {}  # by drafts: seconds of a captured round
+        self.rows = self.tokens = 1
+
+    def begin_round(self, rows: int) -> None:
+        """Start a round on the host, with one token of each row."""
+        self.rows = self.tokens = rows
+
+    @property
+    def step(self) -> ClippedMean:
+        """Seconds of a step of the rows at hand, as of now."""
+        return self._steps.setdefault(self.rows, ClippedMean())
+
+    @property
+    def passes(self) -> dict[int, RunningMean]:
+        """By tokens: a deep pass of the rows at hand, in steps."""
+        return self._passes.setdefault(self.rows, {})
+
+    @property
+    def worth(self) -> float:
+        """The part of a step that a token takes without drafts."""
+        return 1 / self.rows
 
     def saw_pass(self, tokens: int, seconds: float) -> None:
-        """Record a deep pass."""
-        if tokens == 1:
+        """Record a deep pass of the rows at hand."""
+        if tokens == self.rows:
             self.step.add(seconds)
         elif self.step.mean is not None:
             known = self.passes.setdefault(tokens, RunningMean())
             if known.mean is not None:
                 self.step.add(seconds / known.mean)
-            known.add(min(seconds / self.step.mean, 2.0 * tokens))
+            known.add(min(seconds / self.step.mean, 2.0 * tokens / self.rows))
 
     def saw_round(self, drafts: int, seconds: float) -> None:
         """Record a captured round."""
         self.rounds.setdefault(drafts, ClippedMean()).add(seconds)
 
-    def deep(self, tokens: int) -> float | None:
-        """Return the steps that a deep pass takes, if they are known."""
-        known = self.passes.get(tokens)
-        return 1.0 if tokens == 1 else known.mean if known else None
-
-    def round(self, exits: int, tokens: int) -> float | None:
-        """Return the steps that a round with `exits` exits and a deep pass of `tokens` takes, if they are known."""
-        deep = self.deep(tokens)
-        if deep is None or self.step.mean is None or (exits and self.exit.mean is None):
-            return None
-        return deep + exits * (self.exit.mean or 0.0) / self.step.mean
+    def deep(self, tokens: int) -> float:
+        """Return the steps that a deep pass takes: measured, or between those measured; a guess beyond them."""
+        known = {self.rows: 1.0} | {n: own.mean for n, own in self.passes.items() if own.mean is not None}
+        below = max((n for n in known if n <= tokens), default=self.rows)
+        above = min((n for n in known if n > tokens), default=None)
+        guess = GUESS / (1 + GUESS * (self.rows - 1))  # a step of more rows is longer, and a place less of it
+        slope = guess if above is None else (known[above] - known[below]) / (above - below)
+        return known[below] + slope * (tokens - below)
 
     def marginal_cost(self, tokens: int) -> float:
         """Return the steps that one more token costs in a deep pass of `tokens`."""
-        known = [(n, deep) for n in sorted({1, *self.passes}) if (deep := self.deep(n)) is not None]
-        for (n, before), (m, after) in pairwise(known):
-            if n <= tokens < m:
-                return max(0.0, (after - before) / (m - n))
-        return GUESS
+        return max(0.0, self.deep(tokens + 1) - self.deep(tokens))
 
     def captured_round(self, drafts: int) -> float | None:
         """Return the seconds of a captured round: measured, or those of the next shorter one and a guess for the rest."""

@@ -1,17 +1,21 @@
 """Drafts of a row where the host sees every score: is one more draft worth its time?
 
-An accepted draft saves a full step. A rejected one costs one exit-head evaluation and one extra token in the deep pass. With p
-the probability that a draft is accepted, and P that all before it in the round are:
+An accepted draft saves its row a token of the deep pass of all rows. A rejected one costs one exit-head evaluation and one
+extra token in that pass. With p the probability that a draft is accepted, and P that all before it in the round are:
 
-    keep a draft       if  P · p  >  marginal cost of a token in the deep pass
-    ask another exit   if  P · usual gain  >  cost of an exit                      all in steps
+    keep a draft       if  P · p · worth  >  marginal cost of a token in the deep pass
+    ask another exit   if  P · usual gain · worth  >  cost of an exit                      all in steps
+
+A token is worth a whole step in a row by itself. Rows together share a step, so there it is worth less, and from some number of
+rows on nothing is drafted.
 
 Routers give p for a token by itself; how often drafts really were accepted, by their number in the round, corrects P · p.
 However sure the scores are, a row drafts one token more than any row ever had accepted: exits that are always wrong cost one
 draft each.
 
 A row keeps a balance of the steps that drafting won and cost; one that lost a few rests for a while, longer each time. So does
-one whose exits take too long; then it tries again, for a machine that was busy may be idle now.
+one whose exits take too long; then it tries again, for a machine that was busy may be idle now. Of rows together one at a time
+tries.
 """
 
 from __future__ import annotations
@@ -19,11 +23,11 @@ from __future__ import annotations
 from TIDE.engine.schedule.acceptance import FIRST_REST, LONGEST_REST, Acceptance, Rest
 from TIDE.engine.schedule.costs import Costs, RunningMean
 
-FIRST_GAIN = 0.5  # of a step: gain of an exit before any score was seen
+FIRST_GAIN = 0.5  # of what a token is worth: gain of an exit before any score was seen
 HOPELESS, LATE_START = 16, 64  # exits without an accepted draft after which the next texts begin with a rest of so many tokens
 WORTH = 0.95  # of a step, a token: full steps without drafts between them are a little quicker
 TRIAL = 2  # times an exit is asked after a rest: the first has to catch up with the text and is not timed
-ALLOWANCE, MOST_CREDIT = 3.0, 2.0  # steps a row may lose before it rests, and steps of gain that are remembered
+ALLOWANCE, MOST_CREDIT = 3.0, 2.0  # tokens' worth a row may lose before it rests, and that it may be ahead
 NO_LUCK = 3  # if no draft was ever accepted, or a threshold lets nothing out, a row may lose a third of the allowance
 
 
@@ -31,7 +35,7 @@ class Experience:
     """The outcome of drafting so far, known from one request to the next."""
 
     def __init__(self) -> None:
-        self.gain = RunningMean(FIRST_GAIN)  # of an exit: a share of a step
+        self.gain = RunningMean(FIRST_GAIN)  # of an exit: a share of what a token is worth
         self.in_vain = 0  # exits asked since the last one whose draft was accepted
         self.longest = 0  # drafts accepted in one round, at most
 
@@ -42,19 +46,21 @@ class DraftBudget:
     Args:
         size: tokens of its prompt.
         weighs: weigh scores against time; otherwise a threshold decides, and only rests are decided here.
+        place: among the rows of its request.
     """
 
-    def __init__(self, size: int, costs: Costs, experience: Experience, weighs: bool = True) -> None:
+    def __init__(self, size: int, costs: Costs, experience: Experience, weighs: bool = True, place: int = 0) -> None:
         self.costs = costs
         self.experience = experience
         self.weighs = weighs
         self.acceptance = Acceptance()
         self.odds = [1.0]  # that no draft, the first, the first two … of this round are accepted
         self.asked = 0  # exits in this round
-        self._balance = 0.0  # steps won by drafting, less those it cost
+        self._balance = 0.0  # tokens' worth won by drafting, less what it cost
         self._rest = Rest()
         self._until = 0  # size of the text at which a rest ends
         self._trials = TRIAL
+        self._tries_from = size + place * FIRST_REST
         if experience.in_vain >= HOPELESS:
             self._rest = Rest(LONGEST_REST)
             self._until = size + LATE_START
@@ -69,11 +75,11 @@ class DraftBudget:
             return True
         number = len(self.odds) - 1
         trust = self.acceptance.share(number) if number else 1.0
-        return self.odds[-1] * trust * (self.experience.gain.mean or 0.0) * step > exit_
+        return self.odds[-1] * trust * (self.experience.gain.mean or 0.0) * self.costs.worth * step > exit_
 
     def _may_try(self, size: int) -> bool:
         """Use up a trial of a row that has no draft yet; without one left the row rests."""
-        if len(self.odds) > 1:
+        if len(self.odds) > 1 or size < self._tries_from:
             return False
         if not self._trials:
             self._take_rest(size)
@@ -85,7 +91,7 @@ class DraftBudget:
         """Return True if a token with this score becomes a draft, and record it."""
         number = len(self.odds)
         odds = self.odds[-1] * score
-        cost = self.costs.marginal_cost(number)
+        cost = self.costs.marginal_cost(self.costs.tokens) / self.costs.worth
         trust = WORTH * self.acceptance.share(number)
         self.asked += 1
         self.experience.in_vain += 1
@@ -94,20 +100,27 @@ class DraftBudget:
         if not pays or number > self.experience.longest + 1:
             return False
         self.odds.append(odds)
+        self.costs.tokens += 1
         return True
 
     def record_round(self, size: int, tokens: int) -> None:
         """Record that a round gave `tokens`, and that the row has `size` now."""
-        spent = self.costs.round(self.asked, len(self.odds))
         for number, odds in enumerate(self.odds[1:], 1):
             self.acceptance.add(number, tokens > number, odds)
         if tokens > 1:
             self.experience.in_vain = 0
             self.experience.longest = max(self.experience.longest, tokens - 1)
-        if self.asked and spent is not None:
-            self._settle(size, WORTH * tokens - spent)
+        if self.asked and self.costs.step.mean is not None and self.costs.exit.mean is not None:
+            self._settle(size, WORTH * tokens - self._spent())
         self.odds = [1.0]
         self.asked = 0
+
+    def _spent(self) -> float:
+        """Return what the row's part of the round cost, in tokens' worth."""
+        costs, drafts = self.costs, len(self.odds) - 1
+        places = costs.deep(costs.rows + drafts) - costs.deep(costs.rows)
+        exits = self.asked * (costs.exit.mean or 0.0) / (costs.step.mean or 1.0)
+        return 1.0 + (places + exits) / costs.worth
 
     def _settle(self, size: int, gained: float) -> None:
         self._balance = min(self._balance + gained, MOST_CREDIT)
@@ -119,7 +132,7 @@ class DraftBudget:
             self._rest.reset()
 
     def _take_rest(self, size: int) -> None:
-        self._until = size + self._rest.take()
+        self._until = size + self._rest.take() * self.costs.rows
         self._balance = 0.0
         self._trials = TRIAL
         self.acceptance.clear()  # what comes then is another part of the text

@@ -26,7 +26,7 @@ class Scheduler:
         """Prepare for another text."""
         self.length.begin()
         if plan.rests:
-            row.budget = DraftBudget(row.size, self.costs, self.experience, plan.weighs)
+            row.budget = DraftBudget(row.size, self.costs, self.experience, plan.weighs, row.index)
 
     def drafts(self, row: Row, plan: Plan, is_planned: bool) -> int | None:
         """Return how many drafts a row makes in its next round; None: scores decide while it runs.
