@@ -1,4 +1,4 @@
-"""What the kernels of a fused layer take for 1, 8 and 16 tokens, and the share of copy bandwidth at which they read weights.
+"""What the kernels of a fused layer take for 1 to 128 tokens, and the share of copy bandwidth at which they read weights.
 
     python benchmarks/bench_kernels.py                    the layers of a Llama-3.1-8B, bf16, for a GPU
     python benchmarks/bench_kernels.py --model tiny       a smoke test; on a CPU the references are timed
@@ -20,7 +20,7 @@ from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_model, timed
 from TIDE.adapters.layer_parts import layer_parts
 from TIDE.kernels import reference
 from TIDE.kernels.dispatch import compiled_ops
-from TIDE.kernels.layer import Layer, Pass, no_norm
+from TIDE.kernels.layer import Layer, Pass, dense_tables, no_norm
 
 LONGEST = 512
 WEIGHTS = {
@@ -43,7 +43,7 @@ def main() -> None:
     ops = (compiled_ops(model.device, model.dtype) if on_gpu() else None) or reference
     bandwidth, rows = copy_bandwidth() if on_gpu() else None, {}
     with torch.inference_mode():
-        for tokens in (1, 8, 16):
+        for tokens in (1, 8, 16, 32, 64, 128):
             rows[tokens] = measure(ops, layers, tokens, args.context, bandwidth)
             print(
                 f"{tokens:3} tokens  " + "  ".join(f"{name} {took:.1f} {share}" for name, (took, share) in rows[tokens].items())
@@ -64,7 +64,7 @@ def measure(ops, layers: list[Layer], tokens: int, context: int, bandwidth: floa
     rows = torch.zeros(tokens, dtype=torch.int32, device=device)
     positions = torch.arange(context, context + tokens, dtype=torch.int32, device=device)
     tables = some(2, LONGEST, first.head_dim)
-    going = Pass(h.clone(), *tables, rows, positions, positions, positions)
+    going = Pass(h.clone(), *tables, rows, positions, positions, positions, dense_tables(1, device))
     each: dict[str, Callable[[Layer, torch.Tensor, torch.Tensor], object]] = {
         "norm": lambda layer, keys, values: ops.norm(h, layer.attention_norm),
         "project": lambda layer, keys, values: ops.project(layer.attention, going, h, keys, values),

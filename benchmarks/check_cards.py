@@ -1,6 +1,6 @@
 """Shared memory of the Triton kernels on several cards, compiled ahead of time: no GPU of the kind is needed.
 
-    PYTHONPATH=src python benchmarks/check_cards.py [--dtype bf16] [--dim 128] [--cards 75,80,90]
+    PYTHONPATH=src python benchmarks/check_cards.py [--dtype bf16] [--dim 128] [--tokens 16] [--cards 75,80,90]
 
 Compiles the products, projection and attention of a layer of Llama-3.1-8B's size (and with --dim 256 of Gemma's) for each
 compute capability that the installed Triton knows, with the tiles of `TIDE.kernels.cards`. Prints the shared memory each
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # the interpreter does not compile
 
@@ -36,34 +37,46 @@ LIMITS = {  # compute capability -> KB of shared memory for a block, multiproces
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEIGHT = WIDTH = 4096
-WHOLE = {"rows", "columns", "angles", "positions", "start", "vocabulary", "tokens_at"}  # arrays of int32
+WHOLE = {"rows", "columns", "angles", "positions", "tables", "start", "vocabulary", "tokens_at"}  # arrays of int32
 FLOATS = {"peaks", "sums"}  # arrays of fp32
 NUMBERS = {"scale", "scaling", "eps", "head_eps"}
-SIZES = {"tokens", "height", "width", "heads", "kv_heads", "blocks", "stride_row", "stride_head", "stride_column"}
+SIZES = {
+    "tokens",
+    "height",
+    "width",
+    "heads",
+    "kv_heads",
+    "blocks",
+    "stride_table",
+    "stride_block",
+    "stride_head",
+    "stride_column",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bf16", choices=[*BYTES])
     parser.add_argument("--dim", type=int, default=128, help="of a head")
+    parser.add_argument("--tokens", type=int, default=16, help="of a pass")
     parser.add_argument("--cards", default=",".join(map(str, LIMITS)))
     args = parser.parse_args()
-    print(f"triton {triton.__version__}, {args.dtype}, heads of {args.dim}")
+    print(f"triton {triton.__version__}, {args.dtype}, heads of {args.dim}, {args.tokens} tokens")
     fits = True
     for number in map(int, args.cards.split(",")):
         kilobytes, processors = LIMITS[number]
         card = Card((number // 10, number % 10), 1024 * kilobytes, processors)
         reason = cards.why_not(card, TORCH[args.dtype])
-        fits &= check(number, card, args.dtype, args.dim) if reason is None else not print(f"sm{number}  {reason}")
+        fits &= check(number, card, args) if reason is None else not print(f"sm{number}  {reason}")
     sys.exit(not fits)
 
 
-def check(number: int, card: Card, dtype: str, dim: int) -> bool:
+def check(number: int, card: Card, args: argparse.Namespace) -> bool:
     """Compile all kernels for a card and print a line of what they use; return if all fit."""
     found, fits = [], True
-    for name, (kernel, constants, stages) in launches(card, dtype, dim).items():
+    for name, (kernel, constants, tile) in launches(card, args.dtype, args.dim, args.tokens).items():
         try:
-            used = shared_memory(kernel, constants, stages, dtype, number)
+            used = int(compiled(kernel, constants, tile, args.dtype, number).metadata.shared)
         except Exception as problem:  # compilers refuse cards in many ways
             found.append(f"{name}: {type(problem).__name__} {str(problem).splitlines()[0][:60] if str(problem) else ''}")
             continue
@@ -73,48 +86,45 @@ def check(number: int, card: Card, dtype: str, dim: int) -> bool:
     return fits
 
 
-def launches(card: Card, dtype: str, dim: int) -> dict[str, tuple[object, dict[str, object], int]]:
-    """Return kernel, constants and stages by name, as `triton_ops` and its neighbours launch them."""
+def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[object, dict[str, object], Any]]:
+    """Return kernel, constants and tile by name, as `triton_ops` and its neighbours launch them."""
     size = BYTES[dtype]
-    linear, gated = cards.linear_tile(card, HEIGHT, WIDTH, size), cards.gated_tile(card, 14336, WIDTH, size)
-    head, project = cards.head_tile(card, 128256, WIDTH, size), cards.project_tile(card, HEIGHT, WIDTH, dim, size)
-    spread, seen = cards.propagate_tile(card, dim // 2, WIDTH, size), cards.attention_tile(card, dim, 16, size)
+    linear = cards.linear_tile(card, HEIGHT, WIDTH, size, tokens)
+    tall = cards.linear_tile(card, 28672, WIDTH, size, tokens)
+    gated, head = cards.gated_tile(card, 14336, WIDTH, size, tokens), cards.head_tile(card, 128256, WIDTH, size, tokens)
+    project = cards.project_tile(card, HEIGHT, WIDTH, dim, size, tokens)
+    spread, seen = cards.propagate_tile(card, dim // 2, WIDTH, size, tokens), cards.attention_tile(card, dim, 16, size)
     no_bias = {"HAS_BIAS": False}
+    plain, rotated = {**no_bias, "HAS_BASE": True, "HAS_START": False, "ACTIVATION": -1}, dict(SIZE=0, DIM=dim, ROTARY=dim)
+    products, ops = triton_products, triton_ops
     return {
-        "linear": (
-            triton_products._linear,
-            {**no_bias, "HAS_BASE": True, "HAS_START": False, "ACTIVATION": -1, **tile_constants(linear)},
-            linear.stages,
-        ),
-        "gated": (triton_products._gated, {**no_bias, "ACTIVATION": 0, **tile_constants(gated)}, gated.stages),
-        "head": (triton_exits._peaks, {"CHOSEN": False, "SIGNALS": True, **tile_constants(head)}, head.stages),
-        "project": (
-            triton_ops._project,
-            {**no_bias, "DIM": dim, "ROTARY": dim, "HALF": project.rows, "BK": project.columns, "EVEN": project.even},
-            project.stages,
-        ),
+        "linear": (products._linear, {**plain, **tile_constants(linear)}, linear),
+        "tall linear": (products._linear, {**plain, **tile_constants(tall)}, tall),
+        "gated": (products._gated, {**no_bias, "ACTIVATION": 0, **tile_constants(gated)}, gated),
+        "head": (triton_exits._peaks, {"CHOSEN": False, "SIGNALS": True, "STORE": True, **tile_constants(head)}, head),
+        "project": (ops._project, {**no_bias, **rotated, **tile_constants(project, "HALF")}, project),
         "attend": (
-            triton_ops._attend,
-            dict(WINDOW=0, CAP=0.0, DIM=dim, GROUP=16, SPLIT=triton_ops.SPLIT, TILE=seen.keys, BLOCK=dim, ONLY=False),
-            seen.stages,
+            ops._attend,
+            dict(SIZE=0, WINDOW=0, CAP=0.0, DIM=dim, GROUP=16, SPLIT=ops.SPLIT, TILE=seen.keys, BLOCK=dim, ONLY=False),
+            seen,
         ),
         "propagate": (
             triton_propagate._propagate,
             dict(
-                no_bias, OFFSET=0.0, HEAD_OFFSET=0.0, LAYER_NORM=False, SHIFTED=False, DIM=dim, ROTARY=dim, HAS_NORM=False,
+                no_bias, **rotated, OFFSET=0.0, HEAD_OFFSET=0.0, LAYER_NORM=False, SHIFTED=False, HAS_NORM=False,
                 FACTS=triton_propagate.FACTS, HALF=spread.rows, BK=spread.columns,
             ),
-            spread.stages,
+            spread,
         ),
     }  # fmt: skip
 
 
-def tile_constants(tile: cards.Tile) -> dict[str, object]:
-    return {"BN": tile.rows, "BK": tile.columns, "EVEN": tile.even}
+def tile_constants(tile: cards.Tile, rows: str = "BN") -> dict[str, object]:
+    return dict(zip((rows, "BK", "TN", "EVEN", "ONCE"), tile.constants, strict=True))
 
 
-def shared_memory(kernel: object, constants: dict[str, object], stages: int, dtype: str, number: int) -> int:
-    """Compile a kernel and return the bytes of shared memory it uses."""
+def compiled(kernel: object, constants: dict[str, object], tile: Any, dtype: str, number: int) -> Any:
+    """Compile a kernel for a compute capability."""
     signature, attributes, partial = {}, {}, "ONLY" in constants
     for index, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else type_of(name, dtype)
@@ -122,9 +132,8 @@ def shared_memory(kernel: object, constants: dict[str, object], stages: int, dty
             signature[name] = "*fp32"  # attention writes parts
         if signature[name] != "constexpr" and name not in NUMBERS | WHOLE | {"tokens"}:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", number, 32), options={"num_warps": 4, "num_stages": stages})
-    return int(compiled.metadata.shared)
+    options = {"num_warps": getattr(tile, "warps", 4), "num_stages": tile.stages}
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), GPUTarget("cuda", number, 32), options)
 
 
 def type_of(name: str, dtype: str) -> str:

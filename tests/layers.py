@@ -83,8 +83,32 @@ def a_pass(generator, counts, starts, origins=None, rotary_dim=DIM):
         positions += range(start - origin, start - origin + count)
     table = 6 * torch.rand(COLUMNS, rotary_dim // 2, generator=generator).repeat(1, 2)
     states = torch.randn(len(rows), HIDDEN, generator=generator)
-    angles = torch.randperm(COLUMNS, generator=generator)[: len(rows)]
-    return Pass(states, table.cos(), table.sin(), *map(torch.tensor, (rows, columns, positions)), angles)
+    angles = torch.randperm(COLUMNS, generator=generator)[torch.arange(len(rows)) % COLUMNS]
+    places, tables = map(torch.tensor, (rows, columns, positions)), torch.arange(ROWS)[:, None]
+    return Pass(states, table.cos(), table.sin(), *places, angles, tables)
+
+
+def in_blocks(cache, lengths, generator, size=64):
+    """Tables and (2, blocks, heads, size, dim) K/V of a dense (2, rows, heads, columns, dim) cache, up to the lengths of its
+    rows. Blocks are in no order, and what no row has is NaN."""
+    rows, most = cache.shape[1], -(-cache.shape[3] // size)
+    needed = [-(-length // size) for length in lengths]
+    blocks = torch.randperm(sum(needed) + 2, generator=generator)
+    paged = cache.new_full((2, len(blocks), cache.shape[2], size, cache.shape[4]), float("nan"))
+    tables, taken = torch.zeros(rows, max(2, most), dtype=torch.int32), 0
+    for row, count in enumerate(needed):
+        for number in range(count):
+            part = cache[:, row, :, number * size : min(lengths[row], (number + 1) * size)]
+            tables[row, number] = blocks[taken]
+            paged[:, blocks[taken], :, : part.shape[2]] = part
+            taken += 1
+    return tables, paged
+
+
+def out_of_blocks(tables, paged, columns):
+    """The dense cache of K/V in blocks."""
+    whole = paged[:, tables.long()].transpose(2, 3).flatten(3, 4)  # (2, rows, heads, columns, dim)
+    return whole[:, :, :, :columns]
 
 
 def some_of(tokens, which):

@@ -26,22 +26,26 @@ CARDS = {
 }
 SHAPES = [(24, 24), (576, 576), (1536, 576), (2048, 2048), (4096, 4096), (14336, 4096), (4096, 14336), (128256, 4096), (0, 64)]
 SIZES = [2, 4]
+TOKENS = [1, 16, 17, 33, 64, 100, 128, 130, 2000]
 
 
 @pytest.mark.parametrize("name", CARDS)
 @pytest.mark.parametrize("size", SIZES)
-def test_tiles_fit_into_shared_memory(name, size):
+def test_tiles_fit_into_shared_memory_and_registers(name, size):
     card = CARDS[name]
-    for height, width in SHAPES:
-        one = [tile(card, height, width, size) for tile in (cards.linear_tile, cards.head_tile)]
-        two = [cards.gated_tile(card, height, width, size)]
-        two += [cards.project_tile(card, height, width, dim, size) for dim in (16, 64, 128, 256)]
-        two += [cards.propagate_tile(card, rows, width, size) for rows in (16, 32, 64, 128)]
+    for (height, width), tokens in itertools.product(SHAPES, TOKENS):
+        one = [tile(card, height, width, size, tokens) for tile in (cards.linear_tile, cards.head_tile)]
+        two = [cards.gated_tile(card, height, width, size, tokens)]
+        two += [cards.project_tile(card, height, width, dim, size, tokens) for dim in (16, 64, 128, 256)]
+        two += [cards.propagate_tile(card, rows, width, size, tokens) for rows in (16, 32, 64, 128)]
         for tile, weights in [*((tile, 1) for tile in one), *((tile, 2) for tile in two)]:
-            assert cards.product_memory(tile.rows, tile.columns, tile.stages, size, weights) <= card.shared_memory
-            assert min(tile.rows, tile.columns) >= 16
+            used = cards.product_memory(tile.rows, tile.columns, tile.stages, size, weights, tile.tokens)
+            assert used <= card.shared_memory
+            assert min(tile.rows, tile.columns, tile.tokens) >= 16
             assert tile.stages <= (2 if card.capability < (8, 0) else 5)
             assert tile.even == (width % tile.columns == 0)
+            assert tokens <= tile.tokens * tile.groups < tokens + tile.tokens
+            assert weights * tile.rows * tile.tokens <= 16 * 128 * tile.warps
     for dim, group in itertools.product((16, 64, 128, 256), (16, 32)):
         tile = cards.attention_tile(card, dim, group, size)
         assert cards.attention_memory(*tile, dim, group, size) <= card.shared_memory
@@ -58,19 +62,45 @@ def measured(height, rows, columns, stages, size):
 @pytest.mark.parametrize("size", SIZES)
 def test_an_h200_has_the_tiles_that_were_measured_on_it(size):
     card = CARDS["H200"]
-    for height, width in SHAPES:
-        assert cards.linear_tile(card, height, width, size)[:3] == measured(height, 32, 256, 5, size)
-        assert cards.gated_tile(card, height, width, size)[:3] == measured(height, 64, 128, 3, size)
-        assert cards.head_tile(card, height, width, size)[:3] == measured(height, 64, 256, 4, size)
+    for (height, width), tokens in itertools.product(SHAPES, (1, 16)):
+        every = [cards.linear_tile, cards.gated_tile, cards.head_tile]
+        linear, gated, head = (tile(card, height, width, size, tokens) for tile in every)
+        assert linear[:3] == measured(height, 32, 256, 5, size)
+        assert gated[:3] == measured(height, 64, 128, 3, size)
+        assert head[:3] == measured(height, 64, 256, 4, size)
         for dim in (16, 64, 128):
             rows = 32 if height >= 2048 and dim >= 64 else 16
-            assert cards.project_tile(card, height, width, dim, size)[:3] == (rows, 512 // size, 4)
-            assert cards.propagate_tile(card, max(16, dim // 2), width, size)[1:3] == (128 // size, 2)
+            project = cards.project_tile(card, height, width, dim, size, tokens)
+            propagate = cards.propagate_tile(card, max(16, dim // 2), width, size, tokens)
+            assert project[:3] == (rows, 512 // size, 4) and propagate[1:3] == (128 // size, 2)
             assert cards.attention_tile(card, dim, 16, size) == (64 if size == 2 else 16, 2)
+            assert {own[4:] for own in (linear, gated, head, project, propagate)} == {(16, 1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "height", "expected"),
+    [
+        (32, 28672, (64, 128, 4, True, 32, 1, 4)),
+        (64, 28672, (128, 64, 4, True, 64, 1, 4)),
+        (64, 8192, (64, 128, 4, True, 64, 1, 4)),
+        (128, 28672, (128, 64, 3, True, 128, 1, 8)),
+        (128, 4096, (64, 128, 3, True, 128, 1, 4)),
+        (300, 28672, (128, 64, 3, True, 128, 3, 8)),
+    ],
+)
+def test_more_than_16_tokens_have_wider_tiles_that_were_measured_too(tokens, height, expected):
+    assert cards.linear_tile(CARDS["H200"], height, 4096, 2, tokens) == expected
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_the_rows_of_an_lm_head_do_not_depend_on_the_tokens(name):
+    """Signals are sums over the rows of a tile."""
+    for height, width in SHAPES:
+        assert len({cards.head_tile(CARDS[name], height, width, 2, tokens).rows for tokens in TOKENS}) == 1
 
 
 def test_small_cards_have_tall_tiles_sooner():
-    rows = [cards.linear_tile(CARDS[name], 2048, 2048, 2).rows for name in ("RTX 3050", "L4", "H200")]
+    rows = [cards.linear_tile(CARDS[name], 2048, 2048, 2, 1).rows for name in ("RTX 3050", "L4", "H200")]
     assert rows == [32, 32, 16]
 
 

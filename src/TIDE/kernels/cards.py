@@ -1,10 +1,13 @@
 """Tiles of the Triton kernels, chosen by the card: pure functions of a `Card`, the shape of a weight, and the size of a number.
 
-A kernel keeps `stages` tiles of its weights and of the 16 tokens in shared memory, so that the next ones load while one is
+A kernel keeps `stages` tiles of its weights and of the tokens in shared memory, so that the next ones load while one is
 multiplied. The tiles wanted here are those that are fastest on cards with 227 KB (compute capability 9.0). Cards with less
 get fewer stages, then narrower tiles. Cards with fewer multiprocessors get tall tiles sooner.
 
-A tile depends on the card and the weight, never on the tokens: a token's bits do not depend on the tokens beside it.
+A tile is as wide as the tokens: 16, 32, 64 or 128 of them; more are several tiles. Its rows, columns and stages follow that
+width. A token's bits do not depend on the tokens beside it, because they do not depend on the tile: products are summed in the
+order of a weight's columns, whatever the step. What is summed over rows would depend on it, so an LM head's tile has the same
+rows for any number of tokens, and the tile of skipped layers is always 16 tokens wide.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from TIDE.kernels.layer import MOST_TOKENS
-
-SMALLEST = 16  # rows or columns of a tile that tensor cores take
+SMALLEST = 16  # rows, columns or tokens of a tile that tensor cores take
+MOST = 128  # tokens of a tile
+WIDEST = 512  # bytes of a tile's columns
 
 
 class Card(NamedTuple):
@@ -28,12 +31,20 @@ class Card(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The part of a weight that a program loads at a time."""
+    """The part of a weight that a program loads at a time, and the tokens that it multiplies it with."""
 
     rows: int
     columns: int
     stages: int  # tiles in shared memory
     even: bool  # the weight's width is a multiple of `columns`
+    tokens: int
+    groups: int  # of so many tokens, each with programs of its own
+    warps: int
+
+    @property
+    def constants(self) -> tuple[int, int, int, bool, bool]:
+        """What kernels are compiled for: BN, BK, TN, EVEN and ONCE."""
+        return self.rows, self.columns, self.tokens, self.even, self.groups == 1
 
 
 class AttentionTile(NamedTuple):
@@ -43,6 +54,20 @@ class AttentionTile(NamedTuple):
     stages: int
 
 
+class Shape(NamedTuple):
+    """A tile of a tall weight on a card with 227 KB."""
+
+    rows: int
+    columns: int  # in bytes
+    stages: int
+
+
+# By the tokens of a tile. Those for 16 tokens and those of one product were measured on an H200; two weights at once have half
+# the rows, so that their sums stay in registers.
+LINEAR = {16: Shape(32, 512, 5), 32: Shape(64, 256, 4), 64: Shape(128, 128, 4), 128: Shape(128, 128, 3)}
+GATED = {16: Shape(64, 256, 3), 32: Shape(64, 128, 5), 64: Shape(64, 128, 4), 128: Shape(64, 128, 3)}
+HEAD = {16: Shape(64, 512, 4), 32: Shape(64, 256, 4), 64: Shape(64, 256, 4), 128: Shape(64, 256, 3)}
+PROJECT = {16: Shape(32, 512, 4), 32: Shape(32, 256, 4), 64: Shape(32, 256, 3), 128: Shape(32, 128, 4)}
 INTERPRETED = Card((9, 0), 227 * 1024, 132)  # Triton's interpreter runs the tiles of an H200
 
 
@@ -67,32 +92,40 @@ def why_not(card: Card, dtype: torch.dtype) -> str | None:
     return None
 
 
-def linear_tile(card: Card, height: int, width: int, size: int) -> Tile:
+def linear_tile(card: Card, height: int, width: int, size: int, tokens: int) -> Tile:
     """Return the tile of one product with a (height, width) weight; `size` is bytes per number."""
-    return _tile(card, height, width, size, rows=32, columns=512, stages=5, weights=1)
+    shape = LINEAR[tile_width(tokens)]
+    return _tile(card, shape, _rows(card, height, shape, tile_width(tokens) // 2), width, size, tokens, weights=1)
 
 
-def gated_tile(card: Card, height: int, width: int, size: int) -> Tile:
+def gated_tile(card: Card, height: int, width: int, size: int, tokens: int) -> Tile:
     """Return the tile of gate and up, two weights at once."""
-    return _tile(card, height, width, size, rows=64, columns=256, stages=3, weights=2)
+    shape = GATED[tile_width(tokens)]
+    return _tile(card, shape, _rows(card, height, shape, tile_width(tokens) // 4), width, size, tokens, weights=2)
 
 
-def head_tile(card: Card, height: int, width: int, size: int) -> Tile:
+def head_tile(card: Card, height: int, width: int, size: int, tokens: int) -> Tile:
     """Return the tile of an LM head, whose logits are reduced in place."""
-    return _tile(card, height, width, size, rows=64, columns=512, stages=4, weights=1)
+    shape = HEAD[tile_width(tokens)]
+    return _tile(card, shape, _rows(card, height, shape, SMALLEST), width, size, tokens, weights=1)
 
 
-def project_tile(card: Card, height: int, width: int, dim: int, size: int) -> Tile:
+def project_tile(card: Card, height: int, width: int, dim: int, size: int, tokens: int) -> Tile:
     """Return the tile of q, k and v: two sets of rows of one head, which are rotated together."""
-    rows = 32 if height >= 16 * _programs(card) and dim >= 64 else 16
-    columns, stages = _fit(card, rows, 512 // size, 4, size, weights=2)
-    return Tile(rows, columns, stages, width % columns == 0)
+    shape = PROJECT[tile_width(tokens)]
+    is_tall = dim >= 64 and (height >= 16 * _programs(card) or tokens > SMALLEST)
+    return _tile(card, shape, shape.rows if is_tall else SMALLEST, width, size, tokens, weights=2)
 
 
-def propagate_tile(card: Card, rows: int, width: int, size: int) -> Tile:
+def propagate_tile(card: Card, rows: int, width: int, size: int, tokens: int) -> Tile:
     """Return the tile of K/V of skipped layers: two sets of rows of one head."""
-    columns, stages = _fit(card, rows, 128 // size, 2, size, weights=2)
-    return Tile(rows, columns, stages, width % columns == 0)
+    columns, stages = _fit(card, rows, 128 // size, 2, size, 2, SMALLEST)
+    return Tile(rows, columns, stages, width % columns == 0, SMALLEST, -(-tokens // SMALLEST), 4)
+
+
+def tile_width(tokens: int) -> int:
+    """Return how many tokens a tile has: as few as hold all of them, or MOST."""
+    return min(MOST, max(SMALLEST, 1 << (tokens - 1).bit_length()))
 
 
 def attention_tile(card: Card, dim: int, group: int, size: int) -> AttentionTile:
@@ -109,9 +142,9 @@ def attention_tile(card: Card, dim: int, group: int, size: int) -> AttentionTile
     return AttentionTile(keys, stages)
 
 
-def product_memory(rows: int, columns: int, stages: int, size: int, weights: int) -> int:
+def product_memory(rows: int, columns: int, stages: int, size: int, weights: int, tokens: int) -> int:
     """Return the bytes of shared memory that a product needs: tiles of its weights and of the tokens."""
-    return (weights * rows + MOST_TOKENS) * columns * size * stages
+    return (weights * rows + tokens) * columns * size * stages
 
 
 def attention_memory(keys: int, stages: int, dim: int, group: int, size: int) -> int:
@@ -119,18 +152,30 @@ def attention_memory(keys: int, stages: int, dim: int, group: int, size: int) ->
     return (2 * keys * stages + group) * dim * size
 
 
-def _tile(card: Card, height: int, width: int, size: int, *, rows: int, columns: int, stages: int, weights: int) -> Tile:
-    """Fit a tile of `columns` bytes to a card. Small weights have fewer rows, so that every multiprocessor has work."""
-    while rows > SMALLEST and height < _programs(card) * rows:
+def _rows(card: Card, height: int, shape: Shape, least: int) -> int:
+    """Return the rows of a tile. Small weights have fewer, so that every multiprocessor has work, but not less than `least`:
+    each program loads all tokens again, and many tokens for a few rows are more to load than the weight."""
+    rows = shape.rows
+    while rows > max(SMALLEST, least) and height < _programs(card) * rows:
         rows //= 2
-    fitting, stages = _fit(card, rows, columns // size, stages, size, weights)
-    return Tile(rows, fitting, stages, width % fitting == 0)
+    return rows
 
 
-def _fit(card: Card, rows: int, columns: int, stages: int, size: int, weights: int) -> tuple[int, int]:
+def _tile(card: Card, shape: Shape, rows: int, width: int, size: int, tokens: int, weights: int) -> Tile:
+    """Fit a tile to a card. Wide ones have more columns for fewer rows, and more warps where there is much to sum; products of
+    fp32, which keep more in registers, do without the columns and have the warps sooner."""
+    wide, columns = tile_width(tokens), shape.columns
+    if wide > SMALLEST and size == 2:
+        columns = min(WIDEST, columns * shape.rows // rows)
+    fitting, stages = _fit(card, rows, columns // size, shape.stages, size, weights, wide)
+    warps = 8 if weights * rows * wide * size > 2 * 64 * MOST else 4
+    return Tile(rows, fitting, stages, width % fitting == 0, wide, -(-tokens // wide), warps)
+
+
+def _fit(card: Card, rows: int, columns: int, stages: int, size: int, weights: int, tokens: int) -> tuple[int, int]:
     """Return columns and stages that fit into shared memory: fewer stages first, at last narrower tiles."""
     stages = min(stages, _most_stages(card))
-    while product_memory(rows, columns, stages, size, weights) > card.shared_memory:
+    while product_memory(rows, columns, stages, size, weights, tokens) > card.shared_memory:
         if stages > 2:
             stages -= 1
         elif columns > SMALLEST:

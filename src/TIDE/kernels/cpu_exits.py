@@ -20,7 +20,7 @@ FAINT = np.float32(-16)  # tokens so far below the best one do not count in sign
 PARTS = 8
 
 # numba caches compiled code until this file changes, so this file states the versions it was compiled for.
-assert (cpu_ops.VERSION, cpu_products.VERSION, UNLIKELY) == (9, 3, 20)
+assert (cpu_ops.VERSION, cpu_products.VERSION, UNLIKELY) == (10, 3, 20)
 assert " ".join(Entry._fields) == "shallow_center shallow_spread deep_center deep_spread fuse recall eps"
 
 
@@ -105,7 +105,7 @@ def _router_scores(states, signals, router):  # type: ignore[no-untyped-def]
 def _memory_block(entry, parts, cos, sin, row, start, stop, shallow, before, keys, values):  # type: ignore[no-untyped-def]
     dim, width, eps = before.shape[2], shallow.shape[2], np.float32(entry.eps)
     x = np.empty((stop - start, dim), np.float32)
-    rows, positions = np.full(len(x), row), np.arange(start, stop)
+    rows, positions, tables = np.full(len(x), row), np.arange(start, stop), np.arange(len(keys)).reshape(-1, 1)
     joined = np.zeros((len(x), width + dim), np.float32)
     _normed_parts(shallow[row, start:stop], joined[:, :width], dim, eps)
     first = 1 if start == 0 else 0  # there is nothing before the first token
@@ -118,9 +118,9 @@ def _memory_block(entry, parts, cos, sin, row, start, stop, shallow, before, key
     x[:] = _linear(_padded(joined), entry.fuse, entry.deep_center[:0])[: len(x)]
     last = len(x) - 1
     if last:
-        before_last = Pass(x[:last], cos, sin, rows[:last], positions[:last], positions[:last], positions[:last])
+        before_last = Pass(x[:last], cos, sin, rows[:last], positions[:last], positions[:last], positions[:last], tables)
         _write_kv(parts[1], _normed(before_last.x, parts[0]), before_last, keys, values)
-    newest = Pass(x[last:], cos, sin, rows[last:], positions[last:], positions[last:], positions[last:])
+    newest = Pass(x[last:], cos, sin, rows[last:], positions[last:], positions[last:], positions[last:], tables)
     _decoder_layer(parts, newest, keys, values)
     for k in range(dim):
         x[last, k] = x[last, k] * entry.deep_spread[k] + entry.deep_center[k]

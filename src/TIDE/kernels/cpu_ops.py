@@ -11,7 +11,7 @@ from TIDE.kernels import cpu_products
 from TIDE.kernels.cpu_products import ZERO, _dot, _padded, _products
 from TIDE.kernels.layer import GELU_TANH, GROUP, MLP, SILU, Attention, Int8Weight, Layer, Norm, Pass
 
-VERSION = 9  # counts changes of the code compiled here, for modules that compile it into their own
+VERSION = 10  # counts changes of the code compiled here, for modules that compile it into their own
 
 # numba caches compiled code until this file changes, so this file states the types it was compiled for.
 assert " ".join(Norm._fields) == "weight eps offset layer_norm bias"
@@ -20,7 +20,7 @@ assert " ".join(MLP._fields) == "gate up down gate_bias up_bias down_bias activa
 assert " ".join(Layer._fields) == (
     "attention_norm attention attention_out_norm mlp_norm mlp mlp_out_norm residual parallel rope"
 )
-assert " ".join(Pass._fields) == "x cos sin rows columns positions angles"
+assert " ".join(Pass._fields) == "x cos sin rows columns positions angles tables"
 assert cpu_products.VERSION == 3
 
 
@@ -31,6 +31,8 @@ def use_threads(count: int) -> None:
 
 def decoder_layer(layer: Layer, tokens: Pass, keys: np.ndarray, values: np.ndarray) -> None:
     """Run one layer for the tokens of a pass, all numpy views, as `reference.decoder_layer` does."""
+    assert not tokens.is_paged or np.array_equal(tokens.columns, tokens.positions), "rows in blocks begin at column 0"
+    assert not tokens.is_paged or keys.shape[2] % 4 == 0, f"blocks of {keys.shape[2]} columns: not a multiple of 4"
     _decoder_layer(layer[:-1], tokens, keys, values)
 
 
@@ -152,13 +154,13 @@ def _rotate(x, tokens, dim):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _write(new, cache, tokens):  # type: ignore[no-untyped-def]
-    """Write K or V of the pass into (rows, kv_heads, columns, dim)."""
-    dim = cache.shape[3]
+    """Write K or V of the pass into (blocks, kv_heads, size, dim)."""
+    size, dim = cache.shape[2], cache.shape[3]
     for t in range(len(tokens.x)):
-        row, column = tokens.rows[t], tokens.columns[t]
+        block, place = tokens.tables[tokens.rows[t], tokens.columns[t] // size], tokens.columns[t] % size
         for head in range(cache.shape[1]):
             for k in range(dim):
-                cache[row, head, column, k] = new[t, head * dim + k]
+                cache[block, head, place, k] = new[t, head * dim + k]
 
 
 @njit(cache=True)
@@ -177,27 +179,37 @@ def _pairs(rows, group):  # type: ignore[no-untyped-def]
 
 @njit(fastmath=True, parallel=True, cache=True)
 def _attend(q, keys, values, tokens, scaling, window, cap):  # type: ignore[no-untyped-def]
-    """Replace queries by what they attend to; two queries of one row share a pass over its K/V."""
-    dim, heads, group = keys.shape[3], keys.shape[1], q.shape[1] // keys.shape[3] // keys.shape[1]
+    """Replace queries by what they attend to; two queries of one row share a pass over its K/V. Columns are taken four at a
+    time, counted from the row's first, so that no four lie in two blocks."""
+    size, dim, heads, group = keys.shape[2], keys.shape[3], keys.shape[1], q.shape[1] // keys.shape[3] // keys.shape[1]
     pairs = _pairs(tokens.rows, group)
     for job in prange(len(pairs) * heads):
         head, one, other = job // len(pairs), pairs[job % len(pairs), 0], pairs[job % len(pairs), 1]
-        row, begin = tokens.rows[one // group], _first_column(tokens, one // group, window)
-        other_begin = _first_column(tokens, other // group, window)
-        low, stop = min(begin, other_begin), tokens.columns[other // group] + 1
-        own_keys, own_values = keys[row, head, low:stop], values[row, head, low:stop]
-        weights = np.zeros((2, (len(own_keys) + 3) // 4 * 4), np.float32)
+        t, last = one // group, other // group
+        begin, other_begin = _first_column(tokens, t, window), _first_column(tokens, last, window)
+        table, low, stop = tokens.tables[tokens.rows[t]], min(begin, other_begin), tokens.columns[last] + 1
+        low -= (low + tokens.positions[t] - tokens.columns[t]) % 4
+        weights = np.zeros((2, (stop - low + 3) // 4 * 4), np.float32)
         two = np.empty((2, dim), np.float32)
         for i, which in enumerate((one, other)):
             place = (head * group + which % group) * dim
             two[i] = q[which // group, place : place + dim]
-        _compare(two, own_keys, weights)
+        column = low
+        while column < stop:
+            place, end = column % size, min(stop, (column // size + 1) * size)
+            _compare(two, keys[table[column // size], head, place : place + end - column], weights, column - low)
+            column = end
         if cap > ZERO:
             _cap(weights, scaling, cap)
         factor = np.float32(1) if cap > ZERO else scaling
-        _softmax(weights[0], begin - low, tokens.columns[one // group] + 1 - low, factor)
+        _softmax(weights[0], begin - low, tokens.columns[t] + 1 - low, factor)
         _softmax(weights[1], other_begin - low, stop - low, factor)
-        _mix(two, own_values, weights)
+        two[:] = ZERO
+        column = low
+        while column < stop:
+            place, end = column % size, min(stop, (column // size + 1) * size)
+            _mix(two, values[table[column // size], head, place : place + end - column], weights, column - low)
+            column = end
         for i, which in enumerate((one, other)):
             place = (head * group + which % group) * dim
             q[which // group, place : place + dim] = two[i]
@@ -211,10 +223,11 @@ def _first_column(tokens, t, window):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=True, inline="always", cache=True)
-def _compare(two, keys, out):  # type: ignore[no-untyped-def]
-    """Multiply two queries with keys, four at a time; past the last key, with the last."""
+def _compare(two, keys, out, start):  # type: ignore[no-untyped-def]
+    """Multiply two queries with keys, four at a time; past the last key, with the last. Products go into `out` from a column
+    on."""
     last, p, q = len(keys) - 1, two[0], two[1]
-    for c in range(0, out.shape[1], 4):
+    for c in range(0, len(keys), 4):
         k0, k1, k2, k3 = keys[c], keys[min(c + 1, last)], keys[min(c + 2, last)], keys[min(c + 3, last)]
         a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = ZERO
         for k in range(len(p)):
@@ -227,20 +240,20 @@ def _compare(two, keys, out):  # type: ignore[no-untyped-def]
             b2 += y * k2[k]
             a3 += x * k3[k]
             b3 += y * k3[k]
-        out[0, c], out[0, c + 1], out[0, c + 2], out[0, c + 3] = a0, a1, a2, a3
-        out[1, c], out[1, c + 1], out[1, c + 2], out[1, c + 3] = b0, b1, b2, b3
+        at = start + c
+        out[0, at], out[0, at + 1], out[0, at + 2], out[0, at + 3] = a0, a1, a2, a3
+        out[1, at], out[1, at + 1], out[1, at + 2], out[1, at + 3] = b0, b1, b2, b3
 
 
 @njit(fastmath=True, inline="always", cache=True)
-def _mix(two, values, weights):  # type: ignore[no-untyped-def]
-    """Sum values by their weights, four at a time; weights past the last one are 0."""
+def _mix(two, values, weights, start):  # type: ignore[no-untyped-def]
+    """Add values by their weights, which begin at a column, four at a time; weights past the last one are 0."""
     last, p, q = len(values) - 1, two[0], two[1]
-    for k in range(len(p)):
-        p[k] = q[k] = ZERO
-    for c in range(0, weights.shape[1], 4):
+    for c in range(0, len(values), 4):
         v0, v1, v2, v3 = values[c], values[min(c + 1, last)], values[min(c + 2, last)], values[min(c + 3, last)]
-        a0, a1, a2, a3 = weights[0, c], weights[0, c + 1], weights[0, c + 2], weights[0, c + 3]
-        b0, b1, b2, b3 = weights[1, c], weights[1, c + 1], weights[1, c + 2], weights[1, c + 3]
+        at = start + c
+        a0, a1, a2, a3 = weights[0, at], weights[0, at + 1], weights[0, at + 2], weights[0, at + 3]
+        b0, b1, b2, b3 = weights[1, at], weights[1, at + 1], weights[1, at + 2], weights[1, at + 3]
         for k in range(len(p)):
             p[k] += a0 * v0[k] + a1 * v1[k] + a2 * v2[k] + a3 * v3[k]
             q[k] += b0 * v0[k] + b1 * v1[k] + b2 * v2[k] + b3 * v3[k]

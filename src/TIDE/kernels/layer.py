@@ -1,4 +1,4 @@
-"""The compiled layer: 1 to 16 tokens of one or more rows through one decoder layer, on the engine's cache.
+"""The compiled layer: a few tokens of one or more rows through one decoder layer, on the engine's cache.
 
     x  →  norm → q, k, v → (norms) → rotary → K/V into the cache → attention → o  →  (norm)  →  + x
        →  norm → gate, up → activation → down                                     →  (norm)  →  + x
@@ -7,15 +7,25 @@ A `Layer` describes one decoder layer by its parts: norms, attention and MLP, ea
 layer does not have is a `Norm`, weight or bias without elements. Attention and MLP follow each other as drawn or, in parallel
 layers, both start from the same x. The tokens are in `Pass`.
 
+K/V are in blocks, (blocks, kv_heads, size, head_dim), that a table finds for every row. In a dense cache a block is a row:
+
+    paged       tables [[4, 0, 7], [2, 5, 0]], size 64      column 70 of row 1 is at place 6 of block 5
+    dense       tables [[0], [1]], size: all columns        column 70 of row 1 is at place 70 of block 1
+
+Rows of a paged cache begin at column 0, so that a column is a position; in a dense one they begin anywhere.
+
 Backends are functions `decoder_layer(layer, tokens, keys, values)` that change `tokens.x`, `keys` and `values` in place:
 `reference.py` defines in torch what they compute, `cpu_ops.py` and `triton_ops.py` do it in compiled code.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
-MOST_TOKENS = 16
+import torch
+
+MOST_TOKENS = 16  # of a pass that runners hand to compiled code, and of a row in a round; the code itself takes any number
 UNLIKELY = 20  # logit gap between the worst token an exit head scored and those it did not score
 GROUP = 64  # columns of an int8 weight that share a scale of the states
 
@@ -101,7 +111,7 @@ class Layer(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """The tokens of a pass, up to MOST_TOKENS, of any rows; tokens of one row follow each other in rising columns."""
+    """The tokens of a pass, of any rows; tokens of one row follow each other in rising columns."""
 
     x: Any  # (n, hidden) states, changed in place
     cos: Any  # (m, rotary_dim) tables of cosines and sines
@@ -110,6 +120,18 @@ class Pass(NamedTuple):
     columns: Any  # (n,) the column of the cache its K/V go to
     positions: Any  # (n,) tokens of its row before it: it attends to the columns from column - position to column
     angles: Any  # (n,) its row of cos and sin (usually the same array as positions)
+    tables: Any  # (rows, blocks) the blocks with a row's K/V; with one block to a row, that of row r is block r
+
+    @property
+    def is_paged(self) -> bool:
+        """True if rows have several blocks."""
+        return bool(self.tables.shape[1] > 1)
+
+
+@functools.cache
+def dense_tables(rows: int, device: torch.device) -> torch.Tensor:
+    """Return the tables of a dense cache, for any pass on it."""
+    return torch.arange(rows, dtype=torch.int32, device=device)[:, None]
 
 
 def no_norm(empty: Any) -> Norm:

@@ -15,7 +15,7 @@ ACTIVATIONS = {SILU: F.silu, GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
 
 
 def decoder_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor, most: int | None = None) -> None:
-    """Run one layer for the tokens of a pass: `tokens.x`, `keys` and `values`, (rows, kv_heads, columns, head_dim), change.
+    """Run one layer for the tokens of a pass: `tokens.x`, `keys` and `values`, (blocks, kv_heads, size, head_dim), change.
 
     `most` is for backends that have to plan: no token attends to more columns.
     """
@@ -23,7 +23,7 @@ def decoder_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.
     h = norm(x, layer.attention_norm)
     beside = norm(x, layer.mlp_norm) if layer.parallel and len(layer.mlp_norm.weight) else h
     queries = project(attention, tokens, h, keys, values)
-    seen = attend(attention, tokens, queries, keys, values, most or keys.shape[2])
+    seen = attend(attention, tokens, queries, keys, values, most or tokens.tables.shape[1] * keys.shape[2])
     add_linear(x, seen, attention.o, attention.o_bias, layer.attention_out_norm, layer.residual)
     if not layer.parallel:
         beside = norm(x, layer.mlp_norm)
@@ -72,9 +72,15 @@ def project(attention: Attention, tokens: Pass, h: torch.Tensor, keys: torch.Ten
     if attention.rotary:
         cos, sin = tokens.cos[tokens.angles], tokens.sin[tokens.angles]
         q, k = (_rotate(states, cos, sin) for states in (q, k))
-    keys[tokens.rows, :, tokens.columns] = k
-    values[tokens.rows, :, tokens.columns] = v
+    blocks, places = _find(tokens.tables, tokens.rows, tokens.columns, keys.shape[2])
+    keys[blocks, :, places] = k
+    values[blocks, :, places] = v
     return q.flatten(1)
+
+
+def _find(tables: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the blocks that hold columns of rows, and the places in them."""
+    return tables[rows.long(), columns.long() // size].long(), columns.long() % size
 
 
 def _normed_heads(states: torch.Tensor, own: Norm, dim: int) -> torch.Tensor:
@@ -95,6 +101,7 @@ def attend(
     attention: Attention, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, most: int
 ) -> torch.Tensor:
     """(n, heads * dim) queries -> (n, heads * dim), the values that they attend to, mixed."""
+    assert not tokens.is_paged or torch.equal(tokens.columns, tokens.positions), "rows in blocks begin at column 0"
     q = queries.view(len(queries), -1, attention.head_dim)
     each = [_attend(attention, tokens, index, states, keys, values) for index, states in enumerate(q)]
     return torch.stack(each).flatten(1)
@@ -108,12 +115,13 @@ def _attend(
     first = column - int(tokens.positions[index])
     if attention.window:
         first = max(first, column + 1 - attention.window)
-    row, groups = int(tokens.rows[index]), len(q) // keys.shape[1]
-    seen = keys[row, :, first : column + 1].repeat_interleave(groups, 0)
+    columns, groups = torch.arange(first, column + 1, device=keys.device), len(q) // keys.shape[1]
+    blocks, places = _find(tokens.tables, tokens.rows[index].expand(len(columns)), columns, keys.shape[2])
+    seen, mixed = (own[blocks, :, places].transpose(0, 1).repeat_interleave(groups, 0) for own in (keys, values))
     scores = seen @ q[..., None] * attention.scaling
     if attention.cap:
         scores = attention.cap * (scores / attention.cap).tanh()
-    return (scores.softmax(1) * values[row, :, first : column + 1].repeat_interleave(groups, 0)).sum(1)
+    return (scores.softmax(1) * mixed).sum(1)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -174,7 +182,7 @@ def router_score(
     eps: float,
     score: torch.Tensor,
 ) -> None:
-    """Score one guess (1, hidden) by a router, normed if the router takes signals.
+    """Score (n, hidden) guesses by a router, normed if the router takes signals.
 
     `score_params` are the router's last bias, its temperature and its offset.
     """
@@ -213,9 +221,9 @@ def denormalize(
     table: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Take (1, hidden) out of a memory head's coordinates into `out`, and into a table behind row `start`."""
+    """Take (n, hidden) out of a memory head's coordinates into `out`, and each into a table behind its row of `start`."""
     out.copy_((x.float() * spread.float() + center.float()).to(x.dtype))
-    table[int(start) + 1] = out[0]
+    table[start.long() + 1] = out
 
 
 def accepted(drafts: Sequence[int], found: Sequence[int]) -> int:

@@ -11,21 +11,29 @@ import triton.language as tl
 
 from TIDE.kernels.cards import card_of, head_tile
 from TIDE.kernels.result import ACCEPTED, DRAFTED, FIELDS, IS_NAN, NOTHING_LEFT, SCORES, TOKENS
-from TIDE.kernels.triton_products import EMPTY, _launch_linear, _product, counted
+from TIDE.kernels.triton_products import EMPTY, _first, _launch_linear, _product, counted
 
 
 @counted
 def _peaks(
     x, weight, vocabulary, peaks, tokens_at, sums, out, tokens, height, width, blocks,
-    CHOSEN: tl.constexpr, SIGNALS: tl.constexpr, STORE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    CHOSEN: tl.constexpr, SIGNALS: tl.constexpr, STORE: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Find the best of a block of tokens, for each state. NaN counts as infinity, so that the host notices it."""
-    block, place = tl.program_id(0), tl.arange(0, 16)
+    """Find the best of a block of tokens, for each state. NaN counts as infinity, so that the host notices it.
+
+    Signals are sums over the block, in whole numbers: those of floats would depend on how a tile is spread over threads.
+    """
+    block, place, table = tl.program_id(1), tl.arange(0, TN), tokens * blocks
+    if not ONCE:
+        first_state = _first(TN)
+        x, out, tokens = x + first_state * width, out + first_state * height, tokens - first_state
+        peaks, tokens_at, sums = peaks + first_state * blocks, tokens_at + first_state * blocks, sums + first_state * blocks
     column = block * BN + tl.arange(0, BN)
     rows, inside = column, column < height
     if CHOSEN:
         rows = tl.load(vocabulary + column, mask=inside, other=0).to(tl.int32)
-    logits = _product(x, weight, rows, inside, tokens, width, BN, BK, EVEN).to(x.dtype.element_ty)
+    logits = _product(x, weight, rows, inside, tokens, width, BN, BK, TN, EVEN, ONCE).to(x.dtype.element_ty)
     if STORE:
         tl.store(out + place[None, :] * height + column[:, None], logits, mask=inside[:, None] & (place < tokens)[None, :])
     logits = logits.to(tl.float32)
@@ -39,14 +47,20 @@ def _peaks(
     if SIGNALS:
         shares = tl.exp(logits - best[None, :])
         tl.store(sums + at, tl.max(tl.where(rows[:, None] == first[None, :], float("-inf"), logits), 0), mask=known)
-        tl.store(sums + 16 * blocks + at, tl.sum(shares, 0), mask=known)
+        tl.store(sums + table + at, _whole_sum(shares), mask=known)
         weighed = tl.where(shares > 0, shares * (logits - best[None, :]), 0.0)
-        tl.store(sums + 32 * blocks + at, tl.sum(weighed, 0), mask=known)
+        tl.store(sums + 2 * table + at, _whole_sum(weighed), mask=known)
+
+
+@triton.jit
+def _whole_sum(x):
+    """Sum up to 64 numbers between -1 and 1, rounded to a multiple of 2^-24."""
+    return tl.sum((x * 16777216.0).to(tl.int32), 0).to(tl.float32) * 5.9604644775390625e-08
 
 
 @counted
 def _best(peaks, tokens_at, sums, best, token, signals, blocks, SIGNALS: tl.constexpr, BLOCK: tl.constexpr):
-    state, block = tl.program_id(0), tl.arange(0, BLOCK)
+    state, block, table = tl.program_id(0), tl.arange(0, BLOCK), tl.num_programs(0) * blocks
     there, at = block < blocks, state * blocks + block
     own = tl.load(peaks + at, mask=there, other=float("-inf"))
     highest = tl.max(own, 0)
@@ -58,8 +72,8 @@ def _best(peaks, tokens_at, sums, best, token, signals, blocks, SIGNALS: tl.cons
         runner_up = tl.load(sums + at, mask=there, other=float("-inf"))
         second = tl.max(tl.where(block == holder, runner_up, own), 0)
         lower = tl.where(there, tl.exp(own - highest), 0.0)
-        shares = tl.load(sums + 16 * blocks + at, mask=there, other=0.0) * lower
-        weighed = tl.load(sums + 32 * blocks + at, mask=there, other=0.0) * lower
+        shares = tl.load(sums + table + at, mask=there, other=0.0) * lower
+        weighed = tl.load(sums + 2 * table + at, mask=there, other=0.0) * lower
         weighed += tl.where(shares > 0, shares * (own - highest), 0.0)
         total = tl.sum(shares, 0)
         entropy = tl.log(total) - tl.sum(weighed, 0) / total
@@ -80,16 +94,16 @@ def best_tokens(
 ) -> None:
     """Two launches; logits themselves are written only where a buffer is given for them."""
     width = weight.shape[1]
-    tile = head_tile(card_of(weight.device), len(weight), width, weight.element_size())
+    tile = head_tile(card_of(weight.device), len(weight), width, weight.element_size(), len(x))
     chosen = weight if vocabulary is None else vocabulary
     height = len(chosen)
     blocks = triton.cdiv(height, tile.rows)
-    peaks, at = x.new_empty(16, blocks, dtype=torch.float32), x.new_empty(16, blocks, dtype=torch.int32)
-    sums = peaks if signals is None else x.new_empty(3, 16, blocks, dtype=torch.float32)
-    _peaks[(blocks,)](
+    peaks, at = x.new_empty(len(x), blocks, dtype=torch.float32), x.new_empty(len(x), blocks, dtype=torch.int32)
+    sums = peaks if signals is None else x.new_empty(3, len(x), blocks, dtype=torch.float32)
+    _peaks[(tile.groups, blocks)](
         x, weight, chosen, peaks, at, sums, x if logits is None else logits, len(x), height, width, blocks,
-        vocabulary is not None, signals is not None, logits is not None, tile.rows, tile.columns, tile.even,
-        num_warps=4, num_stages=tile.stages,
+        vocabulary is not None, signals is not None, logits is not None, *tile.constants,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     _best[(len(x),)](
         peaks, at, sums, best, token, best if signals is None else signals, blocks, signals is not None,
@@ -189,14 +203,14 @@ def linear_into(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, star
 
 @counted
 def _denormalize(x, center, spread, start, table, guess, width, BLOCK: tl.constexpr):
-    column = tl.arange(0, BLOCK)
-    known = column < width
-    states = tl.load(x + column, mask=known, other=0.0).to(tl.float32)
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    known, own = column < width, token * width + column
+    states = tl.load(x + own, mask=known, other=0.0).to(tl.float32)
     states *= tl.load(spread + column, mask=known, other=0.0).to(tl.float32)
     states += tl.load(center + column, mask=known, other=0.0).to(tl.float32)
     found = states.to(guess.dtype.element_ty)
-    tl.store(table + (tl.load(start).to(tl.int64) + 1) * width + column, found, mask=known)
-    tl.store(guess + column, found, mask=known)
+    tl.store(table + (tl.load(start + token).to(tl.int64) + 1) * width + column, found, mask=known)
+    tl.store(guess + own, found, mask=known)
 
 
 def denormalize(
@@ -208,7 +222,7 @@ def denormalize(
     out: torch.Tensor,
 ) -> None:
     width = x.shape[1]
-    _denormalize[(1,)](x, center, spread, start, table, out, width, triton.next_power_of_2(width), num_warps=4)
+    _denormalize[(len(x),)](x, center, spread, start, table, out, width, triton.next_power_of_2(width), num_warps=4)
 
 
 @counted

@@ -1,10 +1,10 @@
 """The decoder layer on a GPU, in Triton. Functions of the same names in `reference.py` define what each computes.
 
-Weights are streamed once for up to 16 tokens (`triton_products.py`). In attention a program takes one token, the query heads
+Weights are streamed once for up to 128 tokens (`triton_products.py`). In attention a program takes one token, the query heads
 of one key head, and a split of `SPLIT` keys.
 
-A token's bits do not depend on the tokens beside it: tiles have one shape whatever the number of tokens, sums run in one
-order, and splits of keys are counted from the row's first token. Results are rounded where the model's own layers round them.
+A token's bits do not depend on the tokens beside it: sums run in one order whatever the number of tokens, and splits of keys
+are counted from the row's first token. Results are rounded where the model's own layers round them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from TIDE.kernels.cards import attention_tile, card_of, project_tile
 from TIDE.kernels.layer import Attention, Layer, Pass
-from TIDE.kernels.triton_products import _gained, _two_products, add_linear, counted, linear, mlp_inner, norm
+from TIDE.kernels.triton_products import _first, _gained, _two_products, add_linear, counted, linear, mlp_inner, norm
 
 __all__ = ["add_linear", "attend", "decoder_layer", "linear", "mlp_inner", "norm", "project"]
 
@@ -29,13 +29,17 @@ SPLIT = 64  # keys of a program, at least as many as a tile of attention has
 
 @counted
 def _project(
-    x, wq, wk, wv, bq, bk, bv, cos, sin, queries, keys, values, rows, columns, angles, tokens, width,
-    heads, kv_heads, stride_row, stride_head, stride_column,
+    x, wq, wk, wv, bq, bk, bv, cos, sin, queries, keys, values, rows, columns, angles, tables, tokens, width,
+    heads, kv_heads, stride_table, stride_block, stride_head, stride_column, SIZE: tl.constexpr,
     DIM: tl.constexpr, ROTARY: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HALF: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    HALF: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """Compute pairs of outputs of one head: those that are rotated together. Without ROTARY they are any two."""
-    head, pair, place = tl.program_id(0), tl.program_id(1) * HALF + tl.arange(0, HALF), tl.arange(0, 16)
+    head, pair, place = tl.program_id(1), tl.program_id(2) * HALF + tl.arange(0, HALF), tl.arange(0, TN)
+    if not ONCE:
+        first = _first(TN)
+        x, queries, tokens = x + first * width, queries + first * heads * DIM, tokens - first
+        rows, columns, angles = rows + first, columns + first, angles + first
     weight, bias, own = wq, bq, head
     if head >= heads:
         weight, bias, own = wk, bk, head - heads
@@ -44,7 +48,8 @@ def _project(
     inside, half = pair < DIM // 2, ROTARY // 2
     one = tl.where(pair < half, pair, pair + half)
     two = one + tl.where(pair < half, half, (DIM - ROTARY) // 2)
-    a, b = _two_products(x, weight, own * DIM + one, weight, own * DIM + two, inside, tokens, width, HALF, BK, EVEN)
+    starts = own * DIM + one, own * DIM + two
+    a, b = _two_products(x, weight, starts[0], weight, starts[1], inside, tokens, width, HALF, BK, TN, EVEN, ONCE)
     if HAS_BIAS:
         a += tl.load(bias + own * DIM + one, mask=inside, other=0.0).to(tl.float32)[:, None]
         b += tl.load(bias + own * DIM + two, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -58,13 +63,23 @@ def _project(
     if head < heads:
         at = queries + (place[None, :] * heads + own) * DIM
     else:
-        row = tl.load(rows + place, mask=place < tokens, other=0).to(tl.int64)
+        row = tl.load(rows + place, mask=place < tokens, other=0)
         column = tl.load(columns + place, mask=place < tokens, other=0)
-        at = keys + (row * stride_row + own * stride_head + column * stride_column)[None, :]
+        where = _place(tables, row, column, stride_table, stride_block, stride_column, SIZE) + own * stride_head
+        at = keys + where[None, :]
         if head >= heads + kv_heads:
-            at = values + (row * stride_row + own * stride_head + column * stride_column)[None, :]
+            at = values + where[None, :]
     tl.store(at + one[:, None], a, mask=known)
     tl.store(at + two[:, None], b, mask=known)
+
+
+@triton.jit
+def _place(tables, row, column, stride_table, stride_block, stride_column, SIZE: tl.constexpr):
+    """Return where a row has K/V of a column, in its first head; a block has SIZE columns, or is a row if SIZE is 0."""
+    if SIZE == 0:
+        return row.to(tl.int64) * stride_block + column * stride_column
+    block = tl.load(tables + row * stride_table + column // SIZE).to(tl.int64)
+    return block * stride_block + column % SIZE * stride_column
 
 
 @triton.jit
@@ -85,7 +100,8 @@ def _times(a, b):
 
 @counted
 def _norm_and_rotate(
-    queries, keys, q_norm, k_norm, cos, sin, rows, columns, angles, eps, heads, stride_row, stride_head, stride_column,
+    queries, keys, q_norm, k_norm, cos, sin, rows, columns, angles, tables, eps, heads,
+    stride_table, stride_block, stride_head, stride_column, SIZE: tl.constexpr,
     OFFSET: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate one head of one token in place: queries where `_project` put them, keys in the cache."""
@@ -95,8 +111,9 @@ def _norm_and_rotate(
     two = one + tl.where(pair < half, half, (DIM - ROTARY) // 2)
     at, weight = queries + (token * heads + head) * DIM, q_norm
     if head >= heads:
-        row, column = tl.load(rows + token).to(tl.int64), tl.load(columns + token)
-        at, weight = keys + row * stride_row + (head - heads) * stride_head + column * stride_column, k_norm
+        row, column = tl.load(rows + token), tl.load(columns + token)
+        where = _place(tables, row, column, stride_table, stride_block, stride_column, SIZE)
+        at, weight = keys + where + (head - heads) * stride_head, k_norm
     a, b = tl.load(at + one, mask=inside, other=0.0), tl.load(at + two, mask=inside, other=0.0)
     scale = tl.rsqrt((_squares(a) + _squares(b)) / DIM + eps)
     kind = queries.dtype.element_ty
@@ -115,8 +132,8 @@ def _squares(x):
 
 @counted
 def _norm_all_and_rotate(
-    queries, keys, q_norm, k_norm, cos, sin, rows, columns, angles, eps, heads, kv_heads,
-    stride_row, stride_head, stride_column,
+    queries, keys, q_norm, k_norm, cos, sin, rows, columns, angles, tables, eps, heads, kv_heads,
+    stride_table, stride_block, stride_head, stride_column, SIZE: tl.constexpr,
     OFFSET: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Norm over all heads of a token, then rotate: a program takes its queries or its keys."""
@@ -126,8 +143,9 @@ def _norm_all_and_rotate(
     two = one + tl.where(pair < half, half, (DIM - ROTARY) // 2)
     at, weight, count = queries + (token * heads + head) * DIM, q_norm, heads
     if tl.program_id(1) == 1:
-        row, column = tl.load(rows + token).to(tl.int64), tl.load(columns + token)
-        at, weight, count = keys + row * stride_row + head * stride_head + column * stride_column, k_norm, kv_heads
+        row, column = tl.load(rows + token), tl.load(columns + token)
+        where = _place(tables, row, column, stride_table, stride_block, stride_column, SIZE)
+        at, weight, count = keys + where + head * stride_head, k_norm, kv_heads
     inside = (pair < DIM // 2) & (head < count)
     a, b = tl.load(at + one, mask=inside, other=0.0), tl.load(at + two, mask=inside, other=0.0)
     scale = tl.rsqrt(tl.sum(_squares(a) + _squares(b), 0) / (tl.maximum(count, 1) * DIM) + eps)
@@ -147,17 +165,17 @@ def _norm_all_and_rotate(
 
 @counted
 def _attend(
-    queries, keys, values, rows, columns, positions, out, peaks, sums, tokens, scaling,
-    heads, kv_heads, stride_row, stride_head, stride_column,
+    queries, keys, values, rows, columns, positions, tables, out, peaks, sums, tokens, scaling,
+    heads, kv_heads, stride_table, stride_block, stride_head, stride_column, SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, ONLY: tl.constexpr,
 ):  # fmt: skip
-    """Attend with a token's queries of one key head to a split of keys; ONLY: there is one split, so the result is whole."""
+    """Attend with a token's queries of one key head to a split of keys; ONLY: there is one split, so the result is whole. A
+    split lies in one block."""
     token, own, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, group = tl.load(rows + token).to(tl.int64), heads // kv_heads
     place, dim = tl.arange(0, GROUP), tl.arange(0, BLOCK)
     newest = tl.load(positions + token)  # positions count from the row's first token
-    origin = tl.load(columns + token) - newest
     oldest = newest * 0
     if WINDOW != 0:
         oldest = tl.maximum(oldest, newest + 1 - WINDOW)
@@ -165,7 +183,13 @@ def _attend(
     head = own * group + place
     at = (token * heads + head)[:, None] * DIM + dim[None, :]
     asked = tl.load(queries + at, mask=used & real, other=0.0)
-    cache = row * stride_row + own * stride_head + origin.to(tl.int64) * stride_column
+    if SIZE == 0:
+        origin = tl.load(columns + token) - newest
+        cache = row * stride_block + own * stride_head + origin.to(tl.int64) * stride_column
+    else:
+        number = split * SPLIT // SIZE
+        block = tl.load(tables + row * stride_table + number, mask=split * SPLIT <= newest, other=0).to(tl.int64)
+        cache = block * stride_block + own * stride_head - number * SIZE * stride_column
     peak, total = tl.full((GROUP,), float("-inf"), tl.float32), tl.zeros((GROUP,), tl.float32)
     mixed = tl.zeros((GROUP, BLOCK), tl.float32)
     for tile in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, newest + 1), TILE):
@@ -187,7 +211,7 @@ def _attend(
     if ONLY:
         tl.store(out + at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=used & real)
     else:
-        part = split * tokens * heads
+        part = split.to(tl.int64) * tokens * heads
         tl.store(out + part * DIM + at, mixed, mask=used & real)
         tl.store(peaks + part + token * heads + head, peak, mask=place < group)
         tl.store(sums + part + token * heads + head, total, mask=place < group)
@@ -201,7 +225,7 @@ def _join(parts, peaks, sums, out, positions, tokens, heads, DIM: tl.constexpr, 
     at = token * heads + head
     peak, total, mixed = float("-inf"), 0.0, tl.zeros((BLOCK,), tl.float32)
     for split in range(0, newest // SPLIT + 1):
-        part = split * tokens * heads + at
+        part = tl.cast(split, tl.int64) * tokens * heads + at
         own = tl.load(peaks + part)
         higher = tl.maximum(peak, own)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
@@ -214,37 +238,46 @@ def _join(parts, peaks, sums, out, positions, tokens, heads, DIM: tl.constexpr, 
 
 def project(attention: Attention, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     dim, (height, width), kv_heads = attention.head_dim, attention.q.shape, keys.shape[1]
-    tile = project_tile(card_of(h.device), height, width, dim, h.element_size())
+    tile = project_tile(card_of(h.device), height, width, dim, h.element_size(), len(h))
     queries, heads, rotary = h.new_empty(len(h), height), height // dim, tokens.cos.shape[1] if attention.rotary else 0
-    places, has_bias, has_norm = (tokens.rows, tokens.columns, tokens.angles), len(attention.k_bias) > 0, _has_norm(attention)
+    places, has_bias = (tokens.rows, tokens.columns, tokens.angles, tokens.tables), len(attention.k_bias) > 0
+    has_norm = len(attention.k_norm.weight) > 0
     biases = (attention.q_bias, attention.k_bias, attention.v_bias) if has_bias else (h, h, h)
-    _project[(heads + 2 * kv_heads, triton.cdiv(dim // 2, tile.rows))](
+    _project[(tile.groups, heads + 2 * kv_heads, triton.cdiv(dim // 2, tile.rows))](
         h, attention.q, attention.k, attention.v, *biases, tokens.cos, tokens.sin, queries, keys, values, *places,
-        len(h), width, heads, kv_heads, *keys.stride()[:3],
-        dim, 0 if has_norm else rotary, has_bias, tile.rows, tile.columns, tile.even, num_warps=4, num_stages=tile.stages,
+        len(h), width, heads, kv_heads, *strides(tokens, keys),
+        dim, 0 if has_norm else rotary, has_bias, *tile.constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if has_norm:
         _launch_norms(attention, tokens, queries, keys, rotary)
     return queries
 
 
-def _has_norm(attention: Attention) -> bool:
-    return len(attention.k_norm.weight) > 0
+def strides(tokens: Pass, keys: torch.Tensor) -> tuple[int, int, int, int, int]:
+    """Return the strides of tables, blocks, heads and columns, and the columns of a block: 0 if a block is a row."""
+    assert tokens.is_paged or len(tokens.tables) == len(keys), "with one block to a row, there are as many blocks as rows"
+    block, head, column = keys.stride()[:3]
+    size = keys.shape[2] if tokens.is_paged else 0
+    assert size % SPLIT == 0, f"blocks of {size} columns are not whole splits of {SPLIT}"
+    return tokens.tables.stride(0), block, head, column, size
 
 
 def _launch_norms(attention: Attention, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, rotary: int) -> None:
     """Norm and rotate queries and keys. The two norms differ in their weights only."""
     dim, kv_heads, own = attention.head_dim, keys.shape[1], attention.k_norm
-    heads, strides = queries.shape[1] // dim, keys.stride()[:3]
+    heads, own_strides = queries.shape[1] // dim, strides(tokens, keys)
     assert not own.layer_norm and not len(own.bias), "norms of queries and keys are RMS norms"
     weights = attention.q_norm.weight if heads else own.weight, own.weight
-    given = queries, keys, *weights, tokens.cos, tokens.sin, tokens.rows, tokens.columns, tokens.angles, own.eps, heads
+    places = tokens.rows, tokens.columns, tokens.angles, tokens.tables
+    given = queries, keys, *weights, tokens.cos, tokens.sin, *places, own.eps, heads
     pairs = triton.next_power_of_2(dim // 2)
     if len(own.weight) == dim:
-        _norm_and_rotate[(len(queries), heads + kv_heads)](*given, *strides, own.offset, dim, rotary, pairs, num_warps=1)
+        _norm_and_rotate[(len(queries), heads + kv_heads)](*given, *own_strides, own.offset, dim, rotary, pairs, num_warps=1)
     else:
         most = triton.next_power_of_2(max(heads, kv_heads))
-        _norm_all_and_rotate[(len(queries), 2)](*given, kv_heads, *strides, own.offset, dim, rotary, most, pairs, num_warps=8)
+        _norm_all_and_rotate[(len(queries), 2)](
+            *given, kv_heads, *own_strides, own.offset, dim, rotary, most, pairs, num_warps=8
+        )
 
 
 def attend(
@@ -257,8 +290,8 @@ def attend(
     parts = out if splits == 1 else queries.new_empty(splits, *queries.shape, dtype=torch.float32)
     peaks, sums = queries.new_empty(2, splits, len(queries), heads, dtype=torch.float32)
     _attend[(len(queries), kv_heads, splits)](
-        queries, keys, values, tokens.rows, tokens.columns, tokens.positions, parts, peaks, sums, len(queries),
-        attention.scaling, heads, kv_heads, *keys.stride()[:3], attention.window, attention.cap, dim,
+        queries, keys, values, tokens.rows, tokens.columns, tokens.positions, tokens.tables, parts, peaks, sums, len(queries),
+        attention.scaling, heads, kv_heads, *strides(tokens, keys), attention.window, attention.cap, dim,
         group, SPLIT, tile.keys, block, splits == 1, num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
@@ -277,7 +310,7 @@ def decoder_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.
     h = norm(x, layer.attention_norm)
     beside = norm(x, layer.mlp_norm) if layer.parallel and len(layer.mlp_norm.weight) else h
     queries = project(attention, tokens, h, keys, values)
-    seen = attend(attention, tokens, queries, keys, values, most or keys.shape[2])
+    seen = attend(attention, tokens, queries, keys, values, most or tokens.tables.shape[1] * keys.shape[2])
     add_linear(x, seen, attention.o, attention.o_bias, layer.attention_out_norm, layer.residual)
     if not layer.parallel:
         beside = norm(x, layer.mlp_norm)

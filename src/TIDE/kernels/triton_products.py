@@ -1,7 +1,14 @@
-"""Products and norms for up to 16 tokens on a GPU, in Triton. Functions of the same names in `reference.py` define them.
+"""Products and norms on a GPU, in Triton. Functions of the same names in `reference.py` define them.
 
-A program multiplies a block of a weight's rows with all tokens of a pass, padded to 16. The tile has one shape whatever the
-number of tokens, and sums run in one order, so a token's bits do not depend on the tokens beside it.
+A program multiplies a block of a weight's rows with all tokens of a pass, padded to 16, 32, 64 or 128; beyond 128, with a group
+of so many. Groups are the first dimension of the grid, so programs that need the same rows run side by side and one of them
+reads the rows from memory. Whatever the tile, products are summed in the order of columns, so a token's bits do not depend on
+the tokens beside it.
+
+    BN, BK      rows and columns of a weight's tile
+    TN          tokens of a tile
+    EVEN        columns need no mask
+    ONCE        there is one group, so nothing is read twice
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +25,7 @@ from TIDE.kernels.layer import MLP, Norm
 EMPTY = torch.zeros(0)
 # One binary for any number of tokens, and for any place of a round's small buffers.
 counted = triton.jit(
-    do_not_specialize=["tokens", "drafts", "all_rows"],
+    do_not_specialize=["tokens", "drafts", "all_rows", "stride_table"],
     do_not_specialize_on_alignment=[
         "start",
         "starts",
@@ -27,6 +34,7 @@ counted = triton.jit(
         "columns",
         "positions",
         "angles",
+        "tables",
         "best",
         "token",
         "score",
@@ -36,17 +44,21 @@ counted = triton.jit(
 
 
 @triton.jit
-def _product(x, weight, rows, inside, tokens, width, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
-    """(BN, 16) products of some rows of a weight with all tokens."""
-    place = tl.arange(0, 16)
-    total = tl.zeros((BN, 16), tl.float32)
+def _product(
+    x, weight, rows, inside, tokens, width,
+    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """(BN, TN) products of some rows of a weight with a group's tokens."""
+    place = tl.arange(0, TN)
+    total = tl.zeros((BN, TN), tl.float32)
+    KEPT: tl.constexpr = "evict_first" if ONCE else ""
     start = rows.to(tl.int64)[:, None] * width
     for k in range(0, width, BK):
         column = k + tl.arange(0, BK)
         known = (place < tokens)[None, :] if EVEN else (place < tokens)[None, :] & (column < width)[:, None]
         there = inside[:, None] if EVEN else inside[:, None] & (column < width)[None, :]
         states = tl.load(x + place[None, :] * width + column[:, None], mask=known, other=0.0)
-        values = tl.load(weight + start + column[None, :], mask=there, other=0.0, eviction_policy="evict_first")
+        values = tl.load(weight + start + column[None, :], mask=there, other=0.0, eviction_policy=KEPT)
         total = tl.dot(values, states, total, input_precision="ieee")
     return total
 
@@ -55,13 +67,16 @@ def _product(x, weight, rows, inside, tokens, width, BN: tl.constexpr, BK: tl.co
 def _linear(
     x, weight, bias, out, start, tokens, height, width, scale,
     HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_START: tl.constexpr, ACTIVATION: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    rows, place = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, 16)
+    rows, place = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, TN)
     if HAS_START:
         out += (tl.load(start).to(tl.int64) + 1) * height
+    if not ONCE:
+        first = _first(TN)
+        x, out, tokens = x + first * width, out + first * height, tokens - first
     inside = rows < height
-    total = _product(x, weight, rows, inside, tokens, width, BN, BK, EVEN)
+    total = _product(x, weight, rows, inside, tokens, width, BN, BK, TN, EVEN, ONCE)
     if HAS_BIAS:
         total += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
     kind = out.dtype.element_ty
@@ -75,20 +90,28 @@ def _linear(
 
 
 @triton.jit
+def _first(TN: tl.constexpr):
+    """Return the first token of the program's group; in 64 bits, for it counts rows of large arrays."""
+    return tl.program_id(0).to(tl.int64) * TN
+
+
+@triton.jit
 def _two_products(
-    x, weight, rows, other, other_rows, inside, tokens, width, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr
+    x, weight, rows, other, other_rows, inside, tokens, width,
+    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """`_product` for two sets of rows at once."""
-    place = tl.arange(0, 16)
-    first, second = tl.zeros((BN, 16), tl.float32), tl.zeros((BN, 16), tl.float32)
+    place = tl.arange(0, TN)
+    first, second = tl.zeros((BN, TN), tl.float32), tl.zeros((BN, TN), tl.float32)
+    KEPT: tl.constexpr = "evict_first" if ONCE else ""
     start, other_start = rows.to(tl.int64)[:, None] * width, other_rows.to(tl.int64)[:, None] * width
     for k in range(0, width, BK):
         column = k + tl.arange(0, BK)
         known = (place < tokens)[None, :] if EVEN else (place < tokens)[None, :] & (column < width)[:, None]
         there = inside[:, None] if EVEN else inside[:, None] & (column < width)[None, :]
         states = tl.load(x + place[None, :] * width + column[:, None], mask=known, other=0.0)
-        values = tl.load(weight + start + column[None, :], mask=there, other=0.0, eviction_policy="evict_first")
-        others = tl.load(other + other_start + column[None, :], mask=there, other=0.0, eviction_policy="evict_first")
+        values = tl.load(weight + start + column[None, :], mask=there, other=0.0, eviction_policy=KEPT)
+        others = tl.load(other + other_start + column[None, :], mask=there, other=0.0, eviction_policy=KEPT)
         first = tl.dot(values, states, first, input_precision="ieee")
         second = tl.dot(others, states, second, input_precision="ieee")
     return first, second
@@ -97,12 +120,16 @@ def _two_products(
 @counted
 def _gated(
     x, gate, up, gate_bias, up_bias, out, tokens, height, width,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    rows, place = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, 16)
+    rows, place = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, TN)
+    if not ONCE:
+        first = _first(TN)
+        x, out, tokens = x + first * width, out + first * height, tokens - first
     inside = rows < height
     kind = out.dtype.element_ty
-    opened, raised = _two_products(x, gate, rows, up, rows, inside, tokens, width, BN, BK, EVEN)
+    opened, raised = _two_products(x, gate, rows, up, rows, inside, tokens, width, BN, BK, TN, EVEN, ONCE)
     if HAS_BIAS:
         opened += tl.load(gate_bias + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
         raised += tl.load(up_bias + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -186,11 +213,11 @@ def _launch_linear(
     activation: int | None = None,
 ) -> None:
     height, width = weight.shape
-    tile = linear_tile(card_of(weight.device), height, width, weight.element_size())
-    _linear[(triton.cdiv(height, tile.rows),)](
+    tile = linear_tile(card_of(weight.device), height, width, weight.element_size(), len(x))
+    _linear[(tile.groups, triton.cdiv(height, tile.rows))](
         x, weight, bias if len(bias) else x, out, x if start is None else start, len(x), height, width, scale,
-        len(bias) > 0, has_base, start is not None, -1 if activation is None else activation, tile.rows,
-        tile.columns, tile.even, num_warps=4, num_stages=tile.stages,
+        len(bias) > 0, has_base, start is not None, -1 if activation is None else activation,
+        *tile.constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -198,11 +225,11 @@ def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:
     if not len(mlp.gate):
         return linear(x, mlp.up, mlp.up_bias, mlp.activation)
     (height, width), has_bias = mlp.gate.shape, len(mlp.up_bias) > 0
-    tile = gated_tile(card_of(mlp.gate.device), height, width, mlp.gate.element_size())
+    tile = gated_tile(card_of(mlp.gate.device), height, width, mlp.gate.element_size(), len(x))
     out = x.new_empty(len(x), height)
-    _gated[(triton.cdiv(height, tile.rows),)](
+    _gated[(tile.groups, triton.cdiv(height, tile.rows))](
         x, mlp.gate, mlp.up, mlp.gate_bias if has_bias else x, mlp.up_bias if has_bias else x, out, len(x), height, width,
-        has_bias, mlp.activation, tile.rows, tile.columns, tile.even, num_warps=4, num_stages=tile.stages,
+        has_bias, mlp.activation, *tile.constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 

@@ -1,7 +1,7 @@
 """K/V of tokens in layers that they skip, in one launch; `propagate` in `reference.py` defines it.
 
-A program computes one key or value head of one layer for all tokens, padded to 16. It norms their states on the way, so
-nothing is written but K/V.
+A program computes one key or value head of one layer for up to 16 tokens. It norms their states on the way, so nothing is
+written but K/V.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from TIDE.kernels.cards import card_of, propagate_tile
 from TIDE.kernels.layer import Layer, Pass, only_kv
-from TIDE.kernels.triton_ops import _rotated, _squares, project
+from TIDE.kernels.triton_ops import _place, _rotated, _squares, project, strides
 from TIDE.kernels.triton_products import _gained, counted, norm
 
 FACTS = 10  # per layer: addresses of its weights and its cache, and whether it rotates keys
@@ -22,12 +22,13 @@ FACTS = 10  # per layer: addresses of its weights and its cache, and whether it 
 
 @counted
 def _propagate(
-    x, facts, cos, sin, rows, columns, angles, tokens, width, eps, head_eps, kv_heads, stride_row, stride_head, stride_column,
+    x, facts, cos, sin, rows, columns, angles, tables, tokens, width, eps, head_eps, kv_heads,
+    stride_table, stride_block, stride_head, stride_column, SIZE: tl.constexpr,
     OFFSET: tl.constexpr, HEAD_OFFSET: tl.constexpr, LAYER_NORM: tl.constexpr, SHIFTED: tl.constexpr, DIM: tl.constexpr,
     ROTARY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, FACTS: tl.constexpr, HALF: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    own, place, pair = facts + tl.program_id(0) * FACTS, tl.arange(0, 16), tl.arange(0, HALF)
+    own, place, pair = facts + tl.program_id(2) * FACTS, tl.program_id(0) * 16 + tl.arange(0, 16), tl.arange(0, HALF)
     is_value = tl.program_id(1) >= kv_heads
     head = tl.program_id(1) - tl.where(is_value, kv_heads, 0)
     kind = x.dtype.element_ty
@@ -91,9 +92,9 @@ def _propagate(
         angle = tl.load(angles + place, mask=place < tokens, other=0)
         a, b = _rotated(a, b, cos, sin, angle[None, :] * ROTARY, one[:, None], two[:, None], rotates)
 
-    row = tl.load(rows + place, mask=place < tokens, other=0).to(tl.int64)
+    row = tl.load(rows + place, mask=place < tokens, other=0)
     placed = tl.load(columns + place, mask=place < tokens, other=0)
-    at = row * stride_row + head * stride_head + placed * stride_column
+    at = _place(tables, row, placed, stride_table, stride_block, stride_column, SIZE) + head * stride_head
     out = tl.load(own + tl.where(is_value, 7, 6)).to(tl.pointer_type(kind)) + at[None, :]
     tl.store(out + one[:, None], a, mask=inside[:, None] & known)
     tl.store(out + two[:, None], b, mask=inside[:, None] & known)
@@ -108,10 +109,10 @@ def propagate(layers: list[Layer], tokens: Pass, caches: list[tuple[torch.Tensor
         return
     before, dim, width, kv_heads = first.attention_norm, own.head_dim, tokens.x.shape[1], keys.shape[1]
     half = max(16, triton.next_power_of_2(dim // 2))
-    tile = propagate_tile(card_of(keys.device), half, width, keys.element_size())
-    _propagate[(len(layers), 2 * kv_heads)](
-        tokens.x, _facts(layers, caches), tokens.cos, tokens.sin, tokens.rows, tokens.columns, tokens.angles, len(tokens.x),
-        width, before.eps, own.k_norm.eps, kv_heads, *keys.stride()[:3],
+    tile = propagate_tile(card_of(keys.device), half, width, keys.element_size(), len(tokens.x))
+    _propagate[(tile.groups, 2 * kv_heads, len(layers))](
+        tokens.x, _facts(layers, caches), tokens.cos, tokens.sin, tokens.rows, tokens.columns, tokens.angles, tokens.tables,
+        len(tokens.x), width, before.eps, own.k_norm.eps, kv_heads, *strides(tokens, keys),
         before.offset, own.k_norm.offset, before.layer_norm, len(before.bias) > 0, dim, tokens.cos.shape[1],
         len(own.k_bias) > 0, len(own.k_norm.weight) > 0, FACTS, half, tile.columns,
         num_warps=4, num_stages=tile.stages,

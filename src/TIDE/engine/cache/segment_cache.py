@@ -71,6 +71,10 @@ class SegmentCache(Cache):
         assert self._view is not None, "the cache is used outside a pass"
         return self._view
 
+    @property
+    def rows(self) -> int:
+        return len(self.segments[0].length)
+
     def lengths(self, row: int) -> list[int]:
         return [segment.length[row] for segment in self.segments]
 

@@ -2,6 +2,7 @@
 
     text            (rows, columns) prompts
     keys, values    of every layer, (rows, heads, columns, dim)
+    tables          (rows, 1) where kernels find a row's K/V: in the block of its number
     tokens          (17, rows) of a round: the newest final token of each row, then its drafts
     starts          (16, rows) the positions they stand at
     settings        how tokens are chosen, row by row; for greedy rows nothing is read of it
@@ -21,7 +22,7 @@ import torch
 from TIDE.adapters.probe import Store
 from TIDE.adapters.rotary_table import CosSin
 from TIDE.engine.cache.segment_cache import SegmentCache
-from TIDE.kernels.layer import MOST_TOKENS, Pass, only_kv
+from TIDE.kernels.layer import MOST_TOKENS, Pass, dense_tables, only_kv
 from TIDE.kernels.result import FIELDS
 from TIDE.kernels.sampling import Settings
 from TIDE.routing.exits import Exit
@@ -98,6 +99,7 @@ class Slots:
         self.tokens = torch.zeros(MOST_TOKENS + 1, rows, **long)
         self.starts = torch.zeros(MOST_TOKENS, rows, **short)
         self.row_ids = torch.arange(rows, **short).repeat(MOST_TOKENS, 1)
+        self.tables = dense_tables(rows, like.device)
         self.steps = torch.arange(MOST_TOKENS, **short)[:, None].repeat(1, rows)
         self.active = torch.ones(rows, **short)  # 0: the row has ended, and its slot stands still
         self.found = torch.zeros(MOST_TOKENS, rows, **long)
@@ -147,7 +149,7 @@ class Slots:
     def pass_of(self, states: torch.Tensor, own: slice, angles: CosSin) -> Pass:
         """Return the tokens of some steps of a round on their way through a layer."""
         positions = self.starts[own].flatten()
-        return Pass(states, *angles, self.row_ids[own].flatten(), positions, positions, positions)
+        return Pass(states, *angles, self.row_ids[own].flatten(), positions, positions, positions, self.tables)
 
     def stand_at(self, row: int, position: int) -> None:
         """Put the newest token of a row at a position; all before it have run."""

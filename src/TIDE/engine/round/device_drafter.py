@@ -194,5 +194,6 @@ class DeviceDrafter:
     def _keep(self, memory: Memory, x: torch.Tensor, positions: torch.Tensor) -> None:
         """Write the head's K/V of tokens at these positions."""
         h = self.runner.ops.norm(x, memory.layer.attention_norm)
-        tokens = Pass(x, *memory.angles, self.slots.row_ids[: len(x)].flatten(), positions, positions, positions)
+        rows = self.slots.row_ids[: len(x)].flatten()
+        tokens = Pass(x, *memory.angles, rows, positions, positions, positions, self.slots.tables)
         self.runner.ops.project(memory.only_kv, tokens, h, memory.keys, memory.values)

@@ -17,7 +17,7 @@ from TIDE.engine.runners.int8_head import Int8LMHead
 from TIDE.engine.runners.passes import PassTokens
 from TIDE.engine.runners.patience import saying_what_takes_so_long
 from TIDE.kernels.dispatch import arrays, compiled_exits, compiled_screen
-from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass
+from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass, dense_tables
 
 HEAD_SHARE = 0.4  # of a model's weights
 MOST_SCREENED = 2  # tokens: more are as quickly multiplied in fp32, which reads the LM head once for all of them
@@ -54,8 +54,10 @@ class NumbaRunner(CompiledRunner):
 
     def _pass(self, kind: str, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache) -> Pass:
         (cos, sin), angles = self._angles(kind, tokens.positions())
-        places = [np.array(values) for values in (rows_of(tokens), self._columns(tokens, cache), tokens.positions(), angles)]
-        return Pass(x.numpy(), cos.numpy(), sin.numpy(), *places)
+        lists = rows_of(tokens), self._columns(tokens, cache), tokens.positions(), angles
+        rows, columns, positions, which = map(np.array, lists)
+        tables = dense_tables(cache.rows, x.device).numpy()
+        return Pass(x.numpy(), cos.numpy(), sin.numpy(), rows, columns, positions, which, tables)
 
     def _linear(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         plain = weight.dtype == states.dtype == torch.float32 and weight.is_contiguous()

@@ -1,0 +1,106 @@
+"""K/V in blocks give the bits of K/V in one piece, in torch, in numba and in Triton (without a GPU, in its interpreter)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layers import DIM, KV_HEADS, ROWS, a_layer, a_pass, in_blocks, in_dtype, out_of_blocks
+from TIDE.kernels import reference
+from TIDE.kernels.dispatch import arrays
+from TIDE.kernels.layer import dense_tables
+
+pytestmark = [pytest.mark.invariant(7), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+CUDA = torch.cuda.is_available()
+STARTS, COUNTS, ROOM = {0: 20, 1: 62, 2: 129}, {2: 2, 0: 1, 1: 4}, 192
+LENGTHS = [STARTS[row] + COUNTS[row] for row in range(ROWS)]
+DTYPES = {"reference": [torch.float32, torch.bfloat16], "numba": [torch.float32], "triton": [torch.float32, torch.float16]}
+DTYPES["triton"] += [torch.bfloat16] if CUDA else []  # the interpreter has no products of bf16
+FEATURES = [dict(), dict(window=70), dict(window=3, cap=0.8), dict(head_norms=True), dict(head_norms="all", rotary=False)]
+CASES = [
+    (name, dtype, features)
+    for name, dtypes in DTYPES.items()
+    for dtype in dtypes
+    for features in (FEATURES if dtype == torch.float32 else FEATURES[:2])
+]
+
+
+def ran(name, layer, tokens, cache):
+    """The states after a layer; K/V are written into the cache."""
+    if name == "reference":
+        reference.decoder_layer(layer, tokens, cache[0], cache[1])
+    elif name == "numba":
+        cpu_ops = pytest.importorskip("TIDE.kernels.cpu_ops")
+        cpu_ops.decoder_layer(arrays(layer), arrays(tokens), cache[0].numpy(), cache[1].numpy())
+    else:
+        pytest.importorskip("triton")
+        from TIDE.kernels import triton_ops
+
+        triton_ops.decoder_layer(layer, tokens, cache[0], cache[1])
+    return tokens.x
+
+
+def a_case(name, dtype, **features):
+    """A layer, tokens of three rows, a dense cache; tables, and the cache in blocks."""
+    generator, device = torch.Generator().manual_seed(11), "cuda" if CUDA and name == "triton" else "cpu"
+    layer = in_dtype(a_layer(generator, **features), dtype, device)
+    tokens = in_dtype(a_pass(generator, COUNTS, STARTS, origins=dict.fromkeys(STARTS, 0)), dtype, device)
+    cache = torch.randn(2, ROWS, KV_HEADS, ROOM, DIM, generator=generator).to(dtype)
+    tables, paged = in_blocks(cache, LENGTHS, generator)
+    return layer, tokens, cache.to(device), tables.to(device), paged.to(device)
+
+
+def assert_same_cache(cache, tables, paged):
+    whole = out_of_blocks(tables, paged, ROOM)
+    for row, length in enumerate(LENGTHS):
+        assert torch.equal(whole[:, row, :, :length], cache[:, row, :, :length])
+
+
+@pytest.mark.parametrize(("name", "dtype", "features"), CASES, ids=str)
+def test_a_layer_on_blocks_has_the_bits_of_a_layer_on_one_piece(name, dtype, features):
+    layer, tokens, cache, tables, paged = a_case(name, dtype, **features)
+    dense = ran(name, layer, tokens._replace(x=tokens.x.clone()), cache)
+    found = ran(name, layer, tokens._replace(x=tokens.x.clone(), tables=tables), paged)
+    assert torch.equal(found, dense)
+    assert_same_cache(cache, tables, paged)
+
+
+@pytest.mark.parametrize("features", FEATURES[1:3], ids=str)
+@pytest.mark.parametrize("name", ["numba", "triton"])
+def test_a_layer_on_blocks_is_that_of_the_reference(name, features):
+    layer, tokens, _, tables, paged = a_case(name, torch.float32, **features)
+    expected = tokens._replace(x=tokens.x.clone(), tables=tables)
+    ran("reference", layer, expected, paged.clone())
+    found = ran(name, layer, tokens._replace(tables=tables), paged)
+    torch.testing.assert_close(found, expected.x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("features", [dict(), dict(head_norms=True), dict(head_norms="all")], ids=str)
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_kv_of_skipped_layers_go_into_blocks(name, features):
+    layer, tokens, cache, tables, paged = a_case(name, torch.float32, **features)
+    propagate = reference.propagate
+    if name == "triton":
+        pytest.importorskip("triton")
+        from TIDE.kernels.triton_propagate import propagate
+    propagate([layer], tokens, [(cache[0], cache[1])])
+    propagate([layer], tokens._replace(tables=tables), [(paged[0], paged[1])])
+    assert_same_cache(cache, tables, paged)
+
+
+@pytest.mark.parametrize("name", ["reference", "numba"])
+def test_rows_in_blocks_begin_at_column_0(name):
+    layer, tokens, _, tables, paged = a_case(name, torch.float32)
+    with pytest.raises(AssertionError, match="begin at column 0"):
+        ran(name, layer, tokens._replace(positions=tokens.positions - 1, tables=tables), paged)
+
+
+def test_blocks_are_whole_splits_of_keys():
+    layer, tokens, _, tables, paged = a_case("triton", torch.float32)
+    with pytest.raises(AssertionError, match="not whole splits"):
+        ran("triton", layer, tokens._replace(tables=tables), paged[:, :, :, :40].contiguous())
+
+
+def test_tables_of_a_dense_cache_name_its_rows():
+    assert dense_tables(3, torch.device("cpu")).tolist() == [[0], [1], [2]]
