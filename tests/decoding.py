@@ -42,7 +42,7 @@ def decode(model, policy, ids, new_tokens: int, **config) -> HostStage:
     for row in rows:
         scheduler.admit(row, plan)
     stage = HostStage(ModuleRunner(adapter), plan, policy, rows, Sampler(rows), 16, scheduler.costs)
-    for _ in Loop(stage, rows, plan, scheduler).run():
+    for _ in Loop(stage, plan, scheduler).run():
         pass
     adapter.close()
     return stage
@@ -100,9 +100,14 @@ def in_a_loop(runner, policy, ids, new_tokens, scheduler, *, device=False, overl
     for row in rows:
         scheduler.admit(row, plan)
     if device:
-        stage = DeviceStage(runner, plan, policy, rows, ids.shape[1] + new_tokens, Sampler(rows))
+        stage = DeviceStage(runner, plan, policy, Sampler(rows))
     else:
         stage = HostStage(runner, plan, policy, rows, Sampler(rows), 16, scheduler.costs)
-    for _ in Loop(stage, rows, plan, scheduler, overlap).run():
+    loop = Loop(stage, plan, scheduler, overlap)
+    if device:
+        loop.add(rows)
+    for _ in loop.run():
         pass
+    if device:
+        stage.close()
     return rows

@@ -48,6 +48,8 @@ class TIDEConfig:
         max_pending: largest number of consecutive exits before a token has to run all layers.
         max_exit_share: mode "fast": largest share, in [0, 1], of a row's new tokens that may exit, at every point of the text;
             a token beyond it runs all layers. 1.0: no limit.
+        cache_gib: GiB of K/V on a GPU, at most; rows that find no room wait, and the newest is put back and computed again
+            when the others need it. None: what is free of the GPU's memory, less a tenth of it.
     """
 
     mode: str | None = None
@@ -64,6 +66,7 @@ class TIDEConfig:
     compaction_threshold: float = 0.25
     max_pending: int | None = None
     max_exit_share: float = 0.9
+    cache_gib: float | None = None
 
     def __post_init__(self) -> None:
         if self.mode is not None:
@@ -80,6 +83,8 @@ class TIDEConfig:
         _at_least("calibration_samples", self.calibration_samples, 20, optional=False)
         _at_least("router_bottleneck_dim", self.router_bottleneck_dim, 1, optional=False)
         _at_least("max_pending", self.max_pending, 1, optional=True)
+        if self.cache_gib is not None and not (isinstance(self.cache_gib, int | float) and 0 < self.cache_gib < float("inf")):
+            raise ValueError(f"cache_gib must be a number of GiB above 0, or None, found {self.cache_gib!r}.")
         if not isinstance(self.calibration_dataset, str) or not self.calibration_dataset.strip():
             raise ValueError(
                 f'calibration_dataset must be "self", a data set of the hub or the path of a .txt or .jsonl file, found '

@@ -9,9 +9,9 @@ import TIDE
 from families import build
 from router_files import a_file
 from runners import Recording, on_modules, on_references
-from TIDE.adapters.adapter import ModelAdapter
 from TIDE.engine.round.prefill import padded_length
-from TIDE.engine.row import RoundResult
+from TIDE.engine.round.round import Launched
+from TIDE.engine.row import RoundResult, Row
 from TIDE.engine.runners.graphs import Graphs
 from TIDE.engine.schedule.costs import Costs
 from TIDE.engine.schedule.draft_length import DraftLength
@@ -27,31 +27,24 @@ def ids():
 
 @pytest.mark.parametrize("place", [on_references, on_modules])
 @pytest.mark.parametrize("depth", [None, 0])
-def test_the_first_prompt_runs_once(place, depth, ids, monkeypatch):
-    """Its first token is shown before the runner is checked; rounds go on from the same K/V."""
-    model, widths, run = build("llama"), [], ModelAdapter.run
-
-    def noting(self, start, stop, inputs, **rest):
-        if stop - start == self.num_layers:
-            widths.append(inputs.ids.shape[1])
-        return run(self, start, stop, inputs, **rest)
-
-    policy = None
+def test_the_first_token_is_shown_before_the_runner_is_checked(place, depth, ids, monkeypatch):
+    """The model's modules run the prompt for it; rounds run it again, compiled, and go on from there."""
+    model, policy = build("llama"), None
     with TIDE.TIDE(model) as engine:
         if depth is not None:
             policy = a_file(model, "memory", (depth,), 0.0).policy(engine.adapter)
     with place(TIDE.TIDE(model, policy)) as engine:
-        assert not engine.runner.is_checked
         engine.scheduler = Recording(then=2)  # not by seconds: the work of both requests is compared
-        monkeypatch.setattr(ModelAdapter, "run", noting)
-        first = engine.generate(ids, **OPTIONS)
-        assert engine.runner.is_checked
-        assert widths.count(padded_length(50)) == 1
+        stream = engine.stream(ids, **OPTIONS)
+        first = [next(stream)]
+        assert not engine.runner.is_checked
+        first += stream
+        assert engine.runner.is_checked and engine.scheduler.rounds
         work = engine.last_stats.layers_run
-        assert torch.equal(engine.generate(ids, **OPTIONS), first)
-        assert work <= engine.last_stats.layers_run + 2 * 4  # a round's drafts more, no other prompt
-        monkeypatch.undo()
-    assert torch.equal(first, model.generate(ids, **OPTIONS))
+        assert list(engine.stream(ids, **OPTIONS)) == first
+        again = (padded_length(50) if place is on_modules else 50) * 4
+        assert work <= engine.last_stats.layers_run + again + 2 * 4  # and a round's drafts more
+    assert first == model.generate(ids, **OPTIONS)[0, 50:].tolist()
 
 
 def test_the_stop_rule_reads_tokens_on_the_host(ids):
@@ -88,13 +81,15 @@ def test_low_scores_shorten_rounds_before_drafts_are_rejected():
     """The share of drafts that scores promised changes slowly; the scores of the latest rounds count at once."""
 
     def after(score):
-        length = DraftLength(Costs())
+        length, row = DraftLength(Costs()), Row([1], StopRule(), 4)
+        length.begin(row)
         for _ in range(40):
-            drafts = length.choose(7)
-            length.saw(drafts, RoundResult([], drafts, drafts, scores=[0.9] * drafts), 1 + drafts / 10)
+            drafts = length.choose([row], 7)
+            result = RoundResult([], drafts, drafts, scores=[0.9] * drafts)
+            length.saw(row, Launched(list, drafts), result, 1 + drafts / 10)
         for _ in range(10):
-            length.saw(4, RoundResult([], 4, 4, scores=[score] * 4), 1.4)
-        return length.choose(7)
+            length.saw(row, Launched(list, 4), RoundResult([], 4, 4, scores=[score] * 4), 1.4)
+        return length.choose([row], 7)
 
     assert after(0.9) == 7
     assert after(0.1) < 7
@@ -123,6 +118,6 @@ def test_a_request_without_memory_for_slots_is_decoded_on_the_host_and_others_ar
         stops = model.generate(ids, **OPTIONS)[0, 55].item()
         options = {**OPTIONS, "max_new_tokens": 3000, "eos_token_id": stops, "pad_token_id": 0}
         assert torch.equal(engine.generate(ids, **options), model.generate(ids, **options))
-        assert "there is no memory for 1 rows of up to 3050 tokens" in caplog.text
+        assert "there is no memory for 1 rows" in caplog.text
         assert torch.equal(engine.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
-        assert asked == [4096, 1024] and engine.runner.why_not(engine.last_rows[0]) is None
+        assert asked == [2048, 1024] and engine.runner.why_not(engine.last_rows[0]) is None

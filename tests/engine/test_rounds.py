@@ -24,11 +24,13 @@ from TIDE.config import TIDEConfig
 from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.prefill import LONGEST, MIN_PREFILL, padded_length
-from TIDE.engine.row import RoundResult
+from TIDE.engine.round.round import Launched
+from TIDE.engine.row import RoundResult, Row
 from TIDE.engine.runners.snapshot import ModelSnapshot
 from TIDE.engine.schedule.acceptance import FIRST_REST, LONGEST_REST
 from TIDE.engine.schedule.costs import Costs
 from TIDE.engine.schedule.draft_length import DraftLength
+from TIDE.engine.stop import StopRule
 from TIDE.kernels import reference
 
 OPTIONS = dict(max_new_tokens=24, do_sample=False, eos_token_id=None)
@@ -93,7 +95,7 @@ def test_whatever_is_drafted_right_or_wrong(lengths, wrong, depth):
 
     def draft(self, step, most):
         if self.depth:
-            self.shallow(step, most)
+            self.shallow(slice(step, step + 1), most)
         at = int(self.slots.starts[step, 0]) + 1
         self.slots.tokens[step + 1] = text[at] + (at in wrong)
 
@@ -115,16 +117,19 @@ def test_a_memory_head_is_fed_every_token_once_it_is_asked_again(lengths, depth)
     def kept(ids, script, **options):
         with an_engine(model, depth, script=script, then=2) as engine:
             text = engine.generate(ids, do_sample=False, eos_token_id=None, **options)
-            memory = engine.runner.pool._free[0].memory
-        return text, memory, int(memory.fed)
+            (slots,) = engine.runner._free
+            store, fed = slots.store, int(slots.memory.fed)
+            first = int(store._free[-1])  # the block the row had first is the next to be taken
+            assert first == 1 and fed < store.size
+        before = store.before[first * store.size :][: store.size]
+        return text, fed, (before, store.keys[-1][first].transpose(0, 1), store.values[-1][first].transpose(0, 1))
 
-    text, memory, fed = kept(ids, lengths, max_new_tokens=30)
+    text, fed, found = kept(ids, lengths, max_new_tokens=30)
     assert fed >= 9 + 16
-    _, expected, length = kept(text[:, :fed], [], max_new_tokens=2)  # rounds begin after the first
+    _, length, expected = kept(text[:, : fed + 1], [], max_new_tokens=2)  # the newest token runs in a round
     assert length >= fed
-    torch.testing.assert_close(memory.before[: fed + 1], expected.before[: fed + 1], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(memory.keys[:, :, :fed], expected.keys[:, :, :fed], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(memory.values[:, :, :fed], expected.values[:, :, :fed], rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours[:fed], theirs[:fed], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("threshold", "share"), [(0.0, 0.7), (0.0, 0.3), (0.5, 0.7)])
@@ -184,7 +189,7 @@ def batch(prompts):
     return dict(zip(("input_ids", "attention_mask"), prompts, strict=True))
 
 
-@pytest.mark.parametrize("strategy", ["none", "lens", "identity"])
+@pytest.mark.parametrize("strategy", ["none", "lens", "identity", "memory"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_rows_that_end_at_different_lengths_share_rounds(name, strategy, batch):
     model, width = build(name), batch["input_ids"].shape[1]
@@ -214,10 +219,7 @@ def test_rows_that_ended_stand_still(batch):
 
 
 TOGETHER = {  # what several rows do -> how the engine is made, what is asked for, and why it is done on the host
-    "memory head": (dict(depth=0), {}, "a memory head drafts for one row at a time"),
-    "mode fast": (dict(depth=2, strategy="lens", mode="fast"), {}, "mode fast decides for every row by itself"),
     "logits": ({}, dict(return_dict_in_generate=True, output_logits=True), "its logits are to be returned"),
-    "seventeen": ({}, {}, "a round has room for 16 rows, and there are 17"),
     "static modules": (dict(place=on_modules), {}, "its modules run whole rounds for one row at a time"),
 }
 
@@ -225,18 +227,15 @@ TOGETHER = {  # what several rows do -> how the engine is made, what is asked fo
 @pytest.mark.parametrize("what", TOGETHER)
 def test_what_rows_cannot_do_in_rounds_is_done_on_the_host_and_said(what, batch):
     model, (made, asked, why) = build("llama"), TOGETHER[what]
-    if what == "seventeen":
-        batch = {name: values.repeat(6, 1)[:17] for name, values in batch.items()}
     options = {**OPTIONS, "pad_token_id": 0, "max_new_tokens": 8, **asked}
     with an_engine(model, **made) as engine:
         assert why_on_the_host(engine, batch, **options) == why
         torch.manual_seed(0)
         found = engine.generate(**batch, **options)
         assert not engine.scheduler.rounds
-        if made.get("mode") != "fast":
-            torch.manual_seed(0)
-            expected = model.generate(**batch, **options)
-            assert torch.equal(getattr(found, "sequences", found), getattr(expected, "sequences", expected))
+        torch.manual_seed(0)
+        expected = model.generate(**batch, **options)
+        assert torch.equal(getattr(found, "sequences", found), getattr(expected, "sequences", expected))
 
 
 ALONE = {
@@ -332,7 +331,8 @@ def test_streams_that_are_left_give_their_slots_back(ids):
         engine.generate(ids, **OPTIONS)
         for _ in range(3):
             next(engine.stream(ids, **OPTIONS))
-        assert len(engine.runner.pool._free) == 1
+        assert len(engine.runner._free) == 1
+        assert engine.runner.store(None).free == engine.runner.store(None).blocks - 1
 
 
 def test_a_text_ends_where_the_models_does(ids):
@@ -368,42 +368,48 @@ def test_logits_that_are_nan_are_an_error_and_the_engine_stays_usable(ids, monke
         assert torch.equal(engine.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
 
 
-def record(length, drafts, accepted, seconds):
-    length.saw(drafts, RoundResult([], drafts, min(drafts, accepted)), seconds)
+def a_text(length):
+    row = Row([1, 2], StopRule(), 4)
+    length.begin(row)
+    return row
+
+
+def record(length, row, drafts, accepted, seconds):
+    length.saw(row, Launched(list, drafts), RoundResult([], drafts, min(drafts, accepted)), seconds)
 
 
 def lengths_after(accepted, seconds, rounds=60):
     length = DraftLength(Costs())
+    row = a_text(length)
     for _ in range(rounds):
-        drafts = length.choose(7)
-        record(length, drafts, accepted, seconds(drafts))
-    return length
+        drafts = length.choose([row], 7)
+        record(length, row, drafts, accepted, seconds(drafts))
+    return lambda most: length.choose([row], most), length
 
 
 def test_the_length_goes_by_what_stands_and_what_it_takes():
     def a_tenth(drafts):
         return 1 + drafts / 10
 
-    assert lengths_after(7, a_tenth).choose(7) == 7
-    assert lengths_after(7, a_tenth).choose(4) == 4
-    assert lengths_after(2, a_tenth).choose(7) == 2
-    assert lengths_after(7, lambda drafts: 1 + 2 * drafts).choose(7) == 0
+    assert lengths_after(7, a_tenth)[0](7) == 7
+    assert lengths_after(7, a_tenth)[0](4) == 4
+    assert lengths_after(2, a_tenth)[0](7) == 2
+    assert lengths_after(7, lambda drafts: 1 + 2 * drafts)[0](7) == 0
 
 
 def test_drafts_that_never_stand_are_tried_ever_more_rarely():
-    length = lengths_after(0, lambda drafts: 1 + drafts / 10, 200)
-    length.begin()
-    tried = [number for number in range(4 * LONGEST_REST) if length.choose(7)]
+    _, length = lengths_after(0, lambda drafts: 1 + drafts / 10, 200)
+    row = a_text(length)
+    tried = [number for number in range(4 * LONGEST_REST) if length.choose([row], 7)]
     assert tried[0] < FIRST_REST
     gaps = [later - earlier for earlier, later in pairwise(tried)]
     assert gaps == sorted(gaps) and max(gaps) == LONGEST_REST
 
 
 def test_draft_length_adapts_quickly_to_a_new_prompt():
-    length = lengths_after(0, lambda drafts: 1 + drafts / 10, 200)
-    length.begin()
-    chosen = []
+    _, length = lengths_after(0, lambda drafts: 1 + drafts / 10, 200)
+    row, chosen = a_text(length), []
     for _ in range(3 * FIRST_REST):
-        chosen.append(length.choose(7))
-        record(length, chosen[-1], chosen[-1], 1 + chosen[-1] / 10)
+        chosen.append(length.choose([row], 7))
+        record(length, row, chosen[-1], chosen[-1], 1 + chosen[-1] / 10)
     assert min(chosen[-FIRST_REST:]) > 2

@@ -145,12 +145,12 @@ def test_states_for_a_memory_head():
     assert_close(found, expected)
     rings = torch.zeros(2, 4, HIDDEN)
     for ops, out in ((triton_exits, rings[0]), (reference, rings[1])):
-        ops.normalize_into(table, rows, out, 1e-6, center, spread, torch.tensor([7]))  # behind the last row comes the first
+        ops.normalize_into(table, rows, out, 1e-6, center, spread, torch.tensor([3, 0]))
     assert_close(*rings)
     assert_close(rings[1][[3, 0]], expected[:, HIDDEN : 2 * HIDDEN])
     tables = table.clone(), table.clone()
     for ops, own in zip((triton_exits, reference), tables, strict=True):
-        ops.linear_into(table[5:8], spread[:, None] * table[:1], own, torch.tensor([1]))
+        ops.linear_into(table[5:8], spread[:, None] * table[:1], own, torch.tensor([1, 8, 4]))
     assert_close(*tables)
     guesses = torch.zeros(2, 1, HIDDEN)
     for ops, own, out in zip((triton_exits, reference), tables, guesses, strict=True):
@@ -159,10 +159,22 @@ def test_states_for_a_memory_head():
     assert_close(*tables)
 
 
+@pytest.mark.parametrize("size", [1000, 64])
+def test_places_in_blocks_and_rings(size):
+    tables = torch.zeros(3, 1, dtype=torch.int32) if size == 1000 else torch.tensor([[4, 2, 0], [1, 3, 5], [0, 0, 0]]).int()
+    rows, starts = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([60, 120], dtype=torch.int32)
+    found, rings = torch.zeros(2, 17, 2, dtype=torch.long), torch.zeros(2, 16, 2, dtype=torch.long)
+    for ops, places, ring in zip((triton_exits, reference), found, rings, strict=True):
+        ops.find_places(tables, rows, starts, size, places, ring)
+    assert torch.equal(*found) and torch.equal(*rings)
+    assert found[0, :, 0].tolist() == list(range(60, 77)) if size == 1000 else [*range(124, 128), *range(192, 205)]
+    assert rings[0, :, 0].tolist() == [16 + position % 16 for position in range(60, 76)]
+
+
 @pytest.mark.parametrize(("drafts", "wrong"), [(0, 0), (4, 0), (4, 2), (4, 4), (15, 9)])
 @pytest.mark.parametrize("verifies", [True, False])
 def test_drafts_stand_up_to_the_first_that_is_wrong_or_unsure(drafts, wrong, verifies):
-    def after(ops, worst, unsure=16):
+    def after(ops, worst, unsure=16, limit=15):
         """Two rows, all of whose drafts are right in the other; a third one stands still."""
         tokens, found = torch.arange(10, 27)[:, None].repeat(1, 3), torch.zeros(16, 3, dtype=torch.long)
         found[: drafts + 1] = tokens[1 : drafts + 2]
@@ -170,13 +182,13 @@ def test_drafts_stand_up_to_the_first_that_is_wrong_or_unsure(drafts, wrong, ver
         best, starts = torch.full((16, 3), worst), torch.arange(5, 21, dtype=torch.int32)[:, None].repeat(1, 3)
         scores, result = torch.full((17, 3), 0.8), torch.zeros(3, FIELDS)
         scores[unsure, 0] = 0.3
-        active = torch.tensor([1, 1, 0], dtype=torch.int32)
-        ops.accept(found, best, tokens, starts, scores[:16], active, result, drafts, 0.5, verifies)
-        assert result[1, ACCEPTED] == {1.0: drafts, float("inf"): IS_NAN, float("-inf"): NOTHING_LEFT}[worst]
+        active, limits = torch.tensor([1, 1, 0], dtype=torch.int32), torch.tensor([15, limit, 15], dtype=torch.int32)
+        ops.accept(found, best, tokens, starts, scores[:16], active, result, limits, drafts, 0.5, verifies)
+        assert result[1, ACCEPTED] == {1.0: min(drafts, limit), float("inf"): IS_NAN, float("-inf"): NOTHING_LEFT}[worst]
         assert tokens[0, 2] == 10 and starts[0, 2] == 5
         return [*result.flatten().tolist(), *tokens.flatten().tolist(), *starts.flatten().tolist()]
 
-    for case in ((1.0,), (float("inf"),), (float("-inf"),), (1.0, 0), (1.0, 3)):
+    for case in ((1.0,), (float("inf"),), (float("-inf"),), (1.0, 0), (1.0, 3), (1.0, 16, 0), (1.0, 16, 3)):
         assert after(triton_exits, *case) == after(reference, *case)
     assert after(reference, 1.0)[0] == (wrong if verifies else drafts)
     assert after(reference, 1.0, 1)[0] == min(1, wrong if verifies else drafts)

@@ -53,7 +53,7 @@ def test_products(count):
     tables = random(2 * 140, 70).view(2, 140, 70)
     tables[1] = tables[0]
     for ops, table in zip((triton_exits, reference), tables, strict=True):
-        ops.linear_into(x, weight, table, torch.tensor([7], device=DEVICE))
+        ops.linear_into(x, weight, table, torch.arange(139, 139 - count, -1, device=DEVICE))
     assert_close(*tables)
 
 
@@ -137,7 +137,8 @@ def test_drafts_of_many_rows():
         tokens, result = drafted.clone(), torch.zeros(rows, FIELDS, device=DEVICE)
         starts = torch.arange(16, dtype=torch.int32, device=DEVICE)[:, None].repeat(1, rows)
         active = (torch.arange(rows, device=DEVICE) % 5 > 0).int()
-        ops.accept(full, torch.ones_like(scores), tokens, starts, scores, active, result, drafts, 0.2, True)
+        limits = torch.arange(rows, dtype=torch.int32, device=DEVICE) % 7
+        ops.accept(full, torch.ones_like(scores), tokens, starts, scores, active, result, limits, drafts, 0.2, True)
         results.append((result, tokens, starts))
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)

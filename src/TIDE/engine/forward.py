@@ -69,7 +69,7 @@ def _as_decoded(runner: Runner, plan: Plan, policy: ExitPolicy | None, rows: lis
     scheduler = Scheduler()
     longest = max(len(text_of(row)) for row in rows)
     stage = HostStage(runner, plan, policy, rows, sampler, longest + 1, scheduler.costs)
-    for _ in Loop(stage, rows, plan, scheduler).run():
+    for _ in Loop(stage, plan, scheduler).run():
         pass
     return [torch.stack(own) for own in sampler.seen]
 

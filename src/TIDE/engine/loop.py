@@ -1,6 +1,7 @@
-"""The main loop: launch a round, read the one before it, extend rows.
+"""The main loop: let rows in, launch a round, read the one before it, extend rows, let those go that have ended.
 
-    step:   ahead = stage.launch()               drafts · deep pass · accept, for all rows
+    step:   stage.admit(waiting)                 as many as there is room for
+            ahead = stage.launch()               drafts · deep pass · accept, for all rows
             for row, result in the round before:
                 row.extend(result)               final tokens, stop rule, stats: the only place
                 scheduler.saw(row, result)       acceptance and seconds decide about the next drafts
@@ -12,6 +13,7 @@ launched: the plain loop, which is the reference for the other.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -26,41 +28,87 @@ class Launcher(Protocol):
 
     is_planned: bool  # drafts are chosen before a round runs
 
+    @property
+    def rows(self) -> list[Row]:
+        """Rows in it, in the order in which they joined."""
+
+    def admit(self, rows: Sequence[Row]) -> int:
+        """Let the first of these rows join, as many as there is room for; return how many."""
+
+    def leave(self, row: Row) -> None:
+        """Let a row go that has ended or was removed."""
+
+    def reserve(self) -> list[Row]:
+        """Make room for the next round; return the rows, newest first, that had to leave for it."""
+
     def launch(self) -> Launched: ...
 
 
 class Loop:
-    """Decodes the rows of one request.
+    """Decodes rows on a stage.
 
     Args:
         overlap: read a round while the next one runs.
+
+    Attributes:
+        waiting: rows that have not joined yet, or were put back.
     """
 
-    def __init__(self, stage: Launcher, rows: Sequence[Row], plan: Plan, scheduler: Scheduler, overlap: bool = False) -> None:
+    def __init__(self, stage: Launcher, plan: Plan, scheduler: Scheduler, overlap: bool = False) -> None:
         self.stage = stage
-        self.rows = rows
         self.plan = plan
         self.scheduler = scheduler
         self.overlap = overlap
+        self.waiting: deque[Row] = deque()
         self._in_flight: Launched | None = None
         self._read_at = time.perf_counter()
 
+    def add(self, rows: Sequence[Row]) -> None:
+        """Decode these rows too, as soon as there is room."""
+        self.waiting += rows
+
+    def remove(self, row: Row) -> None:
+        """Go on without a row."""
+        if row in self.waiting:
+            self.waiting.remove(row)
+        if row in self.stage.rows:
+            self.stage.leave(row)
+
+    @property
+    def rows(self) -> list[Row]:
+        """Rows that have not ended."""
+        return [row for row in (*self.stage.rows, *self.waiting) if not row.finished]
+
     def run(self) -> Iterator[None]:
         """Decode until every row has ended."""
-        while any(not row.finished for row in self.rows):
+        while self.rows:
             self.step()
             yield
 
     def step(self) -> None:
         """Launch a round and read the one that is due."""
-        for row in self.rows:
-            row.wanted = 0 if row.finished else self.scheduler.drafts(row, self.plan, self.stage.is_planned)
+        for row in self.stage.rows:
+            if row.finished:
+                self.stage.leave(row)
+        for _ in range(self.stage.admit(self.waiting)):
+            self.waiting.popleft()
+        self.waiting.extendleft(self.stage.reserve())
+        rows = self.stage.rows
+        if not rows:
+            return self._drain()
+        self.scheduler.begin_round(rows, self.plan, self.stage.is_planned)
+        for row in rows:
+            row.wanted = self.scheduler.drafts(row, self.plan, self.stage.is_planned)
         ahead = self.stage.launch()
         due: Launched | None = ahead
         if self.overlap:
             due, self._in_flight = self._in_flight, ahead
         if due is not None:
             self._read(due, due.is_typical and ahead.is_typical)
+
+    def _drain(self) -> None:
+        """Forget a round that was launched ahead of the end."""
+        self._in_flight = None
 
     def _read(self, round_: Launched, is_typical: bool) -> None:
         """Extend the rows of a round.
@@ -72,8 +120,9 @@ class Loop:
         now = time.perf_counter()
         seconds = now - self._read_at
         self._read_at = now
-        if self.stage.is_planned:
-            self.rows[0].stats.seconds.add("prompt" if round_.is_prefill else "deep", seconds)
         for row, result in results:
+            if self.stage.is_planned and row is results[0][0]:
+                row.stats.seconds.add("prompt" if round_.is_prefill else "deep", seconds)
             row.extend(result)
             self.scheduler.saw(row, result, round_, seconds if is_typical else None)
+            is_typical = False  # a round is timed once

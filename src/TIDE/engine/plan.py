@@ -38,6 +38,7 @@ class Plan:
     rests: bool = False  # rows whose drafts lose time go on without for a while
     max_exit_share: float = 1.0  # mode "fast": of a row's new tokens
     checkpoint: int | None = None  # the one that rounds launched as a whole draft from
+    cache_gib: float | None = None  # of K/V on a GPU, at most
 
     def threshold(self, depth: int) -> float:
         """The score needed to exit at a checkpoint."""
@@ -85,6 +86,7 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, adapter: ModelAdapt
         rests=rests,
         max_exit_share=config.max_exit_share,
         checkpoint=_draft_checkpoint(policy, checkpoints, mode, adapter.num_layers),
+        cache_gib=config.cache_gib,
     )
 
 

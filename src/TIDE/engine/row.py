@@ -20,6 +20,7 @@ from TIDE.engine.stop import StopRule
 from TIDE.stats import ExitStats, Seconds
 
 if TYPE_CHECKING:
+    from TIDE.engine.schedule.costs import RunningMean
     from TIDE.engine.schedule.draft_budget import DraftBudget
 
 
@@ -64,11 +65,13 @@ class Row:
     drafts: list[Draft] = field(init=False, default_factory=list)
     wanted: int | None = field(init=False, default=None)  # drafts to make in this round; None: scores decide
     budget: DraftBudget | None = field(init=False, default=None)
+    scores: list[RunningMean] = field(init=False, default_factory=list)  # of its latest drafts, by number
     exits: int = field(init=False, default=0)  # final tokens that left early
     exits_in_a_row: int = field(init=False, default=0)  # since the full model decided a token
     decided: list[Decided] = field(init=False, default_factory=list)
     finished: bool = field(init=False, default=False)
     cut_short: bool = field(init=False, default=False)  # the model's context ended the text
+    error: Exception | None = field(init=False, default=None)  # that ended the text
 
     def __post_init__(self, seconds: Seconds | None) -> None:
         self.tokens = list(self.tokens)
@@ -119,6 +122,11 @@ class Row:
         self.stats.rollbacks += round_.accepted < drafted
         self.stats.rejected += max(0, drafted - round_.accepted)
         return kept
+
+    def fail(self, error: Exception) -> None:
+        """End the text with an error."""
+        self.error = error
+        self.finished = True
 
     def _append(self, tokens: Iterable[Draft], step: int) -> int:
         kept = 0

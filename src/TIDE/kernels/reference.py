@@ -52,9 +52,9 @@ def add_linear(
     base.add_(scale * norm(linear(x, weight, bias), out_norm))
 
 
-def linear_into(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, start: torch.Tensor) -> None:
-    """(n, width), (height, width) -> n rows of a table, after row `start`."""
-    table[int(start) + 1 : int(start) + 1 + len(x)] = x @ weight.T
+def linear_into(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
+    """(n, width), (height, width) -> the rows of a table that (n,) places name."""
+    table[places] = x @ weight.T
 
 
 def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:
@@ -200,30 +200,45 @@ def normalize_into(
     eps: float,
     center: torch.Tensor | None = None,
     spread: torch.Tensor | None = None,
-    at: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
 ) -> None:
     """Write states (all, or some rows of a table) to `out`, normed and then by center and spread, as memory heads take them.
 
-    With `at`, the first goes into that row of `out`, and so on; after the last row comes the first.
+    With places, each goes into the row of `out` that they name.
     """
     states = (table if rows is None else table[rows.long()]).float()
     states = F.rms_norm(states, states.shape[-1:], eps=eps)
     states = states if center is None or spread is None else (states - center.float()) / spread.float()
-    places = torch.arange(len(states)) if at is None else (int(at) + torch.arange(len(states))) % len(out)
-    out[places.to(out.device)] = states.to(out.dtype)
+    out[slice(0, len(states)) if places is None else places] = states.to(out.dtype)
 
 
 def denormalize(
     x: torch.Tensor,
     center: torch.Tensor,
     spread: torch.Tensor,
-    start: torch.Tensor,
+    places: torch.Tensor,
     table: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Take (n, hidden) out of a memory head's coordinates into `out`, and each into a table behind its row of `start`."""
+    """Take (n, hidden) out of a memory head's coordinates into `out`, and into the rows of a table that places name."""
     out.copy_((x.float() * spread.float() + center.float()).to(x.dtype))
-    table[start.long() + 1] = out
+    table[places] = out
+
+
+def find_places(
+    tables: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, size: int, places: torch.Tensor, ring: torch.Tensor
+) -> None:
+    """Find where (steps, n) tokens from (n,) positions on have something, that is kept in blocks or for a few tokens only.
+
+    Args:
+        tables: (all rows, blocks) of `size` positions.
+        places: for block · size + place in the block.
+        ring: for row · ring length + position modulo ring length, which is the number of its steps.
+    """
+    positions = starts.long() + torch.arange(len(places), device=starts.device)[:, None]
+    blocks = tables[rows.long(), (positions // size).clamp(max=tables.shape[1] - 1)].long()
+    places.copy_(blocks * size + positions % size)
+    ring.copy_(rows.long() * len(ring) + positions[: len(ring)] % len(ring))
 
 
 def accepted(drafts: Sequence[int], found: Sequence[int]) -> int:
@@ -239,30 +254,33 @@ def accept(
     scores: torch.Tensor,
     active: torch.Tensor,
     result: torch.Tensor,
+    limits: torch.Tensor,
     drafts: int,
     threshold: float,
     verifies: bool,
 ) -> None:
     """Accept drafts, tokens[1:], and begin the next round. Everything is (steps, rows), the result (rows, fields).
 
-    A draft is accepted if its score reaches the threshold and, with `verifies`, it equals the token found in its place.
+    A row has `drafts`, or its limit of them if that is less. One is accepted if its score reaches the threshold and, with
+    `verifies`, it equals the token found in its place.
     `result.py` has the layout of the result. tokens[0] becomes the newest final token, and `starts` the positions of it and of
     those after it; rows that are not active stand still.
     """
     token_of, full_of, score_of = tokens.tolist(), found[: drafts + 1].tolist(), scores[:drafts].tolist()
     logit_of, moves = best[: drafts + 1].tolist(), active.tolist()
-    for row in range(tokens.shape[1]):
-        sure = next((i for i in range(drafts) if score_of[i][row] < threshold), drafts)
+    for row, limit in enumerate(limits.tolist()):
+        most = min(drafts, limit)
+        sure = next((i for i in range(most) if score_of[i][row] < threshold), most)
         drafted, full = [own[row] for own in token_of[1 : sure + 1]], [own[row] for own in full_of]
         kept = accepted(drafted, full) if verifies else sure
         fields = [0.0] * result.shape[1]
         chosen = [own[row] for own in logit_of[: kept + 1]]
         fields[ACCEPTED] = NOTHING_LEFT if float("-inf") in chosen else kept
-        if any(own[row] == float("inf") for own in logit_of):
+        if any(own[row] == float("inf") for own in logit_of[: most + 1]):
             fields[ACCEPTED] = IS_NAN
         fields[DRAFTED] = sure
         fields[TOKENS : TOKENS + kept + 1] = [*drafted[:kept], full[kept]]
-        fields[SCORES : SCORES + drafts] = [own[row] for own in score_of]
+        fields[SCORES : SCORES + most] = [own[row] for own in score_of[:most]]
         result[row] = torch.tensor(fields)
         if moves[row]:
             tokens[0, row] = full[kept]

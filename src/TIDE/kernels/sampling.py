@@ -90,29 +90,44 @@ class Settings:
 
     def write(self, rows: Sequence[tuple[Params, int, Sequence[int]]]) -> None:
         """Set what rows need: their params, seeds, and prompts, whose ids count as text for penalties."""
-        every = [params for params, _, _ in rows]
-        self.numbers.copy_(torch.tensor([params.numbers for params in every]))
-        words = [[_signed(seed & WORD), _signed(seed >> 32 & WORD), own.top_k, *own.forced] for own, seed, _ in rows]
-        self.whole.copy_(torch.tensor(words, dtype=torch.int32))
-        nothing = (NOWHERE, NOWHERE, NOWHERE)
-        if any(params.bans for params in every):
-            bans = [[*params.bans, *[nothing] * (MOST_BANS - len(params.bans))] for params in every]
-            self.bans.copy_(torch.tensor(bans, dtype=torch.int32))
-        else:
-            self.bans.fill_(NOWHERE)
-        features = [params.features for params in every]
-        if self.bias.shape[1] or any(own.bias for own in features):
-            self.bias = self._cleared(self.bias)
-            for row, params in enumerate(every):
-                _add(self.bias[row], params.bias)
-        if self.seen.shape[1] or any(own.penalties for own in features):
-            self.seen = self._cleared(self.seen)
-            for row, (params, _, prompt) in enumerate(rows):
-                if params.features.penalties:
-                    self.seen[row, [token for token in set(prompt) if token < self.vocabulary]] = GIVEN
+        for row, own in enumerate(rows):
+            self.write_row(row, *own)
 
-    def _cleared(self, table: torch.Tensor) -> torch.Tensor:
-        return table.zero_() if table.shape[1] else table.new_zeros(len(table), self.vocabulary)
+    def write_row(self, row: int, params: Params, seed: int, prompt: Sequence[int], new: Sequence[int] = ()) -> None:
+        """Set what one row needs; it has the new tokens already."""
+        self.numbers[row] = torch.tensor(params.numbers)
+        words = [_signed(seed & WORD), _signed(seed >> 32 & WORD), params.top_k, *params.forced]
+        self.whole[row] = torch.tensor(words, dtype=torch.int32)
+        bans = [*params.bans, *[(NOWHERE, NOWHERE, NOWHERE)] * (MOST_BANS - len(params.bans))]
+        self.bans[row] = torch.tensor(bans, dtype=torch.int32)
+        features = params.features
+        if self.bias.shape[1] or features.bias:
+            self.bias = self._made(self.bias)
+            _add(self.bias[row].zero_(), params.bias)
+        if self.seen.shape[1] or features.penalties:
+            self.seen = self._made(self.seen)
+            seen = self.seen[row].zero_()
+            if features.penalties:
+                seen[[token for token in set(prompt) if token < self.vocabulary]] = GIVEN
+                times = torch.full((len(new),), NEW, dtype=seen.dtype, device=seen.device)
+                seen.index_add_(0, torch.tensor(new, dtype=torch.long, device=seen.device), times)
+
+    def take_over(self, other: Settings, rows: torch.Tensor) -> None:
+        """Copy rows of other settings; they come first here."""
+        if other.bias.shape[1]:
+            self.bias = self._made(self.bias)
+        if other.seen.shape[1]:
+            self.seen = self._made(self.seen)
+        pairs = [(self.numbers, other.numbers), (self.whole, other.whole), (self.bans, other.bans)]
+        pairs += [(self.bias, other.bias), (self.seen, other.seen)]
+        for mine, theirs in pairs:
+            if theirs.shape[1]:
+                mine[: len(rows)] = theirs[rows]
+            elif mine.shape[1]:
+                mine.zero_()
+
+    def _made(self, table: torch.Tensor) -> torch.Tensor:
+        return table if table.shape[1] else table.new_zeros(len(table), self.vocabulary)
 
 
 def _add(row: torch.Tensor, bias: tuple[tuple[int, float], ...]) -> None:

@@ -163,13 +163,13 @@ def router_score(
 
 @counted
 def _normalize_into(
-    table, rows, center, spread, out, at, stride, out_stride, width, eps,
-    HAS_ROWS: tl.constexpr, HAS_CENTER: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
+    table, rows, center, spread, out, places, stride, out_stride, width, eps,
+    HAS_ROWS: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, column = tl.program_id(0), tl.arange(0, BLOCK)
     row, place, known = token.to(tl.int64), token.to(tl.int64), column < width
-    if RING > 0:
-        place = (tl.load(at).to(tl.int64) + token) % RING
+    if HAS_PLACES:
+        place = tl.load(places + token)
     if HAS_ROWS:
         row = tl.load(rows + token).to(tl.int64)
     states = tl.load(table + row * stride + column, mask=known, other=0.0).to(tl.float32)
@@ -187,29 +187,29 @@ def normalize_into(
     eps: float,
     center: torch.Tensor | None = None,
     spread: torch.Tensor | None = None,
-    at: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
 ) -> None:
-    width, ring = table.shape[1], 0 if at is None else len(out)
+    width = table.shape[1]
     _normalize_into[(len(table if rows is None else rows),)](
         table, table if rows is None else rows, table if center is None else center, table if spread is None else spread,
-        out, table if at is None else at, table.stride(0), out.stride(0), width, eps,
-        rows is not None, center is not None, ring, triton.next_power_of_2(width), num_warps=4,
+        out, table if places is None else places, table.stride(0), out.stride(0), width, eps,
+        rows is not None, center is not None, places is not None, triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
 
 
-def linear_into(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, start: torch.Tensor) -> None:
-    _launch_linear(x, weight, EMPTY, table, start)
+def linear_into(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
+    _launch_linear(x, weight, EMPTY, table, places)
 
 
 @counted
-def _denormalize(x, center, spread, start, table, guess, width, BLOCK: tl.constexpr):
+def _denormalize(x, center, spread, places, table, guess, width, BLOCK: tl.constexpr):
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     known, own = column < width, token * width + column
     states = tl.load(x + own, mask=known, other=0.0).to(tl.float32)
     states *= tl.load(spread + column, mask=known, other=0.0).to(tl.float32)
     states += tl.load(center + column, mask=known, other=0.0).to(tl.float32)
     found = states.to(guess.dtype.element_ty)
-    tl.store(table + (tl.load(start + token).to(tl.int64) + 1) * width + column, found, mask=known)
+    tl.store(table + tl.load(places + token) * width + column, found, mask=known)
     tl.store(guess + own, found, mask=known)
 
 
@@ -217,22 +217,41 @@ def denormalize(
     x: torch.Tensor,
     center: torch.Tensor,
     spread: torch.Tensor,
-    start: torch.Tensor,
+    places: torch.Tensor,
     table: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     width = x.shape[1]
-    _denormalize[(len(x),)](x, center, spread, start, table, out, width, triton.next_power_of_2(width), num_warps=4)
+    _denormalize[(len(x),)](x, center, spread, places, table, out, width, triton.next_power_of_2(width), num_warps=4)
+
+
+@counted
+def _find_places(tables, rows, starts, places, ring, all_rows, stride_table, columns, size, STEPS: tl.constexpr):
+    step, lane = tl.program_id(0), tl.program_id(1)
+    row, position = tl.load(rows + lane).to(tl.int64), tl.load(starts + lane) + step
+    block = tl.load(tables + row * stride_table + tl.minimum(position // size, columns - 1)).to(tl.int64)
+    at = step * all_rows + lane
+    tl.store(places + at, block * size + position % size)
+    tl.store(ring + at, row * STEPS + position % STEPS, mask=step < STEPS)
+
+
+def find_places(
+    tables: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, size: int, places: torch.Tensor, ring: torch.Tensor
+) -> None:
+    _find_places[places.shape](
+        tables, rows, starts, places, ring, len(rows), tables.stride(0), tables.shape[1], size, len(ring), num_warps=1
+    )
 
 
 @counted
 def _accept(
-    found, best, tokens, starts, scores, active, result, drafts, threshold, rows, VERIFIES: tl.constexpr,
+    found, best, tokens, starts, scores, active, result, limits, drafts, threshold, rows, VERIFIES: tl.constexpr,
     FIELDS: tl.constexpr, ACCEPTED: tl.constexpr, DRAFTED: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr,
     IS_NAN: tl.constexpr, NOTHING_LEFT: tl.constexpr,
 ):  # fmt: skip
     """One row: everything is (steps, rows), the result (rows, fields)."""
     row, step = tl.program_id(0), tl.arange(0, 16)
+    drafts = tl.minimum(drafts, tl.load(limits + row))
     at, own, drafting = step * rows + row, result + row * FIELDS, step < drafts
     full = tl.load(found + at, mask=step <= drafts, other=0)
     drafted = tl.load(tokens + rows + at, mask=drafting, other=0)
@@ -265,12 +284,13 @@ def accept(
     scores: torch.Tensor,
     active: torch.Tensor,
     result: torch.Tensor,
+    limits: torch.Tensor,
     drafts: int,
     threshold: float,
     verifies: bool,
 ) -> None:
     rows = tokens.shape[1]
     _accept[(rows,)](
-        found, best, tokens, starts, scores, active, result, drafts, threshold, rows, verifies,
+        found, best, tokens, starts, scores, active, result, limits, drafts, threshold, rows, verifies,
         FIELDS, ACCEPTED, DRAFTED, TOKENS, SCORES, IS_NAN, NOTHING_LEFT, num_warps=1,
     )  # fmt: skip

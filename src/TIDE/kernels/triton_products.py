@@ -27,7 +27,9 @@ EMPTY = torch.zeros(0)
 counted = triton.jit(
     do_not_specialize=["tokens", "drafts", "all_rows", "stride_table"],
     do_not_specialize_on_alignment=[
-        "start",
+        "places",
+        "ring",
+        "limits",
         "starts",
         "steps",
         "rows",
@@ -65,16 +67,18 @@ def _product(
 
 @counted
 def _linear(
-    x, weight, bias, out, start, tokens, height, width, scale,
-    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_START: tl.constexpr, ACTIVATION: tl.constexpr,
+    x, weight, bias, out, places, tokens, height, width, scale,
+    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_PLACES: tl.constexpr, ACTIVATION: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     rows, place = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, TN)
-    if HAS_START:
-        out += (tl.load(start).to(tl.int64) + 1) * height
     if not ONCE:
         first = _first(TN)
-        x, out, tokens = x + first * width, out + first * height, tokens - first
+        x, tokens = x + first * width, tokens - first
+        if HAS_PLACES:
+            places += first
+        else:
+            out += first * height
     inside = rows < height
     total = _product(x, weight, rows, inside, tokens, width, BN, BK, TN, EVEN, ONCE)
     if HAS_BIAS:
@@ -82,7 +86,10 @@ def _linear(
     kind = out.dtype.element_ty
     if ACTIVATION >= 0:
         total = _activated(total.to(kind).to(tl.float32), ACTIVATION)
-    at, known = place[None, :] * height + rows[:, None], inside[:, None] & (place < tokens)[None, :]
+    known = inside[:, None] & (place < tokens)[None, :]
+    if HAS_PLACES:
+        place = tl.load(places + place, mask=place < tokens, other=0)
+    at = place[None, :] * height + rows[:, None]
     if HAS_BASE:
         added = (total.to(kind).to(tl.float32) * scale).to(kind).to(tl.float32)
         total = tl.load(out + at, mask=known, other=0.0).to(tl.float32) + added
@@ -207,7 +214,7 @@ def _launch_linear(
     weight: torch.Tensor,
     bias: torch.Tensor,
     out: torch.Tensor,
-    start: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
     scale: float = 1.0,
     has_base: bool = False,
     activation: int | None = None,
@@ -215,8 +222,8 @@ def _launch_linear(
     height, width = weight.shape
     tile = linear_tile(card_of(weight.device), height, width, weight.element_size(), len(x))
     _linear[(tile.groups, triton.cdiv(height, tile.rows))](
-        x, weight, bias if len(bias) else x, out, x if start is None else start, len(x), height, width, scale,
-        len(bias) > 0, has_base, start is not None, -1 if activation is None else activation,
+        x, weight, bias if len(bias) else x, out, x if places is None else places, len(x), height, width, scale,
+        len(bias) > 0, has_base, places is not None, -1 if activation is None else activation,
         *tile.constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

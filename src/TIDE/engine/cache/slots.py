@@ -1,15 +1,15 @@
 """Slots: static buffers for decoding rows with CUDA graphs. Rows come and go, slots stay.
 
-    text            (rows, columns) prompts
-    keys, values    of every layer, (rows, heads, columns, dim)
-    tables          (rows, 1) where kernels find a row's K/V: in the block of its number
+    tables          (rows + 1, blocks) where kernels find a row's K/V: see `blocks.py`; behind the last row, nobody's
     tokens          (17, rows) of a round: the newest final token of each row, then its drafts
     starts          (16, rows) the positions they stand at
+    limits          (rows,) drafts that each row may have in the round
     settings        how tokens are chosen, row by row; for greedy rows nothing is read of it
     result          (rows, fields) what the host reads: see `kernels/result.py`
-    memory          of a memory head: states of the tokens before, its own K/V
+    memory          of a memory head: what it will be fed
 
-The tokens of a round are flattened step by step, so those of one step, and of the first steps, are views.
+The tokens of a round are flattened step by step, so those of one step, and of the first steps, are views. There are slots for
+1, 2, 4, … rows; rows that go on in others take along what only the device knows of them.
 """
 
 from __future__ import annotations
@@ -21,40 +21,84 @@ import torch
 
 from TIDE.adapters.probe import Store
 from TIDE.adapters.rotary_table import CosSin
+from TIDE.engine.cache.blocks import NOBODY, KVBlocks
 from TIDE.engine.cache.segment_cache import SegmentCache
-from TIDE.kernels.layer import MOST_TOKENS, Pass, dense_tables, only_kv
+from TIDE.kernels.layer import MOST_TOKENS, Pass, only_kv
 from TIDE.kernels.result import FIELDS
 from TIDE.kernels.sampling import Settings
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import MemoryHead
 from TIDE.routing.router import Router
 
-COLUMNS = 1024  # slots have so many, or twice as many, and so on
+MOST_ROUND = 256  # tokens of a round, drafts included
+CHUNK = 256  # tokens of a pass of prompts
+PROMPT_STEP = 16  # it has so many, or twice as many, and so on
 
 
-class KVShape(NamedTuple):
-    """The K/V of a token in a layer."""
+def slots_for(rows: int) -> int:
+    """Return how many slots so many rows are decoded on."""
+    return 1 << (rows - 1).bit_length()
 
-    heads: int
-    key_dim: int
-    value_dim: int
+
+class Tokens(NamedTuple):
+    """Tokens of a pass, flat, in fixed buffers."""
+
+    ids: torch.Tensor  # (n,)
+    rows: torch.Tensor  # (n,) int32
+    positions: torch.Tensor  # (n,) int32
+    places: torch.Tensor  # (n,) where a memory head has what belongs to them
+    after: torch.Tensor  # (n,) and to the tokens after them
+
+
+class Prompts:
+    """Fixed buffers for prompts.
+
+    Attributes:
+        text: (1, columns) of a pass of modules.
+        blocks: (blocks,) of its row.
+    """
+
+    def __init__(self, rows: int, columns: int, blocks: int, device: torch.device) -> None:
+        self.nobody = rows
+        self.text = torch.zeros(1, columns, dtype=torch.long, device=device)
+        self.blocks = torch.zeros(blocks, dtype=torch.long, device=device)
+        self._short = torch.zeros(2, CHUNK, dtype=torch.int32, device=device)
+        self._long = torch.zeros(3, CHUNK, dtype=torch.long, device=device)
+
+    def write(self, given: list[tuple[int, int, int, int, int]]) -> int:
+        """Take the fields of tokens, as `Tokens` has them. Return how many there are with padding, which is nobody's."""
+        count = -(-len(given) // PROMPT_STEP) * PROMPT_STEP
+        table = torch.tensor([*given, *[(0, self.nobody, 0, 0, 0)] * (count - len(given))]).T.contiguous()
+        self._short[:, :count] = table[1:3].to(self._short.device)
+        self._long[:, :count] = table[[0, 3, 4]].to(self._long.device)
+        return count
+
+    def first(self, count: int) -> Tokens:
+        """Return so many of the tokens."""
+        (rows, positions), (ids, places, after) = self._short[:, :count], self._long[:, :count]
+        return Tokens(ids, rows, positions, places, after)
 
 
 class Memory:
-    """Static buffers of a memory head for one row."""
+    """Static buffers of a memory head; what it keeps of a whole text is in blocks."""
 
-    def __init__(self, head: MemoryHead, columns: int) -> None:
+    def __init__(self, head: MemoryHead, rows: int, columns: int) -> None:
         weight, sizes = head.fuse.weight, head.sizes
         self.head = head
         self.layer = head.as_layer()
         self.only_kv = only_kv(self.layer.attention)
-        self.before = weight.new_zeros(columns + 1, sizes.hidden_dim)  # row p: the memory of position p - 1
-        self.parts = weight.new_zeros(MOST_TOKENS, sizes.memories * sizes.hidden_dim)  # of finished tokens, to be remembered
-        self.entries = weight.new_zeros(MOST_TOKENS, (sizes.inputs + 1) * sizes.hidden_dim)  # of those that wait for it
-        self.fed = torch.zeros(1, dtype=torch.int32, device=weight.device)  # positions whose K/V are there
-        self.keys, self.values = weight.new_zeros(2, 1, sizes.kv_heads, columns, sizes.head_dim)
+        self.seen = sizes.memories * sizes.hidden_dim
+        self.noted = weight.new_zeros(rows * MOST_TOKENS, self.seen)  # of a round's tokens, to be remembered
+        # by row, then by position modulo 16: of finished tokens that the head was not fed
+        self.parts = weight.new_zeros(rows * MOST_TOKENS, self.seen)
+        self.entries = weight.new_zeros(rows * MOST_TOKENS, (sizes.inputs + 1) * sizes.hidden_dim)
+        self.fed = torch.zeros(rows, dtype=torch.int32, device=weight.device)  # positions whose K/V are there
         positions = torch.arange(columns, device=weight.device)[None]
         self.angles = CosSin(*(part[0, 0].contiguous() for part in head.angles(positions, weight.dtype)))
+
+    def of(self, rows: int) -> list[torch.Tensor]:
+        """Return the buffers by row."""
+        return [self.parts.view(rows, -1), self.entries.view(rows, -1), self.fed]
 
 
 def score_params(router: Router) -> torch.Tensor:
@@ -64,11 +108,10 @@ def score_params(router: Router) -> torch.Tensor:
 
 
 class Slots:
-    """Fixed addresses for rows of up to `columns` tokens.
+    """Fixed addresses for so many rows of up to `columns` tokens.
 
     Args:
         like: (hidden,) a state; dtype and device are those of all states.
-        kv_shapes: of each layer.
         angles: rotary tables by kind; None: layers compute angles themselves.
         exit_: the exit that rounds will ask.
         context: tokens that the model can take. Rounds may run past it; positions beyond it are clamped.
@@ -77,7 +120,7 @@ class Slots:
     def __init__(
         self,
         like: torch.Tensor,
-        kv_shapes: list[KVShape],
+        store: KVBlocks,
         angles: dict[str, CosSin] | None,
         rows: int,
         columns: int,
@@ -87,21 +130,24 @@ class Slots:
         long: dict[str, Any] = dict(dtype=torch.long, device=like.device)
         short: dict[str, Any] = dict(dtype=torch.int32, device=like.device)
         single: dict[str, Any] = dict(dtype=torch.float32, device=like.device)
+        self.store = store
         self.rows = rows
         self.columns = columns
         self.exit = exit_
         self.angles = angles
-        self.keys = [like.new_zeros(rows, shape.heads, columns, shape.key_dim) for shape in kv_shapes]
-        self.values = [like.new_zeros(rows, shape.heads, columns, shape.value_dim) for shape in kv_shapes]
         head = None if exit_ is None else exit_.head
-        self.memory = Memory(head, columns) if isinstance(head, MemoryHead) else None
+        self.memory = Memory(head, rows, columns) if isinstance(head, MemoryHead) else None
         self.score_params = None if exit_ is None else score_params(exit_.router)
+        width = 1 if store.is_dense else max(2, store.needed(columns))
+        self.tables = torch.full((rows + 1, width), NOBODY, **short)
         self.tokens = torch.zeros(MOST_TOKENS + 1, rows, **long)
-        self.starts = torch.zeros(MOST_TOKENS, rows, **short)
+        self.starts = torch.arange(MOST_TOKENS, **short)[:, None].repeat(1, rows)
         self.row_ids = torch.arange(rows, **short).repeat(MOST_TOKENS, 1)
-        self.tables = dense_tables(rows, like.device)
+        self.places = torch.zeros(MOST_TOKENS + 1, rows, **long)  # of a memory head, from the newest token on
+        self.ring = torch.zeros(MOST_TOKENS, rows, **long)  # its buffers for tokens that it was not fed
         self.steps = torch.arange(MOST_TOKENS, **short)[:, None].repeat(1, rows)
-        self.active = torch.ones(rows, **short)  # 0: the row has ended, and its slot stands still
+        self.active = torch.zeros(rows, **short)  # 0: the slot stands still
+        self.limits = torch.zeros(rows, **short)
         self.found = torch.zeros(MOST_TOKENS, rows, **long)
         self.best = torch.zeros(MOST_TOKENS, rows, **single)
         self.scores = torch.zeros(MOST_TOKENS, rows, **single)
@@ -109,20 +155,85 @@ class Slots:
         self.guesses = like.new_zeros(MOST_TOKENS * rows, len(like))  # of the exit head, one for each draft
         self.result = torch.zeros(rows, FIELDS, **single)
         self.states = like.new_zeros(MOST_TOKENS * rows, len(like))
-        self.newest = like.new_zeros(1, len(like))  # the state of a prompt's last token
-        self.text = torch.zeros(rows, columns, **long)
-        self.places = torch.arange(columns, device=like.device)
-        self.positions = self.places.clamp(max=(context or columns) - 1)  # of the tokens at each column
-        self._like = like
+        self.columns_ids = torch.arange(columns, device=like.device)
+        self.positions = self.columns_ids.clamp(max=(context or columns) - 1)  # of the tokens at each column
+        self.prompts = Prompts(rows, columns, width, like.device)
+        self.like = like
         self._logits: torch.Tensor | None = None
         self._settings: Settings | None = None
         self.pinned = torch.zeros(2, rows, FIELDS, dtype=torch.float32, pin_memory=like.is_cuda)
 
+    def of(self, own: slice) -> Tokens:
+        """Return the tokens of some steps of a round."""
+        after = slice(own.start + 1, own.stop + 1)
+        tables = self.tokens[own], self.row_ids[own], self.starts[own], self.places[own], self.places[after]
+        return Tokens(*(table.flatten() for table in tables))
+
+    def states_of(self, own: slice) -> torch.Tensor:
+        """Return the (n, hidden) states of some steps of a round."""
+        return self.states[own.start * self.rows : own.stop * self.rows]
+
+    def cache(self, stores: Sequence[Store], columns: int, static: bool = False) -> SegmentCache:
+        """Return a cache for one pass of the only row, which writes its K/V into the first columns of its block."""
+        assert self.store.is_dense
+        cache = SegmentCache(1, [range(len(stores))], stores, columns, static)
+        for index in range(len(stores)):
+            cache.adopt(index, self.store.keys[index][:, :, :columns], self.store.values[index][:, :, :columns])
+        return cache
+
+    def pass_of(self, states: torch.Tensor, tokens: Tokens, angles: CosSin) -> Pass:
+        """Return tokens on their way through a layer."""
+        at = tokens.positions
+        return Pass(states, *angles, tokens.rows, at, at, at, self.tables)
+
+    # ---- rows that come and go ---------------------------------------------------------------------------------------------
+
+    def stand_at(self, place: int, token: int, position: int) -> None:
+        """Put the newest token of a row at a position; all before it have run."""
+        self.tokens[0, place] = token
+        torch.add(self.steps[:, place], position, out=self.starts[:, place])
+        if self.memory is not None:
+            self.memory.fed[place] = position
+
+    def write_blocks(self, place: int, first: int, blocks: list[int]) -> None:
+        """Note the blocks of a row from its number `first` on."""
+        self.tables[place, first : first + len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+
+    def clear(self, place: int) -> None:
+        """Let a slot stand still; what is written for it belongs to nobody."""
+        self.active[place] = 0
+        self.limits[place] = 0
+        if not self.store.is_dense:
+            self.tables[place] = NOBODY
+
+    def take_over(self, other: Slots, places: list[int]) -> None:
+        """Go on with rows of other slots, which are given in the order they have here."""
+        at, count = torch.tensor(places, device=self.tables.device), len(places)
+        width = min(self.tables.shape[1], other.tables.shape[1])
+        self.tables.fill_(NOBODY)
+        self.tables[:count, :width] = other.tables[at, :width]
+        self.active.zero_()
+        self.limits.zero_()
+        for mine, theirs in ((self.active, other.active), (self.limits, other.limits)):
+            mine[:count] = theirs[at]
+        if self.store is not other.store:
+            self.store.copy(other.store)
+        self.tokens[0, :count] = other.tokens[0, at]
+        self.starts[:, :count] = other.starts[:, at]
+        if self.memory is not None and other.memory is not None:
+            for mine, theirs in zip(self.memory.of(self.rows), other.memory.of(other.rows), strict=True):
+                mine[:count] = theirs[at]
+        if other._settings is not None:
+            self.prepare_choice(other.settings.vocabulary)
+            self.settings.take_over(other.settings, at)
+
+    # ---- the choice of tokens ------------------------------------------------------------------------------------------------
+
     def prepare_choice(self, vocabulary: int) -> None:
-        """Make room for logits and settings, once."""
-        if self._logits is None:
-            self._logits = self._like.new_zeros(MOST_TOKENS, vocabulary)
-            self._settings = Settings(self.rows, vocabulary, self._like.device)
+        """Make room for settings and logits, once."""
+        if self._settings is None:
+            self._settings = Settings(self.rows, vocabulary, self.like.device)
+            self._logits = self.like.new_zeros(min(MOST_TOKENS * self.rows, MOST_ROUND), vocabulary)
 
     @property
     def settings(self) -> Settings:
@@ -134,48 +245,3 @@ class Slots:
         assert self._logits is not None, "prepare_choice comes first"
         width = vocabulary or self._logits.shape[1]
         return self._logits.flatten()[: count * width].view(count, width)
-
-    def serves(self, rows: int, exit_: Exit | None) -> bool:
-        """Return True if these slots are for so many rows and this exit."""
-        return self.rows == rows and self.exit is exit_
-
-    def cache(self, stores: Sequence[Store], row: int, columns: int, static: bool = False) -> SegmentCache:
-        """Return a cache for one pass of one row that writes its K/V into the first columns of its slot."""
-        cache = SegmentCache(1, [range(len(stores))], stores, columns, static)
-        for index, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            cache.adopt(index, keys[row : row + 1, :, :columns], values[row : row + 1, :, :columns])
-        return cache
-
-    def pass_of(self, states: torch.Tensor, own: slice, angles: CosSin) -> Pass:
-        """Return the tokens of some steps of a round on their way through a layer."""
-        positions = self.starts[own].flatten()
-        return Pass(states, *angles, self.row_ids[own].flatten(), positions, positions, positions, self.tables)
-
-    def stand_at(self, row: int, position: int) -> None:
-        """Put the newest token of a row at a position; all before it have run."""
-        torch.add(self.places[:MOST_TOKENS], position, out=self.starts[:, row])
-        self.active[row] = 1
-
-
-class SlotPool:
-    """Slots that wait for their next request."""
-
-    def __init__(self) -> None:
-        self._free: list[Slots] = []
-
-    def acquire(self, rows: int, columns: int, exit_: Exit | None) -> Slots | None:
-        """Return slots that served before and have room for so many rows and columns, if there are any."""
-        fitting = (slots for slots in self._free if slots.serves(rows, exit_) and slots.columns >= columns)
-        found = next(fitting, None)
-        if found is not None:
-            self._free.remove(found)
-        return found
-
-    def release(self, slots: Slots) -> None:
-        self._free.append(slots)
-
-    def drop(self, rows: int, exit_: Exit | None) -> list[Slots]:
-        """Give up slots that are too small for what is asked of them now; return them."""
-        dropped = [slots for slots in self._free if slots.serves(rows, exit_)]
-        self._free = [slots for slots in self._free if slots not in dropped]
-        return dropped

@@ -14,7 +14,7 @@ import torch
 from TIDE.engine.loop import Loop
 from TIDE.engine.plan import Plan
 from TIDE.engine.request import Request
-from TIDE.engine.round.device_drafter import exit_of, why_not_planned
+from TIDE.engine.round.device_drafter import why_not_planned
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.host_stage import HostStage
 from TIDE.engine.round.sampler import Sampler
@@ -23,8 +23,6 @@ from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.device import DeviceError, DeviceRunner
 from TIDE.engine.runners.select import checked
 from TIDE.engine.schedule.scheduler import Scheduler
-from TIDE.kernels.layer import MOST_TOKENS
-from TIDE.routing.heads import MemoryHead
 from TIDE.routing.policy import ExitPolicy
 
 logger = logging.getLogger(__name__)
@@ -69,9 +67,11 @@ class Decoding:
         self._before = other.host
 
     def run(self) -> Iterator[None]:
-        """Decode until every row has ended."""
+        """Decode until every row has ended, or one has failed."""
         for row in self.rows:
             self.scheduler.admit(row, self.plan)
+        if not self.runner.is_checked:
+            yield from self._first_tokens()
         self.reason = self.why_not()
         if self.reason is None:
             yield from self._on_device()
@@ -83,8 +83,8 @@ class Decoding:
         reasons = [self.runner.why_not(row) for row in self.rows]
         found = next((reason for reason in reasons if reason is not None), None) or why_not_planned(self.plan, self.policy)
         found = found or self._why_not_final()
-        if found is None and len(self.rows) > 1:
-            return self._why_not_together()
+        if found is None and len(self.rows) > 1 and isinstance(self.runner, DeviceRunner) and self.runner.most_rows == 1:
+            return "its modules run whole rounds for one row at a time"
         return found
 
     def _why_not_final(self) -> str | None:
@@ -99,61 +99,57 @@ class Decoding:
             return "in mode fast its draft vocabulary may have none of the tokens that are allowed"
         return None
 
-    def _why_not_together(self) -> str | None:
-        if len(self.rows) > MOST_TOKENS:
-            return f"a round has room for {MOST_TOKENS} rows, and there are {len(self.rows)}"
-        has_exits = len(self.plan.spans) > 1
-        has_memory = has_exits and isinstance(exit_of(self.plan, self.policy).head, MemoryHead)
-        return self.runner.why_not_together(self.plan, has_memory) if isinstance(self.runner, DeviceRunner) else None
-
-    def _on_host(self) -> Iterator[None]:
-        capacity = min(self.request.columns, self.request.prompt_columns + FIRST_ROOM) + self.plan.max_pending
-        costs = self.scheduler.costs
-        for row in self.rows:
-            row.drafts = []
-        self.host = HostStage(self.runner, self.plan, self.policy, self.rows, self.sampler, capacity, costs)
-        if self._before is not None:
-            self.host.reuse_prefix(self._before)
-        loop = Loop(self.host, self.rows, self.plan, self.scheduler)
-        if not self.runner.is_checked:
-            loop.step()
-            yield
-            self._check()
-            self.host.change_runner(self.runner)
-        yield from loop.run()
-
-    def _check(self) -> None:
-        """Check the runner, now that a first token was shown."""
+    def _first_tokens(self) -> Iterator[None]:
+        """Run the prompts through the model's modules, show the first tokens, and check the runner."""
+        yield from self._steps(self._host_loop(), once=True)
         self.runner = checked(self.runner)
         self.replace_runner(self.runner)
+        assert self.host is not None
+        self.host.change_runner(self.runner)
+
+    def _on_host(self) -> Iterator[None]:
+        yield from self._steps(self._host_loop())
+
+    def _host_loop(self) -> Loop:
+        capacity = min(self.request.columns, self.request.prompt_columns + FIRST_ROOM) + self.plan.max_pending
+        for row in self.rows:
+            row.drafts = []
+        if self.host is None:
+            costs = self.scheduler.costs
+            self.host = HostStage(self.runner, self.plan, self.policy, self.rows, self.sampler, capacity, costs)
+            if self._before is not None:
+                self.host.reuse_prefix(self._before)
+        return Loop(self.host, self.plan, self.scheduler)
+
+    def _steps(self, loop: Loop, once: bool = False) -> Iterator[None]:
+        """Decode until every row has ended, or for one step; the error of a row that failed is the request's."""
+        while loop.rows:
+            loop.step()
+            for row in self.rows:
+                if row.error is not None:
+                    raise row.error
+            yield
+            if once:
+                return
 
     def _on_device(self) -> Iterator[None]:
         """Decode in rounds. If the device refuses, rows are left as they are; later requests are decoded on the host too."""
         runner = self.runner
         assert isinstance(runner, DeviceRunner)
         try:
-            stage = DeviceStage(runner, self.plan, self.policy, self.rows, self.request.columns, self.sampler)
+            stage = DeviceStage(runner, self.plan, self.policy, self.sampler)
             try:
-                yield from self._rounds(stage)
+                # in mode "fast" how many tokens may exit depends on how many did, so a round is read before the next begins
+                overlap = self.plan.exact and not any(row.sampling.custom for row in self.rows)
+                loop = Loop(stage, self.plan, self.scheduler, overlap)
+                loop.add([row for row in self.rows if not row.finished])
+                yield from self._steps(loop)
             finally:
                 stage.close()
-        except torch.OutOfMemoryError:  # slots have room for the longest text asked for; the host's cache grows with it
-            self.reason = f"there is no memory for {len(self.rows)} rows of up to {self.request.columns} tokens"
+        except torch.OutOfMemoryError:
+            self.reason = f"there is no memory for {len(self.rows)} rows"
             logger.warning("these rows are not decoded in rounds: %s. Ask for fewer new tokens or rows.", self.reason)
         except DeviceError as problem:
             runner.failed = str(problem)
             logger.warning("%s is not decoded in rounds: %s", type(runner.adapter.model).__name__, runner.failed)
             self.reason = runner.failed
-
-    def _rounds(self, stage: DeviceStage) -> Iterator[None]:
-        # in mode "fast" how many tokens may exit depends on how many did, so a round is read before the next is launched
-        overlap = self.plan.exact and not any(row.sampling.custom for row in self.rows)
-        loop = Loop(stage, self.rows, self.plan, self.scheduler, overlap and self.runner.is_checked)
-        if not self.runner.is_checked:
-            loop.step()
-            yield
-            self._check()
-            if self.runner is not stage.runner:
-                return
-        loop.overlap = overlap
-        yield from loop.run()

@@ -6,7 +6,6 @@ and kernels process them row by row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,35 +26,42 @@ class Places(NamedTuple):
 
 
 class DeviceChoice:
-    """Chooses the tokens of one request.
+    """Chooses the tokens of rows on slots.
 
     Attributes:
-        features: what its rows need of kernels; None: nothing, for they are greedy.
+        features: what they need of kernels; None: nothing, for they are greedy.
+        on_host: rows with processors of their own.
     """
 
-    def __init__(self, runner: DeviceRunner, slots: Slots, rows: Sequence[Row], sampler: Sampler) -> None:
+    def __init__(self, runner: DeviceRunner, sampler: Sampler) -> None:
         self.runner = runner
-        self.slots = slots
-        self.rows = rows
         self.sampler = sampler
-        self.on_host = [place for place, row in enumerate(rows) if row.sampling.custom]
         self.features: Features | None = None
-        for row in rows:
+        self.on_host: dict[int, Row] = {}
+        self._written: set[Row] = set()
+
+    def serve(self, slots: Slots, rows: dict[int, Row]) -> None:
+        """Serve rows, by their places on slots; those that were served before are there already."""
+        self.slots = slots
+        self.on_host = {place: row for place, row in rows.items() if row.sampling.custom}
+        self.features = None
+        for row in rows.values():
             if row.sampling.custom or not row.sampling.params.is_plain:
                 self.features = row.sampling.params.features | (self.features or Features())
-        if self.features is not None:
-            slots.prepare_choice(runner.adapter.vocab_size)
-            slots.settings.write([(row.sampling.params, row.sampling.seed or 0, row.shown_prompt) for row in rows])
+        self._written &= set(rows.values())
+        if self.features is None:
+            return
+        slots.prepare_choice(self.runner.adapter.vocab_size)
+        for place, row in rows.items():
+            if row not in self._written:
+                own = row.sampling
+                slots.settings.write_row(place, own.params, own.seed or 0, row.shown_prompt, row.new_tokens)
+                self._written.add(row)
 
     def of(self, own: slice) -> Places:
         """Return the tokens of some steps of a round."""
         slots = self.slots
         return Places(*(table[own].flatten() for table in (slots.row_ids, slots.starts, slots.steps)))
-
-    def newest_of(self, row: int) -> Places:
-        """Return the newest final token of a row."""
-        slots, own = self.slots, slice(row, row + 1)
-        return Places(slots.row_ids[0, own], slots.starts[0, own], slots.steps[0, own])
 
     def choose(
         self,
@@ -80,16 +86,19 @@ class DeviceChoice:
         if self.features is not None and self.features.penalties:
             self.runner.sampling.count(self.slots.settings.seen, self.slots.result, self.slots.active)
 
-    def choose_on_host(self, place: int, drafted: int, logits: torch.Tensor) -> None:
-        """Replace the full model's choices in a row that has processors of its own; waits for the device.
-
-        Args:
-            logits: (drafted + 1, vocabulary) after its newest final token and its drafts.
-        """
-        row, found = self.rows[place], self.slots.found
-        with device_errors():
-            tokens = self.slots.tokens[1 : drafted + 1, place].tolist()
-        row.drafts = [Draft(token, 0) for token in tokens]
-        chosen = self.sampler.verify({row: logits})[row]
-        row.drafts = []
-        found[: len(chosen), place] = torch.tensor(chosen).to(found.device)
+    def choose_on_host(self, drafts: int) -> None:
+        """Replace the full model's choices in rows that have processors of their own; waits for the device."""
+        slots = self.slots
+        logits = slots.logits_of((drafts + 1) * slots.rows)
+        for place, row in self.on_host.items():
+            if row.finished:
+                continue
+            drafted = min(drafts, row.wanted or 0)
+            with device_errors():
+                tokens = slots.tokens[1 : drafted + 1, place].tolist()
+            row.drafts = [Draft(token, 0) for token in tokens]
+            try:
+                chosen = self.sampler.verify({row: logits[place :: slots.rows][: drafted + 1]}).get(row, [])
+            finally:
+                row.drafts = []
+            slots.found[: len(chosen), place] = torch.tensor(chosen).to(slots.found.device)

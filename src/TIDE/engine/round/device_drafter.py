@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from TIDE.engine.cache.slots import Memory, Slots
+from TIDE.engine.cache.slots import Memory, Slots, Tokens
 from TIDE.engine.plan import Plan
 from TIDE.engine.round.device_choice import DeviceChoice
 from TIDE.engine.runners.device import DeviceRunner
-from TIDE.kernels.layer import MOST_TOKENS, Pass
+from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.routing.exits import Exit
-from TIDE.routing.heads import EPS, IdentityHead, input_depths, memory_depths
+from TIDE.routing.heads import EPS, IdentityHead, MemoryHead, input_depths, memory_depths
 from TIDE.routing.policy import ExitPolicy
 
 
@@ -49,22 +49,20 @@ class DeviceDrafter:
     """
 
     def __init__(
-        self,
-        runner: DeviceRunner,
-        slots: Slots,
-        exit_: Exit,
-        depth: int,
-        vocabulary: torch.Tensor | None,
-        choice: DeviceChoice,
+        self, runner: DeviceRunner, exit_: Exit, depth: int, vocabulary: torch.Tensor | None, choice: DeviceChoice
     ) -> None:
         self.runner = runner
-        self.slots = slots
         self.choice = choice
         self.exit = exit_
         self.depth = depth
         self.vocabulary = vocabulary
-        self.waiting = 0  # tokens that the memory head was not fed
-        self.depths = memory_depths(runner.num_layers, exit_.sizes.memories) if self.memory is not None else []
+        self.waiting = 0  # tokens that the memory head was not fed, of the row that has most of them
+        self.has_memory = isinstance(exit_.head, MemoryHead)
+        self.depths = memory_depths(runner.num_layers, exit_.sizes.memories) if self.has_memory else []
+
+    @property
+    def slots(self) -> Slots:
+        return self.choice.slots
 
     @property
     def memory(self) -> Memory | None:
@@ -74,31 +72,41 @@ class DeviceDrafter:
 
     def prepare(self, drafts: int) -> bool:
         """Feed the memory head the tokens it missed if a round needs it; return True if that was as fast as ever."""
-        is_typical = self._catch_up() if drafts or self.waiting == MOST_TOKENS else True
+        is_typical = self.catch_up() if drafts or self.waiting == MOST_TOKENS else True
         self.waiting = 0 if drafts else self.waiting + 1
         return is_typical
 
-    def _catch_up(self) -> bool:
+    def catch_up(self) -> bool:
+        """Feed the memory head what it missed."""
         memory, waiting = self.memory, self.waiting
         self.waiting = 0
-        return memory is None or not waiting or self.runner.launch(self.slots, "feed", lambda: self._feed(memory))
+        if memory is None or not waiting:
+            return True
+        return self.runner.launch(self.slots, "feed", lambda: self._feed(memory))
 
     # ---- inside a round ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Find out where the memory head has what belongs to the tokens of the round."""
+        if self.memory is not None:
+            self._find_places(self.slots.starts[0], self.slots.places, self.slots.ring)
 
     def draft(self, step: int, most: int) -> None:
         """Choose the token after the newest one of every row, and score it."""
         slots, own = self.slots, slice(step, step + 1)
-        rows = slots.rows
+        at = slice(step * slots.rows, (step + 1) * slots.rows)
         if self.depth:
-            self.shallow(step, most)
-        states = slots.states[step * rows : (step + 1) * rows]
-        guess = slots.guesses[step * rows : (step + 1) * rows]
+            self.shallow(own, most)
+        elif self.memory is None:
+            self.runner.embed_on_slots(slots, slots.of(own), slots.states[at])
         if self.memory is None:
-            guess.copy_(self.exit.head(states))
+            slots.guesses[at].copy_(self.exit.head(slots.states[at]))
         else:
-            self._guess(self.memory, own, most, guess)
-        signals = slots.signals[step * rows : (step + 1) * rows]
-        self.choice.choose(guess, self.choice.of(own), slots.tokens[step + 1], slots.best[0], signals, self.vocabulary)
+            self._guess(self.memory, slots.of(own), slots.states[at], most, slots.guesses[at])
+        signals = slots.signals[at]
+        self.choice.choose(
+            slots.guesses[at], self.choice.of(own), slots.tokens[step + 1], slots.best[0], signals, self.vocabulary
+        )
 
     def score(self, drafts: int) -> None:
         """Score the drafts of a round, all at once."""
@@ -108,92 +116,117 @@ class DeviceDrafter:
         scores = slots.scores[:drafts].flatten()
         self.runner.exits.router_score(slots.guesses[:count], slots.signals[:count], *weights, slots.score_params, EPS, scores)
 
-    def shallow(self, step: int, most: int, at: torch.Tensor | None = None) -> None:
+    def shallow(self, own: slice, most: int) -> None:
         """Take the tokens of a step to the checkpoint."""
-        rows, own = self.slots.rows, slice(step, step + 1)
-        states = self.slots.states[step * rows : (step + 1) * rows]
-        self.runner.embed_on_slots(self.slots, own, states)
-        self.through(range(self.depth), states, own, most, at)
+        states, tokens = self.slots.states_of(own), self.slots.of(own)
+        self.runner.embed_on_slots(self.slots, tokens, states)
+        self.through(range(self.depth), states, tokens, most, self.noted(own))
 
-    def through(self, span: range, states: torch.Tensor, own: slice, most: int, at: torch.Tensor | None = None) -> None:
-        """Take states, in place, through layers, and note what a memory head will remember of them.
+    def noted(self, own: slice) -> torch.Tensor | None:
+        """Return room for what a memory head will remember of the tokens of some steps; None: there is no such head."""
+        rows = self.slots.rows
+        return None if self.memory is None else self.memory.noted[own.start * rows : own.stop * rows]
 
-        Args:
-            at: where in its buffers that is noted, for tokens the head is fed later.
-        """
-        memory, width = self.memory, states.shape[1]
-        for depth, found in self.runner.layers_on_slots(self.slots, span, states, own, most, tuple(self.depths)):
-            if memory is not None:
+    def through(self, span: range, states: torch.Tensor, tokens: Tokens, most: int, noted: torch.Tensor | None = None) -> None:
+        """Take states, in place, through layers, and note what a memory head will remember of them."""
+        width = states.shape[1]
+        for depth, found in self.runner.layers_on_slots(self.slots, span, states, tokens, most, tuple(self.depths)):
+            if noted is not None:
                 place = self.depths.index(depth) * width
-                rows = memory.parts[:, place : place + width]
-                self.runner.exits.normalize_into(found, None, rows[own] if at is None else rows, EPS, at=at)
+                self.runner.exits.normalize_into(found, None, noted[:, place : place + width], EPS)
 
     def observe(self, drafts: int) -> None:
-        """Remember finished tokens in place of guesses, and write K/V of the tokens after them."""
-        memory = self.memory
+        """Remember finished tokens in place of guesses, and write K/V of the tokens after them; without drafts, keep what that
+        takes for later."""
+        memory, slots, own = self.memory, self.slots, slice(0, drafts + 1)
         if drafts:
             self.score(drafts)
         if memory is None:
             return
+        tokens, states, parts = slots.of(own), slots.states_of(own), self.noted(own)
+        assert parts is not None
         if drafts == 0:
-            self._enter(memory, slice(0, 1), memory.entries, self.slots.starts[0])
+            memory.parts.index_copy_(0, slots.ring[0], parts)
+            self._enter(memory, tokens, states, memory.entries, slots.ring[0])
             return
-        self._make_memories(memory, memory.parts[: drafts + 1], self.slots.starts[0])
-        own = slice(1, drafts + 1)  # K/V of the first are there: it was asked for a draft
-        self._keep(memory, self._entered(memory, own), self.slots.starts[own].flatten())
+        self._remember(memory, parts, tokens.after)
+        later = slots.of(slice(1, drafts + 1))  # K/V of the first are there: it was asked for a draft
+        self._keep(memory, self._entered(memory, later, states[slots.rows :]), later)
+
+    def remember_prompt(self, tokens: Tokens, states: torch.Tensor, parts: torch.Tensor) -> None:
+        """Let the memory head see tokens of prompts, which have run.
+
+        Args:
+            states: (n, hidden) of them at the checkpoint.
+        """
+        memory = self.memory
+        assert memory is not None
+        self._remember(memory, parts, tokens.after)
+        self._keep(memory, self._entered(memory, tokens, states), tokens)
 
     def settle(self, drafts: int) -> None:
         """Note how far the memory head was fed, once the round has moved on."""
         if self.memory is not None and drafts:
             self.memory.fed.copy_(self.slots.starts[0])
 
-    def _guess(self, memory: Memory, own: slice, most: int, out: torch.Tensor) -> None:
-        """Let the memory head guess the deep state of a token."""
-        head, x = memory.head, self._entered(memory, own)
-        tokens = self.slots.pass_of(x, own, memory.angles)
-        self.runner.ops.decoder_layer(memory.layer, tokens, memory.keys, memory.values, most)
-        start = self.slots.starts[own].flatten()
-        self.runner.exits.denormalize(x, head.deep_center, head.deep_spread, start, memory.before, out)
+    def _find_places(self, starts: torch.Tensor, places: torch.Tensor, ring: torch.Tensor) -> None:
+        slots = self.slots
+        self.runner.exits.find_places(slots.tables, slots.row_ids[0], starts, slots.store.size, places, ring)
 
-    def _entered(self, memory: Memory, own: slice) -> torch.Tensor:
-        """Return tokens of a round as the head's block takes them."""
-        joined = torch.empty_like(memory.entries[own])
-        self._enter(memory, own, joined)
-        return self._fuse(memory, joined, self.slots.starts[own].flatten())
+    def _guess(self, memory: Memory, tokens: Tokens, states: torch.Tensor, most: int, out: torch.Tensor) -> None:
+        """Let the memory head guess the deep states of tokens."""
+        head, store, x = memory.head, self.slots.store, self._entered(memory, tokens, states)
+        own = self.slots.pass_of(x, tokens, memory.angles)
+        self.runner.ops.decoder_layer(memory.layer, own, store.keys[-1], store.values[-1], most)
+        self.runner.exits.denormalize(x, head.deep_center, head.deep_spread, tokens.after, store.before, out)
 
-    def _enter(self, memory: Memory, own: slice, out: torch.Tensor, at: torch.Tensor | None = None) -> None:
+    def _entered(self, memory: Memory, tokens: Tokens, states: torch.Tensor) -> torch.Tensor:
+        """Return tokens as the head's block takes them."""
+        joined = states.new_empty(len(states), memory.entries.shape[1])
+        self._enter(memory, tokens, states, joined)
+        return self._fuse(memory, joined, tokens.places)
+
+    def _enter(
+        self, memory: Memory, tokens: Tokens, states: torch.Tensor, out: torch.Tensor, places: torch.Tensor | None = None
+    ) -> None:
         """Write what the head sees of the tokens themselves."""
-        slots, head = self.slots, memory.head
+        head = memory.head
         for place, depth in enumerate(input_depths(self.depth, head.sizes.inputs)):
             part = slice(place * head.sizes.hidden_dim, (place + 1) * head.sizes.hidden_dim)
-            table, rows = (slots.states[own], None) if depth else self.runner.embedded(slots, own)
+            table, rows = (states, None) if depth else self.runner.embedded(self.slots, tokens)
             center, spread = head.shallow_center[part], head.shallow_spread[part]
-            self.runner.exits.normalize_into(table, rows, out[:, part], EPS, center, spread, at)
+            self.runner.exits.normalize_into(table, rows, out[:, part], EPS, center, spread, places)
 
-    def _fuse(self, memory: Memory, joined: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        head = memory.head
+    def _fuse(self, memory: Memory, joined: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        head, before = memory.head, self.slots.store.before
         own = joined[:, -head.sizes.hidden_dim :]
-        self.runner.exits.normalize_into(memory.before, positions, own, EPS, head.deep_center, head.deep_spread)
+        self.runner.exits.normalize_into(before, places, own, EPS, head.deep_center, head.deep_spread)
         found: torch.Tensor = self.runner.ops.linear(joined, head.fuse.weight)
         return found
 
     def _feed(self, memory: Memory) -> None:
         """Make memories and K/V of tokens that wait: always sixteen, and those behind the newest are overwritten later."""
-        positions = memory.fed + self.slots.places[:MOST_TOKENS]
-        rows = positions % MOST_TOKENS
-        self._make_memories(memory, memory.parts[rows], memory.fed)
-        self._keep(memory, self._fuse(memory, memory.entries[rows], positions), positions)
-        memory.fed.copy_(self.slots.starts[0])
+        slots = self.slots
+        places, ring = torch.empty_like(slots.places), torch.empty_like(slots.ring)
+        self._find_places(memory.fed, places, ring)
+        positions = (memory.fed + slots.steps).flatten()
+        ids, rows = slots.tokens[:-1].flatten(), slots.row_ids.flatten()
+        tokens = Tokens(ids, rows, positions, places[:-1].flatten(), places[1:].flatten())
+        waiting = ring.flatten()
+        self._remember(memory, memory.parts[waiting], tokens.after)
+        self._keep(memory, self._fuse(memory, memory.entries[waiting], tokens.places), tokens)
+        memory.fed.copy_(slots.starts[0])
 
-    def _make_memories(self, memory: Memory, parts: torch.Tensor, start: torch.Tensor) -> None:
+    def _remember(self, memory: Memory, parts: torch.Tensor, places: torch.Tensor) -> None:
+        before = self.slots.store.before
         if memory.head.recall is None:
-            memory.before.index_copy_(0, start[:1].long() + 1 + self.slots.places[: len(parts)], parts)
+            before.index_copy_(0, places, parts)
         else:
-            self.runner.exits.linear_into(parts, memory.head.recall.weight, memory.before, start[:1])
+            self.runner.exits.linear_into(parts, memory.head.recall.weight, before, places)
 
-    def _keep(self, memory: Memory, x: torch.Tensor, positions: torch.Tensor) -> None:
-        """Write the head's K/V of tokens at these positions."""
+    def _keep(self, memory: Memory, x: torch.Tensor, tokens: Tokens) -> None:
+        """Write the head's K/V of tokens."""
+        store = self.slots.store
         h = self.runner.ops.norm(x, memory.layer.attention_norm)
-        rows = self.slots.row_ids[: len(x)].flatten()
-        tokens = Pass(x, *memory.angles, rows, positions, positions, positions, self.slots.tables)
-        self.runner.ops.project(memory.only_kv, tokens, h, memory.keys, memory.values)
+        own = self.slots.pass_of(x, tokens, memory.angles)
+        self.runner.ops.project(memory.only_kv, own, h, store.keys[-1], store.values[-1])

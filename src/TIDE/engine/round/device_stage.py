@@ -3,6 +3,8 @@
 A round is one graph. The host reads one small result buffer per round while the next round is already running; a round's
 inputs never leave the device. With exits off a round is a step of the full model. Where a row has processors of its own, the
 host chooses between two graphs: drafts and deep pass before it, acceptance behind it.
+
+Rows come and go between rounds. Their texts run first, many rows in one pass, and while others decode one pass at a time.
 """
 
 from __future__ import annotations
@@ -11,68 +13,143 @@ from collections.abc import Sequence
 
 import torch
 
-from TIDE.engine.cache.slots import Slots
+from TIDE.engine.cache.slots import MOST_ROUND, Slots
 from TIDE.engine.plan import Plan
 from TIDE.engine.round import sampler as host
 from TIDE.engine.round.device_choice import DeviceChoice
 from TIDE.engine.round.device_drafter import DeviceDrafter, exit_of
-from TIDE.engine.round.prefill import Prefill, padded_length
+from TIDE.engine.round.prefill import Prefill
 from TIDE.engine.round.round import Launched, run_passes, run_round
+from TIDE.engine.round.seats import Seats
 from TIDE.engine.row import Draft, RoundResult, Row
 from TIDE.engine.runners.device import DeviceRunner, device_errors
 from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.kernels.result import ACCEPTED, DRAFTED, NOTHING_LEFT, SCORES, TOKENS
 
-AHEAD = 4 * MOST_TOKENS  # columns beyond the text: a round may run ahead
 MIN_COLUMNS = 1024  # a graph is made for so many columns; then for four times as many, and so on
 
 
 class DeviceStage:
-    """The rows of one request on slots.
+    """Rows on slots, all by one plan.
 
     Args:
-        columns: of the longest text that may come of the request.
         sampler: chooses for rows with processors of their own.
     """
 
     is_planned = True
 
-    def __init__(
-        self, runner: DeviceRunner, plan: Plan, policy: object, rows: Sequence[Row], columns: int, sampler: host.Sampler
-    ) -> None:
+    def __init__(self, runner: DeviceRunner, plan: Plan, policy: object, sampler: host.Sampler) -> None:
         self.runner = runner
         self.plan = plan
-        self.rows = rows
         exit_ = None if len(plan.spans) == 1 else exit_of(plan, policy)
         self.depth = 0 if plan.checkpoint is None else plan.checkpoint
         self.threshold = 0.0 if plan.weighs or exit_ is None else plan.threshold(self.depth)
-        with device_errors():
-            self.slots: Slots = runner.acquire(len(rows), columns + AHEAD, exit_)
-            self.choice = DeviceChoice(runner, self.slots, rows, sampler)
+        self.choice = DeviceChoice(runner, sampler)
         self.drafter = None
         if exit_ is not None:
             vocabulary = getattr(policy, "vocabulary", None)
-            self.drafter = DeviceDrafter(runner, self.slots, exit_, self.depth, vocabulary, self.choice)
+            self.drafter = DeviceDrafter(runner, exit_, self.depth, vocabulary, self.choice)
+        self.seats = Seats(runner, exit_, plan.cache_gib)
         self._launched = 0
         self._most = MIN_COLUMNS  # columns that attention is planned for
+        self._limits: list[int] = []
+
+    @property
+    def rows(self) -> list[Row]:
+        """Rows in the stage, those included whose texts have not run yet."""
+        return self.seats.rows
+
+    @property
+    def slots(self) -> Slots:
+        return self.seats.slots
+
+    def admit(self, rows: Sequence[Row]) -> int:
+        """Let the first of these rows take part as soon as their texts have run, as many as there is room for."""
+        count = self.seats.fitting(rows)
+        if count:
+            with device_errors(), self.runner.grad_off(), self.runner.device_guard():
+                self._catch_up()
+                self.seats.join([rows[place] for place in range(count)])
+                self._compose()
+        return count
+
+    def leave(self, row: Row) -> None:
+        """Free the slot and the blocks of a row that has ended, was removed or is put back."""
+        with device_errors(), self.runner.grad_off(), self.runner.device_guard():
+            self.seats.leave(row)
+            if self.seats.rows and self.seats.is_wide:
+                self._catch_up()
+                self.seats.shrink()
+            self._compose()
 
     def close(self) -> None:
         """Give the slots back."""
-        self.runner.pool.release(self.slots)
+        with self.runner.grad_off(), self.runner.device_guard():
+            self.seats.close()
+
+    def _catch_up(self) -> None:
+        """Feed a memory head, so that rows that move to other slots have nothing waiting."""
+        if self.drafter is not None and self.seats.rows:
+            self.drafter.catch_up()
+
+    def _compose(self) -> None:
+        """Serve the rows that are there now."""
+        self._limits = []
+        if self.seats.rows:
+            self.choice.serve(self.slots, self.seats.places)
 
     def launch(self) -> Launched:
-        """Hand a round to the device: the prompts first, then rounds that start from what the one before left there."""
+        """Hand work to the device: texts of rows that joined, then a round that starts from what the one before left."""
         with self.runner.grad_off(), self.runner.device_guard():
-            if not self._launched:
-                return self._prefill()
-            self._stop_ended_rows()
-            drafts = min(max(row.wanted or 0 for row in self.rows), MOST_TOKENS // len(self.rows) - 1)
-            while self._most < max(row.size for row in self.rows) + AHEAD:
-                self._most *= 4
-            is_typical = self._launch_round(drafts)
-            for row in self.rows:  # counted when they run: a round launched ahead of the text's end is work too
-                row.stats.layers_run += 0 if row.finished else (drafts + 1) * self.runner.num_layers
-            return self._read_later(drafts, is_typical)
+            is_prefill = bool(self.seats.entering)
+            is_typical = self._prefill()
+            running = self.seats.running
+            if not running:
+                return Launched(list, is_prefill=True, is_typical=False)
+            drafts = min(max(row.wanted or 0 for row in running), MOST_ROUND // self.slots.rows - 1)
+            self._write_limits(drafts)
+            is_typical &= self._launch_round(drafts)
+            for row in running:  # counted when they run: a round launched ahead of the text's end is work too
+                row.stats.layers_run += (drafts + 1) * self.runner.num_layers
+            return self._read_later(drafts, is_prefill, is_typical)
+
+    def _prefill(self) -> bool:
+        """Run texts of rows that joined: one pass if others wait for their next round, otherwise all."""
+        is_typical = True
+        while self.seats.entering:
+            prefill = Prefill(self.runner, self.slots, self.depth, self.drafter)
+            with device_errors():
+                self._plan_columns()
+                is_typical &= prefill.run(self.seats.entering, self._most)
+                self.seats.seat()
+            if len(self.seats.running) > self.seats.just_seated:
+                break
+        return is_typical
+
+    def _plan_columns(self) -> None:
+        longest = max(row.size for row in self.seats.rows) + 2 * MOST_TOKENS
+        while self._most < longest:
+            self._most *= 4
+
+    def reserve(self) -> list[Row]:
+        """Take the blocks that the next round may need; return the rows, newest first, that had to leave for it."""
+        with device_errors(), self.runner.grad_off(), self.runner.device_guard():
+            moved = self.seats.widen()
+            put_back = self.seats.reserve()
+            if moved or put_back:
+                self._compose()
+            if self.seats.rows:
+                self._plan_columns()
+        return put_back
+
+    def _write_limits(self, drafts: int) -> None:
+        limits = [MOST_TOKENS] * self.slots.rows
+        for place, row in self.seats.places.items():
+            if (row.wanted or 0) < drafts:
+                limits[place] = row.wanted or 0
+        if limits != self._limits:
+            self.slots.limits.copy_(torch.tensor(limits, dtype=torch.int32))
+            self._limits = limits
 
     def _launch_round(self, drafts: int) -> bool:
         """Launch a round; return True if that was as fast as it will be from now on."""
@@ -82,34 +159,11 @@ class DeviceStage:
             if not self.choice.on_host:
                 return self.runner.launch(self.slots, ("round", *key), lambda: run_round(self, drafts)) and is_typical
             is_typical &= self.runner.launch(self.slots, ("passes", *key), lambda: run_passes(self, drafts))
-        logits = self.slots.logits_of((drafts + 1) * len(self.rows))
-        for place in self.choice.on_host:
-            if not self.rows[place].finished:
-                self.choice.choose_on_host(place, drafts, logits[place :: len(self.rows)])
+        self.choice.choose_on_host(drafts)
         with device_errors():
             return self.runner.launch(self.slots, ("accept", *key), lambda: self.accept(drafts)) and is_typical
 
-    def _prefill(self) -> Launched:
-        prefill, typical = Prefill(self.runner, self.slots, self.depth, self.choice), []
-        for place, row in enumerate(self.rows):
-            with device_errors():
-                typical.append(prefill.run(place, row.tokens))
-            if place in self.choice.on_host:
-                self.choice.choose_on_host(place, 0, self.slots.logits_of(1))
-        with device_errors():
-            self.accept(0)
-        if self.slots.memory is not None:
-            self.slots.memory.fed.copy_(self.slots.starts[0])
-        for row in self.rows:
-            row.stats.layers_run += padded_length(row.prompt) * self.runner.num_layers
-        return self._read_later(None, all(typical))
-
-    def _stop_ended_rows(self) -> None:
-        for place, row in enumerate(self.rows):
-            if row.finished and len(self.rows) > 1:
-                self.slots.active[place] = 0
-
-    def _read_later(self, drafts: int | None, is_typical: bool) -> Launched:
+    def _read_later(self, drafts: int, is_prefill: bool, is_typical: bool) -> Launched:
         """Copy the result to the host; whoever asks for it waits for the copy."""
         copy, event = self.slots.pinned[self._launched % 2], None
         copy.copy_(self.slots.result, non_blocking=True)
@@ -117,25 +171,27 @@ class DeviceStage:
             event = torch.cuda.Event()
             event.record()
         self._launched += 1
+        members = {place: row for place, row in self.seats.places.items() if row in self.seats.running}
 
         def results() -> list[tuple[Row, RoundResult]]:
             if event is not None:
                 with device_errors():
                     event.synchronize()
             fields = copy.tolist()
-            going = [(row, own) for row, own in zip(self.rows, fields, strict=True) if not row.finished]
+            going = [(row, fields[place]) for place, row in members.items() if not row.finished]
             for row, _ in going:
                 row.stats.catch_ups += bool(drafts)
-            return [(row, self._result(own)) for row, own in going]
+            found = [(row, self._result(row, own)) for row, own in going]
+            return [(row, result) for row, result in found if result is not None]
 
-        return Launched(results, drafts, is_prefill=drafts is None, is_typical=is_typical)
+        return Launched(results, drafts, is_prefill, is_typical, self.slots.rows)
 
-    def _result(self, fields: list[float]) -> RoundResult:
+    def _result(self, row: Row, fields: list[float]) -> RoundResult | None:
+        """Return the outcome of a round for a row; None: it failed."""
         accepted, drafted = int(fields[ACCEPTED]), int(fields[DRAFTED])
-        if accepted == NOTHING_LEFT:
-            raise ValueError(host.NOTHING_LEFT)
         if accepted < 0:
-            raise FloatingPointError(host.NAN)
+            row.fail(ValueError(host.NOTHING_LEFT) if accepted == NOTHING_LEFT else FloatingPointError(host.NAN))
+            return None
         scores = fields[SCORES : SCORES + drafted]
         drafts = [Draft(int(fields[TOKENS + i]), self.depth, scores[i]) for i in range(accepted)]
         full = Draft(int(fields[TOKENS + accepted]), self.runner.num_layers)
@@ -145,27 +201,29 @@ class DeviceStage:
 
     def draft(self, step: int) -> bool:
         assert self.drafter is not None
+        if not step:
+            self.drafter.begin()
         self.drafter.draft(step, self._most)
         return True
 
     def deep_pass(self, drafted: int) -> None:
-        slots, rows = self.slots, self.slots.rows
-        count = (drafted + 1) * rows
-        own = slice(0, drafted + 1)
-        at = None if drafted else slots.starts[0]
-        if self.depth and self.drafter is not None:
-            self.drafter.shallow(drafted, self._most, at)
+        slots, own, drafter = self.slots, slice(0, drafted + 1), self.drafter
+        states, tokens = slots.states_of(own), slots.of(own)
+        if drafter is not None and not drafted:
+            drafter.begin()
+        if drafter is not None and self.depth:
+            drafter.shallow(slice(drafted, drafted + 1), self._most)
         else:
-            self.runner.embed_on_slots(slots, own, slots.states[:count])
-        # the exit head will want the states at the checkpoint again
-        self._states = slots.states[:count].clone() if self.drafter is not None else slots.states[:count]
+            self.runner.embed_on_slots(slots, tokens, states)
         span = range(self.depth, self.runner.num_layers)
-        if self.drafter is not None:
-            self.drafter.through(span, self._states, own, self._most, at)
-            self.drafter.observe(drafted)
-        else:
-            for _ in self.runner.layers_on_slots(slots, span, self._states, own, self._most, ()):
+        if drafter is None:
+            self._states = states
+            for _ in self.runner.layers_on_slots(slots, span, states, tokens, self._most, ()):
                 pass
+        else:
+            self._states = states.clone()  # the exit head will want the states at the checkpoint again
+            drafter.through(span, self._states, tokens, self._most, drafter.noted(own))
+            drafter.observe(drafted)
 
     def sample(self, drafted: int) -> None:
         found, best = self.slots.found[: drafted + 1].flatten(), self.slots.best[: drafted + 1].flatten()
@@ -174,7 +232,7 @@ class DeviceStage:
     def accept(self, drafted: int) -> None:
         slots = self.slots
         self.runner.exits.accept(
-            slots.found, slots.best, slots.tokens, slots.starts, slots.scores, slots.active, slots.result,
+            slots.found, slots.best, slots.tokens, slots.starts, slots.scores, slots.active, slots.result, slots.limits,
             drafted, self.threshold, self.plan.exact,
         )  # fmt: skip
         self.choice.count()

@@ -49,7 +49,7 @@ class HostStage:
         self.runner = runner
         self.plan = plan
         self.source = policy
-        self.rows = rows
+        self.rows = list(rows)
         self.sampler = sampler
         self.costs = costs
         self.clock = Clock(rows[0].stats.seconds)
@@ -85,6 +85,15 @@ class HostStage:
     def change_runner(self, runner: Runner) -> None:
         """Go on with another runner of the same model."""
         self.runner = self.segments.runner = runner
+
+    def admit(self, rows: Sequence[Row]) -> int:
+        return len(rows)
+
+    def leave(self, row: Row) -> None:
+        pass
+
+    def reserve(self) -> list[Row]:
+        return []
 
     def launch(self) -> Launched:
         """Run a round; it is over when this returns."""

@@ -25,12 +25,14 @@ class Launched:
         drafts: how many the round was planned with; None: a prefill, or scores decided while it ran.
         is_prefill: it ran prompts.
         is_typical: nothing was compiled or captured for it, so its time says something about others.
+        rows: how many took part.
     """
 
     results: Callable[[], list[tuple[Row, RoundResult]]]
     drafts: int | None = None
     is_prefill: bool = False
     is_typical: bool = True
+    rows: int = 1
 
 
 class Stage(Protocol):

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from TIDE.adapters.adapter import PassInputs
-from TIDE.engine.cache.slots import COLUMNS, SlotPool, Slots
+from TIDE.engine.cache.blocks import KVBlocks
+from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.graphs import Graphs
 from TIDE.kernels import reference
@@ -23,8 +24,12 @@ from TIDE.kernels import sampling as reference_sampling
 from TIDE.routing.exits import Exit
 
 if TYPE_CHECKING:
-    from TIDE.engine.plan import Plan
     from TIDE.engine.row import Row
+
+
+COLUMNS = 1024  # slots have so many, or twice as many, and so on
+MARGIN = 0.1  # of a device's memory, that K/V leave free
+MOST_BLOCKS = 1 << 20
 
 
 class DeviceError(RuntimeError):
@@ -48,10 +53,13 @@ class DeviceRunner(Runner):
     Attributes:
         ops: compiled operations of layers.
         failed: why rounds were given up, if they were.
+        has_compiled_layers: tokens of any rows run in one pass; otherwise the model's modules run one row at a time.
     """
 
     embedding: nn.Module | None
     is_checked = False
+    has_compiled_layers = False
+    most_rows = 1  # in whole rounds
 
     def prepare_rounds(self, ops: Any, exits: Any, sampling: Any) -> None:
         """Set up what rounds work with; nothing is allocated yet."""
@@ -59,7 +67,8 @@ class DeviceRunner(Runner):
         self._exits = exits
         self._sampling = sampling
         self.failed: str | None = None
-        self.pool = SlotPool()
+        self._stores: list[tuple[Exit | None, KVBlocks]] = []
+        self._free: list[Slots] = []  # that wait for their next rows
         self._graphs: dict[Slots, Graphs] = {}
         self._dropped_seconds = 0.0
 
@@ -77,6 +86,10 @@ class DeviceRunner(Runner):
     def has_plain_logits(self) -> bool:
         """True if logits are a norm and a product, for which there are kernels."""
         return False
+
+    def make_store(self, exit_: Exit | None) -> KVBlocks:
+        """Return fresh K/V in blocks, for rows and for what an exit keeps of them."""
+        raise NotImplementedError(f"{type(self).__name__} has no K/V in blocks")
 
     @abstractmethod
     def make_slots(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
@@ -105,25 +118,60 @@ class DeviceRunner(Runner):
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def why_not_together(self, plan: Plan, has_memory: bool) -> str | None:
-        """Return why whole rounds of several rows cannot run on the device; None: they can."""
-        return "its modules run whole rounds for one row at a time"
-
     def launch(self, slots: Slots, key: Hashable, work: Callable[[], object]) -> bool:
         """Run work on slots, or replay its graph; return True if that was as fast as it will be from now on."""
         if slots not in self._graphs:
             self._graphs[slots] = Graphs(self.device)
         return self._graphs[slots].run(key, work)
 
+    # ---- slots and K/V -----------------------------------------------------------------------------------------------------
+
+    def store(self, exit_: Exit | None) -> KVBlocks:
+        """Return the K/V of all rows that an exit drafts for."""
+        found = next((store for known, store in self._stores if known is exit_), None)
+        if found is None:
+            found = self.make_store(exit_)
+            self._stores.append((exit_, found))
+        return found
+
+    def most_blocks(self, store: KVBlocks, cache_gib: float | None) -> int:
+        """Return how many blocks K/V may have: by their budget, or by what is free."""
+        others = sum(own.block_bytes * own.blocks for _, own in self._stores if own is not store)
+        if cache_gib is not None:
+            free = cache_gib * 2**30 - others
+        elif self.device.type == "cuda":
+            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            free, whole = torch.cuda.mem_get_info(self.device)
+            free += unused + store.block_bytes * store.blocks - MARGIN * whole
+        else:
+            return MOST_BLOCKS
+        return max(2, min(MOST_BLOCKS, int(free // store.block_bytes)))
+
+    def grow(self, store: KVBlocks, blocks: int) -> None:
+        """Give K/V more blocks. Graphs know their old addresses, so they are made again."""
+        for slots in [own for own in self._graphs if own.store is store]:
+            self._drop_graphs(slots)
+        store.grow(blocks)
+
     def acquire(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
         """Return slots with room for so many rows and columns, which have to be released."""
-        found = self.pool.acquire(rows, columns, exit_)
+        alike = [slots for slots in self._free if slots.exit is exit_ and slots.rows == rows]
+        found = next((slots for slots in alike if slots.columns >= columns), None)
         if found is not None:
+            self._free.remove(found)
             return found
-        for slots in self.pool.drop(rows, exit_):
-            graphs = self._graphs.pop(slots, None)
-            self._dropped_seconds += 0.0 if graphs is None else graphs.seconds
+        for slots in alike:  # too narrow for what is asked now
+            self._free.remove(slots)
+            self._drop_graphs(slots)
         return self.make_slots(rows, max(COLUMNS, 1 << (columns - 1).bit_length()), exit_)
+
+    def release(self, slots: Slots) -> None:
+        """Take slots back, for rows that come later."""
+        self._free.append(slots)
+
+    def _drop_graphs(self, slots: Slots) -> None:
+        graphs = self._graphs.pop(slots, None)
+        self._dropped_seconds += 0.0 if graphs is None else graphs.seconds
 
     def device_guard(self) -> AbstractContextManager[Any]:
         """Return a context in which kernels are launched where the model is."""
@@ -131,30 +179,29 @@ class DeviceRunner(Runner):
 
     @abstractmethod
     def layers_on_slots(
-        self, slots: Slots, span: range, states: torch.Tensor, own: slice, most: int, taps: tuple[int, ...]
+        self, slots: Slots, span: range, states: torch.Tensor, tokens: Tokens, most: int, taps: tuple[int, ...]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Take the (n, hidden) states of a round's tokens `own`, in place, through layers; yield those at the depths of `taps`.
+        """Take the (n, hidden) states of tokens, in place, through layers; yield those at the depths of `taps`.
 
         Args:
             most: no row has more tokens.
         """
 
-    def embed_on_slots(self, slots: Slots, own: slice, out: torch.Tensor) -> None:
-        """Write the states of a round's tokens at depth 0."""
-        table, rows = self.embedded(slots, own)
+    def embed_on_slots(self, slots: Slots, tokens: Tokens, out: torch.Tensor) -> None:
+        """Write the states of tokens at depth 0."""
+        table, rows = self.embedded(slots, tokens)
         if rows is None:
             out.copy_(table)
         else:
             torch.index_select(table, 0, rows, out=out)
 
-    def embedded(self, slots: Slots, own: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a table and the rows of it that are the states of a round's tokens at depth 0; no rows: all of them."""
-        tokens = slots.tokens[own].flatten()
+    def embedded(self, slots: Slots, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a table and the rows of it that are the states of tokens at depth 0; no rows: all of them."""
         if type(self.embedding) is nn.Embedding:
-            return self.embedding.weight, tokens
+            return self.embedding.weight, tokens.ids
         if self.embedding is not None:
-            return self.embedding(tokens), None  # some are scaled
-        inputs = PassInputs(tokens[None], slots.positions[None, slots.starts[own].flatten()], None, None)
+            return self.embedding(tokens.ids), None  # some are scaled
+        inputs = PassInputs(tokens.ids[None], slots.positions[None, tokens.positions], None, None)
         return self.adapter.run(0, 0, inputs).states[0], None
 
     def choose(

@@ -15,8 +15,9 @@ import torch
 
 from TIDE.adapters.adapter import ModelAdapter, PassInputs
 from TIDE.adapters.probe import Store
+from TIDE.engine.cache.blocks import KVBlocks, KVShape, memory_head
 from TIDE.engine.cache.segment_cache import SegmentCache
-from TIDE.engine.cache.slots import KVShape, Slots
+from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.inputs import context_of
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.runners.modules import ModuleRunner
@@ -63,14 +64,13 @@ class StaticModuleRunner(ModuleRunner, DeviceRunner):
         return super().why_not(row)
 
     def layers_on_slots(
-        self, slots: Slots, span: range, states: torch.Tensor, own: slice, most: int, taps: tuple[int, ...]
+        self, slots: Slots, span: range, states: torch.Tensor, tokens: Tokens, most: int, taps: tuple[int, ...]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        assert slots.rows == 1
-        columns, starts = min(most, slots.columns), slots.starts[own].flatten().long()
-        cache = slots.cache(self.stores, 0, columns, static=True)
-        filled = (slots.places[:columns] <= starts[-1]).long()
+        columns, starts = min(most, slots.columns), tokens.positions.long()
+        cache = slots.cache(self.stores, columns, static=True)
+        filled = (slots.columns_ids[:columns] <= starts[-1]).long()
         with cache.open_at(starts[0], len(states)):
-            inputs = PassInputs(slots.tokens[own].flatten()[None], slots.positions[None, starts], filled[None], cache)
+            inputs = PassInputs(tokens.ids[None], slots.positions[None, starts], filled[None], cache)
             inside = tuple(depth for depth in taps if span.start < depth < span.stop)
             passed = self.adapter.run(span.start, span.stop, inputs, hidden=states[None], taps=inside)
         states.copy_(passed.states[0])
@@ -93,13 +93,13 @@ class StaticModuleRunner(ModuleRunner, DeviceRunner):
             cache = SegmentCache(1, [range(last)], self.stores, columns)
             run(cache, 0, BEFORE)
             expected = run(cache, BEFORE, BEFORE + TOGETHER)
-            slots, own = self.make_slots(1, columns, None), slice(0, TOGETHER)
-            run(slots.cache(self.stores, 0, columns), 0, BEFORE)
-            slots.stand_at(0, BEFORE)
-            slots.tokens[own, 0] = ids[BEFORE:]
-            states = slots.states[:TOGETHER]
-            self.embed_on_slots(slots, own, states)
-            list(self.layers_on_slots(slots, range(last), states, own, columns, ()))
+            slots = self.make_slots(1, columns, None)
+            run(slots.cache(self.stores, columns), 0, BEFORE)
+            slots.stand_at(0, 0, BEFORE)
+            slots.tokens[:TOGETHER, 0] = ids[BEFORE:]
+            tokens, states = slots.of(slice(0, TOGETHER)), slots.states[:TOGETHER]
+            self.embed_on_slots(slots, tokens, states)
+            list(self.layers_on_slots(slots, range(last), states, tokens, columns, ()))
         return float((states - expected).abs().max() / expected.abs().max())
 
     def make_slots(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
@@ -107,7 +107,8 @@ class StaticModuleRunner(ModuleRunner, DeviceRunner):
         if not self._kv_shapes:
             self._kv_shapes = self._measured_kv_shapes()
         like = torch.zeros(self.adapter.hidden_dim, dtype=model.dtype, device=self.device)
-        return Slots(like, self._kv_shapes, None, rows, columns, exit_, context_of(model).limit)
+        store = KVBlocks(like, self._kv_shapes, 1, columns, memory_head(exit_))
+        return Slots(like, store, None, rows, columns, exit_, context_of(model).limit)
 
     def _measured_kv_shapes(self) -> list[KVShape]:
         """Run one token, and see what layers keep of it."""

@@ -9,14 +9,16 @@ import torch
 
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.layer_parts import norm_parts
+from TIDE.engine.cache.blocks import BLOCK, KVBlocks, KVShape, memory_head
 from TIDE.engine.cache.segment_cache import SegmentCache
-from TIDE.engine.cache.slots import KVShape, Slots
-from TIDE.engine.plan import Plan
+from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.runners.compiled import CompiledRunner, rows_of
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.runners.passes import PassTokens
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass, dense_tables
 from TIDE.routing.exits import Exit
+
+FIRST_BLOCKS = 33  # of K/V, before they grow
 
 
 class TritonRunner(CompiledRunner, DeviceRunner):
@@ -29,6 +31,8 @@ class TritonRunner(CompiledRunner, DeviceRunner):
     """
 
     name = "triton"
+    has_compiled_layers = True
+    most_rows = 64
 
     def __init__(self, adapter: ModelAdapter, layers: list[Layer], ops: Any, exits: Any, sampling: Any, propagate: Any) -> None:
         super().__init__(adapter, layers, ops)
@@ -46,28 +50,27 @@ class TritonRunner(CompiledRunner, DeviceRunner):
             return "the model's rotary embedding changes with the length of the text"
         return super().why_not(row)
 
-    def why_not_together(self, plan: Plan, has_memory: bool) -> str | None:
-        if not plan.exact:
-            return "mode fast decides for every row by itself"
-        return "a memory head drafts for one row at a time" if has_memory else None
-
     def is_ragged(self, tokens: PassTokens, writes_only: bool = False) -> bool:
         return super().is_ragged(tokens)
 
-    def make_slots(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
+    def make_store(self, exit_: Exit | None) -> KVBlocks:
         parts = [layer.attention for layer in self.layers]
-        kv_shapes = [KVShape(len(own.k) // own.head_dim, own.head_dim, own.head_dim) for own in parts]
+        shapes = [KVShape(len(own.k) // own.head_dim, own.head_dim, own.head_dim) for own in parts]
+        return KVBlocks(parts[0].q[0], shapes, FIRST_BLOCKS, BLOCK, memory_head(exit_))
+
+    def make_slots(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
+        store = self.store(exit_)
         angles = {kind: self.rotary.tables(kind, columns) for kind in self.rotary.kinds}
-        return Slots(parts[0].q[0], kv_shapes, angles, rows, columns, exit_)
+        return Slots(store.like, store, angles, rows, columns, exit_)
 
     def layers_on_slots(
-        self, slots: Slots, span: range, states: torch.Tensor, own: slice, most: int, taps: tuple[int, ...]
+        self, slots: Slots, span: range, states: torch.Tensor, tokens: Tokens, most: int, taps: tuple[int, ...]
     ) -> Iterator[tuple[int, torch.Tensor]]:
         assert slots.angles is not None
-        passes = {kind: slots.pass_of(states, own, angles) for kind, angles in slots.angles.items()}
+        passes = {kind: slots.pass_of(states, tokens, angles) for kind, angles in slots.angles.items()}
         for index in span:
             layer = self.layers[index]
-            self.ops.decoder_layer(layer, passes[layer.rope], slots.keys[index], slots.values[index], most)
+            self.ops.decoder_layer(layer, passes[layer.rope], slots.store.keys[index], slots.store.values[index], most)
             if index + 1 in taps:
                 yield index + 1, states
 

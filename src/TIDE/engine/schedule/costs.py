@@ -43,7 +43,7 @@ class Costs:
         self.exit = ClippedMean()  # seconds up to and with an exit of one row
         self._steps: dict[int, ClippedMean] = {}  # by rows
         self._passes: dict[int, dict[int, RunningMean]] = {}  # by rows, then by tokens: a deep pass, in steps
-        self.rounds: dict[int, ClippedMean] = {}  # by drafts: seconds of a captured round
+        self._rounds: dict[int, dict[int, ClippedMean]] = {}  # by slots, then by drafts: seconds of a captured round
         self.rows = self.tokens = 1
 
     def begin_round(self, rows: int) -> None:
@@ -75,9 +75,13 @@ class Costs:
                 self.step.add(seconds / known.mean)
             known.add(min(seconds / self.step.mean, 2.0 * tokens / self.rows))
 
-    def saw_round(self, drafts: int, seconds: float) -> None:
+    def rounds(self, slots: int) -> dict[int, ClippedMean]:
+        """By drafts: seconds of a captured round on so many slots."""
+        return self._rounds.setdefault(slots, {})
+
+    def saw_round(self, slots: int, drafts: int, seconds: float) -> None:
         """Record a captured round."""
-        self.rounds.setdefault(drafts, ClippedMean()).add(seconds)
+        self.rounds(slots).setdefault(drafts, ClippedMean()).add(seconds)
 
     def deep(self, tokens: int) -> float:
         """Return the steps that a deep pass takes: measured, or between those measured; a guess beyond them."""
@@ -92,10 +96,11 @@ class Costs:
         """Return the steps that one more token costs in a deep pass of `tokens`."""
         return max(0.0, self.deep(tokens + 1) - self.deep(tokens))
 
-    def captured_round(self, drafts: int) -> float | None:
+    def captured_round(self, slots: int, drafts: int) -> float | None:
         """Return the seconds of a captured round: measured, or those of the next shorter one and a guess for the rest."""
-        step = self.rounds.get(0)
+        rounds = self.rounds(slots)
+        step = rounds.get(0)
         if step is None or step.mean is None:
             return None
-        known = max(length for length in self.rounds if length <= drafts)
-        return (self.rounds[known].mean or 0.0) + GUESS * step.mean * (drafts - known)
+        known = max(length for length in rounds if length <= drafts)
+        return (rounds[known].mean or 0.0) + GUESS * step.mean * (drafts - known)

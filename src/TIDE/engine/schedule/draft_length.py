@@ -11,10 +11,13 @@ of the scores, times the long-run share of drafts that were accepted by those th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
-from TIDE.engine.row import RoundResult
+from TIDE.engine.cache.slots import MOST_ROUND, slots_for
+from TIDE.engine.round.round import Launched
+from TIDE.engine.row import RoundResult, Row
 from TIDE.engine.schedule.acceptance import Acceptance, Rest
 from TIDE.engine.schedule.costs import Costs, RunningMean
 
@@ -23,27 +26,38 @@ FIRST_SHARE = 0.7  # of drafts that are accepted, before any was seen
 
 
 class DraftLength:
-    """Chooses draft lengths; known from one request to the next."""
+    """Chooses draft lengths; known from one request to the next.
+
+    Attributes:
+        chosen: drafts of the next round.
+    """
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.acceptance = Acceptance()
-        self._scores = [RunningMean(FIRST_SHARE) for _ in range(max(LENGTHS))]
+        self.chosen = 0
+        self._scores = [RunningMean(FIRST_SHARE) for _ in range(max(LENGTHS))]  # of any text
         self._rest = Rest()
         self._rested = 0  # rounds
 
-    def begin(self) -> None:
+    def begin(self, row: Row) -> None:
         """Start another text."""
         self._rest.reset()
         self._rested = 0
         self.acceptance.fade()
+        row.scores = [RunningMean(score.mean) for score in self._scores]
 
-    def choose(self, most: int) -> int:
-        """Return the best length of at most `most` drafts."""
-        lengths = [length for length in LENGTHS if length <= most]
-        if 0 not in self.costs.rounds or len(lengths) == 1:
+    def choose(self, rows: Sequence[Row], most: int) -> int:
+        """Choose the length with which the rows together get most tokens a second, of at most `most` drafts."""
+        self.chosen = self._choose(rows, most)
+        return self.chosen
+
+    def _choose(self, rows: Sequence[Row], most: int) -> int:
+        slots = slots_for(len(rows))
+        lengths = [length for length in LENGTHS if length <= most and (length + 1) * slots <= MOST_ROUND]
+        if 0 not in self.costs.rounds(slots) or len(lengths) == 1:
             return 0
-        best = max(lengths, key=lambda length: self.tokens(length) / (self.costs.captured_round(length) or 1.0))
+        best = max(lengths, key=lambda n: self.tokens(rows, n) / (self.costs.captured_round(slots, n) or 1.0))
         if best:
             self._rest.reset()
             self._rested = 0
@@ -55,19 +69,22 @@ class DraftLength:
         self._rest.take()
         return lengths[1]
 
-    def tokens(self, drafts: int) -> float:
-        """Return the expected tokens of a round with `drafts` drafts."""
-        chances = (
-            min(1.0, (score.mean or 0.0) * self.acceptance.share(number))
-            for number, score in enumerate(self._scores[:drafts], 1)
-        )
-        return 1 + sum(accumulate(chances, mul))
+    def tokens(self, rows: Sequence[Row], drafts: int) -> float:
+        """Return the expected tokens of a round with `drafts` drafts for each row."""
+        shares = [self.acceptance.share(number) for number in range(1, drafts + 1)]
+        found = float(len(rows))
+        for row in rows:
+            chances = (min(1.0, (score.mean or 0.0) * share) for score, share in zip(row.scores, shares, strict=False))
+            found += sum(accumulate(chances, mul))
+        return found
 
-    def saw(self, drafts: int, result: RoundResult, seconds: float | None) -> None:
+    def saw(self, row: Row, round_: Launched, result: RoundResult, seconds: float | None) -> None:
         """Record a round; seconds None: it was compiled or captured, and its time says nothing about others."""
+        drafts = round_.drafts or 0
         if seconds is not None:
-            self.costs.saw_round(drafts, seconds)
-        for number in range(1, min(result.accepted + 1, drafts, len(self._scores)) + 1):
+            self.costs.saw_round(round_.rows, drafts, seconds)
+        for number in range(1, min(result.accepted + 1, result.drafted, len(self._scores)) + 1):
             score = result.scores[number - 1] if number <= len(result.scores) else 1.0
-            self._scores[number - 1].add(score)
+            for known in (self._scores, row.scores):
+                known[number - 1].add(score)
             self.acceptance.add(number, number <= result.accepted, score)

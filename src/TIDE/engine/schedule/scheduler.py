@@ -5,6 +5,8 @@ A round on the host asks after every draft (`Row.budget`). A round that is launc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from TIDE.engine.plan import Plan
 from TIDE.engine.round.round import Launched
 from TIDE.engine.row import RoundResult, Row
@@ -24,9 +26,14 @@ class Scheduler:
 
     def admit(self, row: Row, plan: Plan) -> None:
         """Prepare for another text."""
-        self.length.begin()
+        self.length.begin(row)
         if plan.rests:
             row.budget = DraftBudget(row.size, self.costs, self.experience, plan.weighs, row.index)
+
+    def begin_round(self, rows: Sequence[Row], plan: Plan, is_planned: bool) -> None:
+        """Decide how many drafts the next round of these rows has, if it is launched as a whole."""
+        if is_planned and plan.exact:
+            self.length.choose(rows, max(most_drafts(row, plan) for row in rows))
 
     def drafts(self, row: Row, plan: Plan, is_planned: bool) -> int | None:
         """Return how many drafts a row makes in its next round; None: scores decide while it runs.
@@ -38,12 +45,12 @@ class Scheduler:
         if not is_planned:
             return None
         most = most_drafts(row, plan)
-        return self.length.choose(most) if plan.exact else most
+        return min(self.length.chosen, most) if plan.exact else most
 
     def saw(self, row: Row, result: RoundResult, round_: Launched, seconds: float | None) -> None:
         """Record what a round gave a row, and the seconds since the round before it; None: they are not typical."""
         if round_.drafts is not None:
-            self.length.saw(round_.drafts, result, seconds)
+            self.length.saw(row, round_, result, seconds)
         elif row.budget is not None and not round_.is_prefill:
             row.budget.record_round(len(row.tokens), len(result.tokens))
 
@@ -53,6 +60,8 @@ def most_drafts(row: Row, plan: Plan) -> int:
     if len(plan.spans) == 1:
         return 0
     new = len(row.tokens) - row.prompt
+    if not new:
+        return 0  # the first token is the full model's
     room = row.stop.room(row) - plan.exact  # a verified round ends with a token of the full model
     most = min(plan.max_pending, MOST_TOKENS - 1, max(0, room))
     return next((n for n in range(most) if not plan.within_share(row.exits + n, new + n)), most)
