@@ -41,7 +41,8 @@ def decode(model, policy, ids, new_tokens: int, **config) -> HostStage:
     scheduler = Scheduler()
     for row in rows:
         scheduler.admit(row, plan)
-    stage = HostStage(ModuleRunner(adapter), plan, policy, rows, Sampler(rows), 16, scheduler.costs)
+    stage = HostStage(ModuleRunner(adapter), plan, policy, Sampler(), scheduler.costs, len(rows))
+    stage.join(rows)
     for _ in Loop(stage, rows, plan, scheduler).run():
         pass
     adapter.close()
@@ -102,7 +103,8 @@ def in_a_loop(runner, policy, ids, new_tokens, scheduler, *, device=False, overl
     if device:
         stage = DeviceStage(runner, plan, policy, rows, ids.shape[1] + new_tokens, Sampler(rows))
     else:
-        stage = HostStage(runner, plan, policy, rows, Sampler(rows), 16, scheduler.costs)
+        stage = HostStage(runner, plan, policy, Sampler(), scheduler.costs, len(rows))
+        stage.join(rows)
     for _ in Loop(stage, rows, plan, scheduler, overlap).run():
         pass
     return rows

@@ -61,6 +61,9 @@ class Loop:
             due, self._in_flight = self._in_flight, ahead
         if due is not None:
             self._read(due, due.is_typical and ahead.is_typical)
+        for row in self.rows:
+            if row.error is not None:
+                raise row.error
 
     def _read(self, round_: Launched, is_typical: bool) -> None:
         """Extend the rows of a round.

@@ -3,8 +3,8 @@
     tokens      the prompt, then tokens that are final
     drafts      tokens that exits predicted and the full model has not verified yet
 
-Tokens are appended, counted and ended in `extend`, and nowhere else. All of this is on the host; `slot` says where the row's
-K/V are.
+Tokens are appended, counted and ended in `extend`, and nowhere else. What goes wrong with one row ends that row only: see
+`fail`. All of this is on the host; `slot` says where the row's K/V are.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Row:
     decided: list[Decided] = field(init=False, default_factory=list)
     finished: bool = field(init=False, default=False)
     cut_short: bool = field(init=False, default=False)  # the model's context ended the text
+    error: Exception | None = field(init=False, default=None)  # that ended the text
 
     def __post_init__(self, seconds: Seconds | None) -> None:
         self.tokens = list(self.tokens)
@@ -109,6 +110,11 @@ class Row:
         """The prompt as processors see it."""
         return [*self.padding, *self.tokens[: self.prompt]][self.unseen :]
 
+    def fail(self, error: Exception) -> None:
+        """End the text with an error, which its request is told. Other rows go on."""
+        self.error = error
+        self.finished = True
+
     def extend(self, round_: RoundResult) -> int:
         """Append final tokens up to the end of the text and count what the round did; return how many were appended."""
         drafted = min(round_.drafted, self.stop.room(self))
@@ -128,7 +134,10 @@ class Row:
             self.stats.count_token(draft.depth, step + kept)
             self.exits += draft.depth < self.num_layers
             kept += 1
-            self.finished = self.stop.ends(self)
+            try:
+                self.finished = self.stop.ends(self)
+            except Exception as error:  # criteria may be the user's own
+                self.fail(error)
             if self.finished:
                 break
         return kept

@@ -28,7 +28,6 @@ from TIDE.routing.heads import MemoryHead
 from TIDE.routing.policy import ExitPolicy
 
 logger = logging.getLogger(__name__)
-FIRST_ROOM = 256  # new tokens a cache has room for before it grows
 
 
 class Decoding:
@@ -107,11 +106,8 @@ class Decoding:
         return self.runner.why_not_together(self.plan, has_memory) if isinstance(self.runner, DeviceRunner) else None
 
     def _on_host(self) -> Iterator[None]:
-        capacity = min(self.request.columns, self.request.prompt_columns + FIRST_ROOM) + self.plan.max_pending
-        costs = self.scheduler.costs
-        for row in self.rows:
-            row.drafts = []
-        self.host = HostStage(self.runner, self.plan, self.policy, self.rows, self.sampler, capacity, costs)
+        self.host = HostStage(self.runner, self.plan, self.policy, self.sampler, self.scheduler.costs, len(self.rows))
+        self.host.join(self.rows)
         if self._before is not None:
             self.host.reuse_prefix(self._before)
         loop = Loop(self.host, self.rows, self.plan, self.scheduler)

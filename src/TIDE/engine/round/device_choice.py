@@ -90,6 +90,8 @@ class DeviceChoice:
         with device_errors():
             tokens = self.slots.tokens[1 : drafted + 1, place].tolist()
         row.drafts = [Draft(token, 0) for token in tokens]
-        chosen = self.sampler.verify({row: logits})[row]
+        chosen = self.sampler.verify({row: logits}).get(row, [])
         row.drafts = []
+        if row.error is not None:
+            raise row.error
         found[: len(chosen), place] = torch.tensor(chosen).to(found.device)
