@@ -217,6 +217,22 @@ def test_a_long_prompt_runs_between_the_rounds_of_others(llama):
         assert [row for row, _ in step(stage).results()] == [short, long]
 
 
+def test_a_long_row_that_leaves_takes_its_columns_along(monkeypatch):
+    """Rows of a pass end at one column; those that are left need not stand as far out as the long one did."""
+    monkeypatch.setenv("TIDE_BACKEND", "modules")
+    with TIDE(build("llama", max_position_embeddings=1024)) as engine:
+        stage = stage_of(engine, 3)
+        rows = [row_of(engine, Text(n, 0, "greedy").ids(), max_new_tokens=9, eos_token_id=None) for n in (5, 400, 8)]
+        stage.join(rows)
+        for _ in range(2):
+            step(stage)
+        own = stage.segments.cache.segments[0]
+        assert own.end(0) == own.end(1) == own.end(2) == 401
+        stage.leave(rows[1])
+        step(stage)
+        assert own.end(0) == own.end(2) == 10
+
+
 class Raises(LogitsProcessor):
     """Raises when a text has a length."""
 

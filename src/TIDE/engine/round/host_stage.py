@@ -136,7 +136,8 @@ class HostStage:
             run_round(self)
         if self.is_prefill:
             self.joining = []
-        return Launched(lambda: self.results, is_prefill=self.is_prefill)
+        results = self.results
+        return Launched(lambda: results, is_prefill=self.is_prefill)
 
     def _no_segments(self) -> Segments:
         return Segments(self.runner, self.plan.spans, (), STEP, self.policy)

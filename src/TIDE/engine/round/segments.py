@@ -234,14 +234,15 @@ class Segments:
 def about_as_long(counts: dict[Row, int]) -> list[list[Row]]:
     """Return rows in groups whose passes compute little padding: as many as go together, from the longest down."""
     groups: list[list[Row]] = []
-    tokens = 0  # of the last group, without padding
     for row in sorted(counts, key=counts.__getitem__, reverse=True):
-        if groups:
-            computed = counts[groups[-1][0]] * (len(groups[-1]) + 1)
-            if computed <= max(SMALL_PASS, (tokens + counts[row]) / (1 - MOST_PADDING)):
-                groups[-1].append(row)
-                tokens += counts[row]
-                continue
-        groups.append([row])
-        tokens = counts[row]
+        if groups and _pads_little([counts[other] for other in (*groups[-1], row)]):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
     return groups
+
+
+def _pads_little(counts: list[int]) -> bool:
+    """Return True if a pass of rows of these lengths, the longest first, computes little padding."""
+    computed = counts[0] * len(counts)
+    return computed <= max(SMALL_PASS, sum(counts) / (1 - MOST_PADDING))
