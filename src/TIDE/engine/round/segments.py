@@ -21,7 +21,7 @@ from TIDE.engine.runners.passes import PassTokens
 from TIDE.routing.policy import ExitPolicy
 
 MOST_PADDING = 0.03  # of the tokens that a pass of prompts computes
-SMALL_PASS = 16  # tokens, padding included, that take about as long as one
+PASS_COST = 16  # tokens that take about as long to compute as one pass more does
 
 
 class Segments:
@@ -232,17 +232,17 @@ class Segments:
 
 
 def about_as_long(counts: dict[Row, int]) -> list[list[Row]]:
-    """Return rows in groups whose passes compute little padding: as many as go together, from the longest down."""
+    """Return rows in groups whose passes compute little padding; all in one where more passes would take longer than that."""
     groups: list[list[Row]] = []
     for row in sorted(counts, key=counts.__getitem__, reverse=True):
         if groups and _pads_little([counts[other] for other in (*groups[-1], row)]):
             groups[-1].append(row)
         else:
             groups.append([row])
-    return groups
+    apart = sum(len(rows) * counts[rows[0]] for rows in groups) + PASS_COST * (len(groups) - 1)
+    return groups if apart < len(counts) * max(counts.values()) else [list(counts)]
 
 
 def _pads_little(counts: list[int]) -> bool:
-    """Return True if a pass of rows of these lengths, the longest first, computes little padding."""
-    computed = counts[0] * len(counts)
-    return computed <= max(SMALL_PASS, sum(counts) / (1 - MOST_PADDING))
+    """Return True if little of a pass of rows of these lengths, the longest first, is padding."""
+    return sum(counts) >= (1 - MOST_PADDING) * counts[0] * len(counts)
