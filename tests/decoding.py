@@ -41,8 +41,10 @@ def decode(model, policy, ids, new_tokens: int, **config) -> HostStage:
     scheduler = Scheduler()
     for row in rows:
         scheduler.admit(row, plan)
-    stage = HostStage(ModuleRunner(adapter), plan, policy, rows, Sampler(rows), 16, scheduler.costs)
-    for _ in Loop(stage, plan, scheduler).run():
+    stage = HostStage(ModuleRunner(adapter), plan, policy, Sampler(), scheduler.costs, len(rows))
+    loop = Loop(stage, plan, scheduler)
+    loop.add(rows)
+    for _ in loop.run():
         pass
     adapter.close()
     return stage
@@ -102,10 +104,9 @@ def in_a_loop(runner, policy, ids, new_tokens, scheduler, *, device=False, overl
     if device:
         stage = DeviceStage(runner, plan, policy, Sampler(rows))
     else:
-        stage = HostStage(runner, plan, policy, rows, Sampler(rows), 16, scheduler.costs)
+        stage = HostStage(runner, plan, policy, Sampler(), scheduler.costs, len(rows))
     loop = Loop(stage, plan, scheduler, overlap)
-    if device:
-        loop.add(rows)
+    loop.add(rows)
     for _ in loop.run():
         pass
     if device:

@@ -170,7 +170,7 @@ class TIDE:
             return ids
         asked = dict(scores=config.output_scores, logits=config.output_logits)
         return GenerateDecoderOnlyOutput(
-            sequences=ids, **{name: decoding.sampler.columns_of(name) for name, wanted in asked.items() if wanted}
+            sequences=ids, **{name: decoding.sampler.columns_of(name, rows) for name, wanted in asked.items() if wanted}
         )
 
     def stream(

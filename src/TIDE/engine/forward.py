@@ -67,9 +67,10 @@ def _in_one_pass(runner: Runner, plan: Plan, rows: list[Row]) -> list[torch.Tens
 def _as_decoded(runner: Runner, plan: Plan, policy: ExitPolicy | None, rows: list[Row]) -> list[torch.Tensor]:
     sampler = _Reader(rows)
     scheduler = Scheduler()
-    longest = max(len(text_of(row)) for row in rows)
-    stage = HostStage(runner, plan, policy, rows, sampler, longest + 1, scheduler.costs)
-    for _ in Loop(stage, plan, scheduler).run():
+    stage = HostStage(runner, plan, policy, sampler, scheduler.costs, len(rows))
+    loop = Loop(stage, plan, scheduler)
+    loop.add(rows)
+    for _ in loop.run():
         pass
     return [torch.stack(own) for own in sampler.seen]
 
@@ -101,10 +102,10 @@ class _Reader(Sampler):
     def takes_best_only(self, rows: list[Row]) -> bool:
         return False
 
-    def sample(self, rows: list[Row], logits: torch.Tensor, depth: int, is_final: bool = True) -> list[Draft]:
-        drafts = []
+    def sample(self, rows: list[Row], logits: torch.Tensor, depth: int, is_final: bool = True) -> dict[Row, Draft]:
+        drafts = {}
         for row, own in zip(rows, logits, strict=True):
             self.seen[row.index].append(own)
             text = text_of(row)
-            drafts.append(Draft(text[row.size] if row.size < len(text) else 0, depth))
+            drafts[row] = Draft(text[row.size] if row.size < len(text) else 0, depth)
         return drafts

@@ -87,9 +87,8 @@ class Loop:
 
     def step(self) -> None:
         """Launch a round and read the one that is due."""
-        for row in self.stage.rows:
-            if row.finished:
-                self.stage.leave(row)
+        for row in [row for row in self.stage.rows if row.finished]:
+            self.stage.leave(row)
         for _ in range(self.stage.admit(self.waiting)):
             self.waiting.popleft()
         self.waiting.extendleft(self.stage.reserve())

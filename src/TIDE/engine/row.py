@@ -3,8 +3,8 @@
     tokens      the prompt, then tokens that are final
     drafts      tokens that exits predicted and the full model has not verified yet
 
-Tokens are appended, counted and ended in `extend`, and nowhere else. All of this is on the host; `slot` says where the row's
-K/V are.
+Tokens are appended, counted and ended in `extend`, and nowhere else. What goes wrong with one row ends that row only: see
+`fail`. All of this is on the host; `slot` says where the row's K/V are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from TIDE.engine.stop import StopRule
 from TIDE.stats import ExitStats, Seconds
 
 if TYPE_CHECKING:
-    from TIDE.engine.schedule.costs import RunningMean
     from TIDE.engine.schedule.draft_budget import DraftBudget
 
 
@@ -65,7 +64,7 @@ class Row:
     drafts: list[Draft] = field(init=False, default_factory=list)
     wanted: int | None = field(init=False, default=None)  # drafts to make in this round; None: scores decide
     budget: DraftBudget | None = field(init=False, default=None)
-    scores: list[RunningMean] = field(init=False, default_factory=list)  # of its latest drafts, by number
+    scores: list[float] = field(init=False, default_factory=list)  # of its latest drafts, by number: running means
     exits: int = field(init=False, default=0)  # final tokens that left early
     exits_in_a_row: int = field(init=False, default=0)  # since the full model decided a token
     decided: list[Decided] = field(init=False, default_factory=list)
@@ -112,6 +111,11 @@ class Row:
         """The prompt as processors see it."""
         return [*self.padding, *self.tokens[: self.prompt]][self.unseen :]
 
+    def fail(self, error: Exception) -> None:
+        """End the text with an error, which its request is told. Other rows go on."""
+        self.error = error
+        self.finished = True
+
     def extend(self, round_: RoundResult) -> int:
         """Append final tokens up to the end of the text and count what the round did; return how many were appended."""
         drafted = min(round_.drafted, self.stop.room(self))
@@ -123,11 +127,6 @@ class Row:
         self.stats.rejected += max(0, drafted - round_.accepted)
         return kept
 
-    def fail(self, error: Exception) -> None:
-        """End the text with an error."""
-        self.error = error
-        self.finished = True
-
     def _append(self, tokens: Iterable[Draft], step: int) -> int:
         kept = 0
         for draft in tokens:
@@ -136,7 +135,10 @@ class Row:
             self.stats.count_token(draft.depth, step + kept)
             self.exits += draft.depth < self.num_layers
             kept += 1
-            self.finished = self.stop.ends(self)
+            try:
+                self.finished = self.stop.ends(self)
+            except Exception as error:  # criteria may be the user's own
+                self.fail(error)
             if self.finished:
                 break
         return kept

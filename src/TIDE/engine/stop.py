@@ -55,8 +55,11 @@ class StopRule:
     def ends(self, row: Row) -> bool:
         """Return True if a row's text ends with its newest final token."""
         size = len(row.tokens)
-        self.warn_past_context(size)
-        if self._is_asked_to_end(row, row.tokens[-1], size) or self._is_late() or self._says_custom(row):
+        if self.context.limit is None:
+            self.warn_past_context(size)
+        if self._is_asked_to_end(row, row.tokens[-1], size):
+            return True
+        if (self.deadlines and self._is_late()) or (self.custom and self._says_custom(row)):
             return True
         row.cut_short = self._fills_context(size)
         return row.cut_short
@@ -68,10 +71,10 @@ class StopRule:
     def room(self, row: Row) -> int:
         """Return how many tokens may follow the final ones; an end token may come before."""
         size = len(row.tokens)
-        limits = [self.context.limit - size] if self.context.limit is not None else []
+        found = sys.maxsize if self.context.limit is None else self.context.limit - size
         if self.max_columns is not None:
-            limits.append(math.ceil(self.max_columns) - (len(row.padding) + size - row.unseen))
-        return max(0, min(limits, default=sys.maxsize))
+            found = min(found, math.ceil(self.max_columns) - (len(row.padding) + size - row.unseen))
+        return max(0, found)
 
     def _is_asked_to_end(self, row: Row, token: int, size: int) -> bool:
         shown = len(row.padding) + size - row.unseen
@@ -94,6 +97,4 @@ class StopRule:
         return any(time.time() - one.initial_timestamp > one.max_time for one in self.deadlines)
 
     def _says_custom(self, row: Row) -> bool:
-        if not self.custom:
-            return False
         return bool(self.custom(torch.tensor([row.shown()], device=self.device), None).any())

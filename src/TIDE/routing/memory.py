@@ -1,4 +1,4 @@
-"""The state of a memory head for the rows of one request: its inputs, its K/V, and up to which position both are final.
+"""The state of a memory head for rows that are decoded together: inputs, K/V, and up to which position both are final.
 
     position            0    1    2    3    4    5
     this token         h0   h1   h2   h3   h4   h5
@@ -7,7 +7,8 @@
 
 `known` counts the positions whose deep states have been observed, `fed` those whose K/V are final. A guess feeds the
 positions from `fed` to the newest: those with true memories in one pass, drafted ones one by one, as in training. Observed
-states are queued and copied only when a guess is needed, so rows that never draft pay nothing.
+states are queued and copied only when a guess is needed, so rows that never draft pay nothing. Room for rows and positions is
+made as it is needed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Shown(NamedTuple):
 
 
 class HeadMemory:
-    """The state of one memory head for the rows of a request."""
+    """The state of one memory head for up to `rows` rows."""
 
     def __init__(self, head: MemoryHead, depth: int, num_layers: int, rows: int, compiled: CompiledHead | None = None) -> None:
         self.head = head
@@ -46,8 +47,8 @@ class HeadMemory:
         self._fresh: list[list[range]] = [[] for _ in range(rows)]  # positions of deep states, not yet turned into memories
         sizes, weight = head.sizes, head.fuse.weight
         widths = (sizes.inputs * sizes.hidden_dim, sizes.memories * sizes.hidden_dim, sizes.hidden_dim)
-        heads = [weight.new_zeros(rows, sizes.kv_heads, 0, sizes.head_dim) for _ in range(2)]
-        self._keep(Kept(*[weight.new_zeros(rows, 0, width) for width in widths], *heads))
+        heads = [weight.new_zeros(1, sizes.kv_heads, 0, sizes.head_dim) for _ in range(2)]
+        self._keep(Kept(*[weight.new_zeros(1, 0, width) for width in widths], *heads))
 
     def observe(self, depth: int, row: int, position: int, states: torch.Tensor) -> None:
         """Queue states of a row's tokens from `position` on. After deep states, positions fed with guesses are fed again."""
@@ -62,7 +63,11 @@ class HeadMemory:
     def forget(self, row: int, length: int) -> None:
         self.known[row] = min(self.known[row], length)
         self._fresh[row] = [range(span.start, min(span.stop, length)) for span in self._fresh[row] if span.start < length]
+        self._shown[row] = [one for one in self._shown[row] if one.position < length]
         self.fed[row] = min(self.fed[row], length)
+        if not length and row < len(self._kept.keys):
+            for part in self._kept:  # a masked position still enters products, and NaN times zero is NaN
+                part[row] = 0
 
     def guess(self, rows: list[int], positions: list[int]) -> torch.Tensor:
         """Return (n, hidden) guesses for the tokens at these positions, each the newest of its row."""
@@ -94,7 +99,7 @@ class HeadMemory:
         self._shown[row].clear()
         for depth, parts in shown.items():
             for start, states in _pieces(parts):
-                self._make_room(start + len(states))
+                self._make_room(row, start + len(states))
                 own = states if self.compiled is None else states.numpy()
                 for depths, kept in ((self.inputs, self._quick.shallow), (self.depths, self._quick.deep)):
                     if depth in depths:
@@ -148,11 +153,12 @@ class HeadMemory:
         seen = torch.arange(width, device=at.device) <= at[:, None, :, None]
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
 
-    def _make_room(self, length: int) -> None:
-        room = self._kept.shallow.shape[1]  # positions are the second-to-last dimension of every part
-        if length > room:
-            more = max(length + ROOM, 2 * room) - room
-            self._keep(Kept(*[F.pad(part, (0, 0, 0, more)) for part in self._kept]))
+    def _make_room(self, row: int, length: int) -> None:
+        rows, room = self._kept.shallow.shape[:2]  # positions are the second-to-last dimension of every part, rows the first
+        more = max(length + ROOM, 2 * room) - room if length > room else 0
+        others = min(max(row + 1, 2 * rows), len(self.known)) - rows if row >= rows else 0
+        if more or others:
+            self._keep(Kept(*[F.pad(part, (0, 0, 0, more, *[0, 0] * (part.ndim - 3), 0, others)) for part in self._kept]))
 
     def _keep(self, kept: Kept) -> None:
         self._kept = kept

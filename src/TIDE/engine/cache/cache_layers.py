@@ -42,12 +42,18 @@ class KVLayer(CacheLayerMixin):
         self.rows = 0
 
     def reserve(self, capacity: int, rows: int) -> None:
-        """Have room for so many columns."""
-        if self.is_initialized and capacity > self.capacity:
-            grow = (0, 0, 0, capacity - self.capacity)
+        """Have room for so many columns and rows; what is there stays as it is."""
+        if self.is_initialized and (capacity > self.capacity or rows > self.rows):
+            grow = (0, 0, 0, capacity - self.capacity, 0, 0, 0, rows - self.rows)
             self.keys = torch.nn.functional.pad(self.keys, grow)
             self.values = torch.nn.functional.pad(self.values, grow)
         self.capacity, self.rows = capacity, rows
+
+    def clear(self, row: int) -> None:
+        """Forget a row. Zeros, because what is left there would enter products of the next one: see below."""
+        if self.is_initialized and row < self.rows:
+            self.keys[row] = 0
+            self.values[row] = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         # zeros, not empty: a masked column still enters products, and NaN times zero is NaN
@@ -119,6 +125,10 @@ class StateLayer(LinearAttentionLayer):
     def check_in(self, rows: list[int], length: list[int]) -> None:
         for index, row in enumerate(rows):
             self.saved.setdefault(row, {})[length[row]] = _part(self, index)
+
+    def clear(self, row: int) -> None:
+        """Forget a row."""
+        self.saved.pop(row, None)
 
     def nearest(self, row: int, length: int) -> int:
         return max((n for n in self.saved.get(row, {}) if n <= length), default=0)

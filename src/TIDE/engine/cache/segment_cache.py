@@ -10,7 +10,8 @@ column, so that an ordinary causal forward continues each of them:
 Row 1 takes one token where row 0 takes two: its second column (-) is padding, invisible to what stands before
 it and overwritten later. A length says how far a row is valid, so rolling back is changing a length. Layers
 with a running state instead of K/V (linear attention, convolutions) keep a copy of it at every length they
-stopped at, and roll back to the nearest one at or below.
+stopped at, and roll back to the nearest one at or below. Rows come and go: room for more is made when it is
+needed, and the row of a text that is over is cleared for another one.
 
 Invariants: for every row the lengths never grow from a segment to the next; columns before a row's origin and
 after its length are never attended to by its tokens.
@@ -74,6 +75,21 @@ class SegmentCache(Cache):
     @property
     def rows(self) -> int:
         return len(self.segments[0].length)
+
+    def make_room(self, rows: int) -> None:
+        """Have room for so many rows; more than there are at least double them."""
+        if rows > self.rows:
+            more = [0] * (max(rows, 2 * self.rows) - self.rows)
+            for own in self.segments:
+                own.length += more
+                own.origin += more
+
+    def clear(self, row: int) -> None:
+        """Forget all of a row, for another text to come."""
+        for own in self.segments:
+            own.length[row] = own.origin[row] = 0
+        for layer in self.layers:
+            layer.clear(row)
 
     def lengths(self, row: int) -> list[int]:
         return [segment.length[row] for segment in self.segments]
@@ -210,9 +226,9 @@ class SegmentCache(Cache):
 
     def _align(self, own: SegmentLengths, rows: list[int], width: int) -> int:
         """Move the histories of `rows` so that they end at one column; return it."""
-        start = max(own.end(row) for row in rows)
-        if start + width > own.capacity:
-            start = max(own.length[row] for row in rows)
+        start, longest = max(own.end(row) for row in rows), max(own.length[row] for row in rows)
+        if start + width > own.capacity or start >= longest + STEP:  # a longer row may have gone
+            start = longest
         self._reserve(own, start + width)
         for row in rows:
             if own.end(row) != start:

@@ -1,6 +1,6 @@
 """Slots: static buffers for decoding rows with CUDA graphs. Rows come and go, slots stay.
 
-    tables          (rows + 1, blocks) where kernels find a row's K/V: see `blocks.py`; behind the last row, nobody's
+    tables          (rows + 1, blocks) where kernels find a row's K/V: see `blocks.py`; in the last one, nobody's
     tokens          (17, rows) of a round: the newest final token of each row, then its drafts
     starts          (16, rows) the positions they stand at
     limits          (rows,) drafts that each row may have in the round
@@ -139,7 +139,7 @@ class Slots:
         self.memory = Memory(head, rows, columns) if isinstance(head, MemoryHead) else None
         self.score_params = None if exit_ is None else score_params(exit_.router)
         width = 1 if store.is_dense else max(2, store.needed(columns))
-        self.tables = torch.full((rows + 1, width), NOBODY, **short)
+        self.tables = torch.full((rows if store.is_dense else rows + 1, width), NOBODY, **short)
         self.tokens = torch.zeros(MOST_TOKENS + 1, rows, **long)
         self.starts = torch.arange(MOST_TOKENS, **short)[:, None].repeat(1, rows)
         self.row_ids = torch.arange(rows, **short).repeat(MOST_TOKENS, 1)

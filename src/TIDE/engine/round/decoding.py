@@ -26,7 +26,6 @@ from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.routing.policy import ExitPolicy
 
 logger = logging.getLogger(__name__)
-FIRST_ROOM = 256  # new tokens a cache has room for before it grows
 
 
 class Decoding:
@@ -74,6 +73,7 @@ class Decoding:
             yield from self._first_tokens()
         self.reason = self.why_not()
         if self.reason is None:
+            self.host = None  # what it has of the prompts is run again, compiled
             yield from self._on_device()
         if any(not row.finished for row in self.rows):
             yield from self._on_host()
@@ -111,12 +111,10 @@ class Decoding:
         yield from self._steps(self._host_loop())
 
     def _host_loop(self) -> Loop:
-        capacity = min(self.request.columns, self.request.prompt_columns + FIRST_ROOM) + self.plan.max_pending
-        for row in self.rows:
-            row.drafts = []
+        """Return the loop on the host, which goes on with the stage of the first tokens if there was one."""
         if self.host is None:
-            costs = self.scheduler.costs
-            self.host = HostStage(self.runner, self.plan, self.policy, self.rows, self.sampler, capacity, costs)
+            self.host = HostStage(self.runner, self.plan, self.policy, self.sampler, self.scheduler.costs, len(self.rows))
+            self.host.join([row for row in self.rows if not row.finished])
             if self._before is not None:
                 self.host.reuse_prefix(self._before)
         return Loop(self.host, self.plan, self.scheduler)

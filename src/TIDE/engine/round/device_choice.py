@@ -44,6 +44,7 @@ class DeviceChoice:
         """Serve rows, by their places on slots; those that were served before are there already."""
         self.slots = slots
         self.on_host = {place: row for place, row in rows.items() if row.sampling.custom}
+        self.sampler.serve(list(self.on_host.values()))
         self.features = None
         for row in rows.values():
             if row.sampling.custom or not row.sampling.params.is_plain:

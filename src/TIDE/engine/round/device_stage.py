@@ -111,7 +111,7 @@ class DeviceStage:
             is_typical &= self._launch_round(drafts)
             for row in running:  # counted when they run: a round launched ahead of the text's end is work too
                 row.stats.layers_run += (drafts + 1) * self.runner.num_layers
-            return self._read_later(drafts, is_prefill, is_typical)
+            return self._read_later(running, drafts, is_prefill, is_typical)
 
     def _prefill(self) -> bool:
         """Run texts of rows that joined: one pass if others wait for their next round, otherwise all."""
@@ -163,7 +163,7 @@ class DeviceStage:
         with device_errors():
             return self.runner.launch(self.slots, ("accept", *key), lambda: self.accept(drafts)) and is_typical
 
-    def _read_later(self, drafts: int, is_prefill: bool, is_typical: bool) -> Launched:
+    def _read_later(self, rows: list[Row], drafts: int, is_prefill: bool, is_typical: bool) -> Launched:
         """Copy the result to the host; whoever asks for it waits for the copy."""
         copy, event = self.slots.pinned[self._launched % 2], None
         copy.copy_(self.slots.result, non_blocking=True)
@@ -171,14 +171,14 @@ class DeviceStage:
             event = torch.cuda.Event()
             event.record()
         self._launched += 1
-        members = {place: row for place, row in self.seats.places.items() if row in self.seats.running}
+        places = [row.slot for row in rows]
 
         def results() -> list[tuple[Row, RoundResult]]:
             if event is not None:
                 with device_errors():
                     event.synchronize()
             fields = copy.tolist()
-            going = [(row, fields[place]) for place, row in members.items() if not row.finished]
+            going = [(row, fields[place]) for row, place in zip(rows, places, strict=True) if not row.finished]
             for row, _ in going:
                 row.stats.catch_ups += bool(drafts)
             found = [(row, self._result(row, own)) for row, own in going]

@@ -1,18 +1,25 @@
-"""Rounds on the host: any number of rows, any exit policy, several checkpoints, any sampler.
+"""Rounds on the host: rows that come and go, any exit policy, several checkpoints, any sampler.
 
 A row's newest token runs segment after segment, and at each checkpoint the policy is asked. A token that leaves becomes a
 draft, and what it did not run stays pending; a row whose token does not leave waits at the last segment until none leaves. Then
 all rows go to full depth in one pass, each with all that it has pending. In mode "fast" a token that leaves is final at once.
 
 Where passes of some rows gather their K/V first (a model's own modules), mode "fast" does not wait: see `_leave`.
+
+A row that joins while others are running has its prompt run between their rounds, a part at a time, so that they do not wait
+for long. A row that fails (see `Row.fail`) is finished, and in no result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from itertools import count
 
 import torch
 
+from TIDE.engine.cache.segment_cache import STEP
 from TIDE.engine.plan import Plan
 from TIDE.engine.round.accept import accept
 from TIDE.engine.round.round import Launched, run_round
@@ -22,40 +29,43 @@ from TIDE.engine.row import Draft, RoundResult, Row
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.schedule.costs import Costs
 from TIDE.routing.policy import Candidates, ExitPolicy
-from TIDE.stats import Clock
+from TIDE.stats import Clock, Seconds
+
+PROMPT_CHUNK = 512  # tokens of prompts that run between two rounds
 
 
 class HostStage:
-    """The rows of one request on a runner.
+    """The rows on a runner.
 
     Args:
         policy: the exits; None: every token runs all layers.
-        capacity: columns of the cache to begin with.
+        sampler: chooses the tokens; the stage tells it which rows there are.
         costs: to record how long passes and exits take.
+        most_rows: that are in it at a time.
+
+    Attributes:
+        rows: in order of joining. Those that have ended are passed over until they leave.
+        joining: those whose prompts have not run.
     """
 
     is_planned = False  # scores decide about drafts while a round runs
 
     def __init__(
-        self,
-        runner: Runner,
-        plan: Plan,
-        policy: ExitPolicy | None,
-        rows: Sequence[Row],
-        sampler: Sampler,
-        capacity: int,
-        costs: Costs,
+        self, runner: Runner, plan: Plan, policy: ExitPolicy | None, sampler: Sampler, costs: Costs, most_rows: int
     ) -> None:
         self.runner = runner
         self.plan = plan
         self.source = policy
-        self.rows = list(rows)
         self.sampler = sampler
         self.costs = costs
-        self.clock = Clock(rows[0].stats.seconds)
-        self.policy = None if policy is None else policy.start(len(rows), runner.head)
-        self.segments = Segments(runner, plan.spans, rows, capacity, self.policy)
+        self.most_rows = most_rows
+        self.policy = None if policy is None else policy.start(most_rows, runner.head)
+        self.segments = self._no_segments()
+        self.rows: list[Row] = []
+        self.joining: list[Row] = []
+        self.clock = Clock(Seconds())
         self.waits = plan.exact or not runner.gathers_rows  # for the rows that leave
+        self.is_prefill = False  # the round at hand runs prompts
         self.segment = 0  # where the rows on their way are
         self.entry = 0  # the segment where the deep pass begins
         self.going: list[Row] = []  # rows on their way to it
@@ -69,6 +79,41 @@ class HostStage:
         self._seconds = 0.0  # that it took
         self._asked_before = False  # the first exit after a pause catches up with the text, and its time is not typical
 
+    def join(self, rows: Sequence[Row]) -> None:
+        """Take rows in before the next round. All their tokens run as a prompt does, those that were written before too."""
+        assert len(self.rows) + len(rows) <= self.most_rows, f"{len(rows)} more rows than the {self.most_rows} there may be"
+        for row in rows:
+            taken = {other.slot for other in self.rows}
+            row.slot = next(slot for slot in count() if slot not in taken)
+            row.drafts = []
+            row.exits_in_a_row = 0
+            self.rows.append(row)
+            self.joining.append(row)
+        self.segments.make_room(max((row.slot + 1 for row in self.rows), default=0))
+        self.sampler.serve(self.rows)
+
+    def admit(self, rows: Sequence[Row]) -> int:
+        """Take in the first of these rows, as many as there is room for; return how many."""
+        count = min(len(rows), self.most_rows - len(self.rows))
+        if count:
+            self.join(list(rows)[:count])
+        return count
+
+    def reserve(self) -> list[Row]:
+        """Return no rows: the cache grows with its texts."""
+        return []
+
+    def leave(self, row: Row) -> None:
+        """Let a row go: it has ended, or is put back and joins again later. Nothing of the others changes."""
+        self.rows.remove(row)
+        self.joining = [other for other in self.joining if other is not row]
+        row.drafts = []
+        with self.runner.grad_off():
+            self.segments.clear(row)
+        if not self.rows:
+            self.segments = self._no_segments()  # a long text has had room that others need not have
+        self.sampler.serve(self.rows)
+
     def reuse_prefix(self, other: HostStage) -> None:
         """Take over the K/V of another request of one row whose text begins alike. The other cannot go on then."""
         rows = [*self.rows, *other.rows]
@@ -80,38 +125,76 @@ class HostStage:
         alike = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
         self.policy = other.policy
         self.segments = other.segments
-        self.segments.serve(self.rows, min(alike, len(ours) - 1))
+        self.rows[0].slot = other.rows[0].slot
+        self.segments.rollback(self.rows[0], min(alike, len(ours) - 1))
 
     def change_runner(self, runner: Runner) -> None:
         """Go on with another runner of the same model."""
         self.runner = self.segments.runner = runner
 
-    def admit(self, rows: Sequence[Row]) -> int:
-        return len(rows)
-
-    def leave(self, row: Row) -> None:
-        pass
-
-    def reserve(self) -> list[Row]:
-        return []
-
     def launch(self) -> Launched:
-        """Run a round; it is over when this returns."""
-        is_prefill = all(row.size == row.prompt for row in self.rows)
-        self.clock.start(instead="prompt" if is_prefill else None)
-        with self.runner.grad_off():
+        """Run a round; it is over when this returns.
+
+        Where no row is running, prompts run in the round. Otherwise a part of them runs before it, and rows whose prompts have
+        run take part.
+        """
+        self.is_prefill = all(row.finished or row in self.joining for row in self.rows)
+        self.clock.start(instead="prompt")
+        with self.runner.grad_off(), self._timed():
+            if self.joining and not self.is_prefill:
+                self._run_prompts()
+            self.clock.start(instead="prompt" if self.is_prefill else None)
             run_round(self)
-        return Launched(lambda: self.results, is_prefill=is_prefill)
+        if self.is_prefill:
+            self.joining = []
+        results = self.results
+        return Launched(lambda: results, is_prefill=self.is_prefill)
+
+    def _no_segments(self) -> Segments:
+        return Segments(self.runner, self.plan.spans, (), STEP, self.policy)
+
+    @property
+    def _active(self) -> list[Row]:
+        """The rows that take part in the round."""
+        return [row for row in self.rows if not row.finished and (self.is_prefill or row not in self.joining)]
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Add what the block takes, by its parts, to the seconds of every request that has rows here."""
+        own = self.clock.seconds = Seconds()
+        requests = {id(row.stats.seconds): row.stats.seconds for row in self.rows if not row.finished}
+        try:
+            yield
+        finally:
+            for seconds in requests.values():
+                for part in fields(own):
+                    seconds.add(part.name, getattr(own, part.name))
+
+    def _run_prompts(self) -> None:
+        """Run the next tokens of prompts through all layers, all but the newest of each; rows that are done take part."""
+        counts: dict[Row, int] = {}
+        for row in self.joining:
+            room = PROMPT_CHUNK - sum(counts.values())
+            counts[row] = min(room, row.size - 1 - self.segments.length(0, row))
+        segment = 0
+        while segment <= self.segments.last:
+            reached = self.segments.reaches(segment, self.joining)
+            self.segments.run(segment, counts, last=reached, are_prompts=True)
+            segment = reached + 1
+        for row in self.joining:
+            self.segments.settle(row)
+        self.joining = [row for row in self.joining if self.segments.length(0, row) < row.size - 1]
+        self.clock.lap("prompt")
 
     # ---- the parts of a round ---------------------------------------------------------------------------------------------
 
     def draft(self, step: int) -> bool:
         """Let the newest token of every row leave where its exit allows it; True: there is another step."""
-        unfinished = [row for row in self.rows if not row.finished]
+        active = self._active
         if not step:
             self.held = []
-            self.costs.begin_round(max(1, len(unfinished)))
-        self.going = self.deciding = [row for row in self.left if not row.finished] if step and self.waits else unfinished
+            self.costs.begin_round(max(1, len(active)))
+        self.going = self.deciding = [row for row in self.left if not row.finished] if step and self.waits else active
         self.left = []
         self._start_over_where_rope_switches(self.going)
         may_leave = {row for row in self.going if self._may_leave(row)} if len(self.plan.spans) > 1 else set()
@@ -136,12 +219,12 @@ class HostStage:
             self.entry = self.segment
         if self.waits:
             return bool(self.left)
-        return not self.going and any(not row.finished for row in self.rows)
+        return not self.going and bool(self._active)
 
     def deep_pass(self, drafted: int) -> None:
         """Run the remaining segments, which stand alike, in one pass."""
         self.logits = {}
-        self.going = sorted(self.held, key=lambda row: row.slot)  # as the cache has them: neighbours are not copied
+        self.going = self.held
         self.segment, self.deciding = self.entry, self.going if self.waits else self.deciding
         if not self.going:
             return
@@ -151,10 +234,10 @@ class HostStage:
             wanted = {row: len(row.tokens) - 1 for row in self.going}
         else:
             wanted = {row: self.segments.length(last, row) + counts[row] - 1 for row in self.going}
-        for row, count in counts.items():
-            start = self.segments.length(last, row)
-            row.stats.catch_ups += start + count - max(start, row.prompt) > 1
-        self.logits = self.segments.run(self.segment, counts, wanted, last, self.sampler.takes_best_only(self.going))
+        for row, tokens in counts.items():
+            row.stats.catch_ups += tokens > 1 and row not in self.joining
+        best_only = self.sampler.takes_best_only(self.going)
+        self.logits = self.segments.run(self.segment, counts, wanted, last, best_only, self.is_prefill)
         self._tokens = sum(counts.values())
         self._seconds = self.clock.lap("deep")
 
@@ -164,7 +247,7 @@ class HostStage:
         elif self.deciding:
             logits = torch.cat([self.logits[row] for row in self.deciding])
             chosen = self.sampler.sample(self.deciding, logits, self.runner.num_layers)
-            self.found = {row: [draft.token] for row, draft in zip(self.deciding, chosen, strict=True)}
+            self.found = {row: [draft.token] for row, draft in chosen.items()}
         else:
             self.found = {}
 
@@ -195,7 +278,7 @@ class HostStage:
             reached -= 1  # the others stand before the last segment
         counts = self._counts()
         if reached > self.segment or not self.segments.skip(self.segment, counts):
-            self.segments.run(self.segment, counts, last=reached)
+            self.segments.run(self.segment, counts, last=reached, are_prompts=self.is_prefill)
             self.clock.lap("shallow")
         self.segment = reached + 1
         return False
@@ -208,7 +291,7 @@ class HostStage:
     def _may_leave(self, row: Row) -> bool:
         size, switch = row.size, self.runner.rope.switches_at
         new_tokens = size - row.prompt
-        if not new_tokens or row.is_closed or (switch is not None and size >= switch):
+        if not new_tokens or row in self.joining or row.is_closed or (switch is not None and size >= switch):
             return False
         if row.wanted is not None:
             return row.exits_in_a_row < row.wanted
@@ -267,15 +350,15 @@ class HostStage:
         """Return True if rows that leave go on with those that stay: a deep pass costs almost the same for more rows."""
         if self.segments.watched:
             return False  # what an exit sees of finished tokens, and so the text, must not depend on other rows
-        unfinished = sum(not row.finished for row in self.rows)
-        return self.plan.catches_up and staying > self.plan.compaction_threshold * unfinished
+        return self.plan.catches_up and staying > self.plan.compaction_threshold * len(self._active)
 
     def _emit(self, candidates: Candidates, rows: list[Row], scores: list[float]) -> None:
         assert self.policy is not None
         logits = self.policy.predict(candidates, self.runner.head)
         drafts = self.sampler.sample(rows, logits, candidates.depth, is_final=not self.plan.exact)
-        for row, draft, score in zip(rows, drafts, scores, strict=True):
-            self._add(row, draft._replace(score=score))
+        for row, score in zip(rows, scores, strict=True):
+            if row in drafts:
+                self._add(row, drafts[row]._replace(score=score))
         if not self.plan.catches_up:
             for later in range(self.segment, len(self.plan.spans)):
                 self.segments.write_skipped_kv(later, rows, candidates.states, self.plan.kv_cache_strategy)

@@ -8,11 +8,12 @@ been drawn without it. Processors that kernels know are applied by them; a row w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from transformers import LogitsProcessorList
 
@@ -39,24 +40,30 @@ class Kept(NamedTuple):
 
 
 class Sampler:
-    """Turns logits into tokens as the rows ask.
+    """Turns logits into tokens as the rows ask. A row for which no token can be chosen fails, and the others go on.
 
     Args:
+        rows: to begin with; `serve` says which they are from then on.
         device: where processors expect ids and scores.
     """
 
-    def __init__(self, rows: Sequence[Row], device: torch.device | str = "cpu") -> None:
-        self.rows = rows
+    def __init__(self, rows: Sequence[Row] = (), device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        # by row, then by size of the text before a token
-        self.kept: dict[Row, dict[int, Kept]] | None = {row: {} for row in rows} if rows[0].sampling.keeps_scores else None
+        self.kept: WeakKeyDictionary[Row, dict[int, Kept]] = WeakKeyDictionary()  # then by size of the text before a token
+        self.serve(rows)
+
+    def serve(self, rows: Sequence[Row]) -> None:
+        """Choose for these rows from now on. What penalties see of them is counted anew from their texts."""
+        self.rows = list(rows)
         self._known: _Choice | None = None  # by all that kernels know of a row
         self._bare: _Choice | None = None  # by its noise alone
+        for row in rows:
+            if row.sampling.keeps_scores:
+                self.kept.setdefault(row, {})
 
-    def columns_of(self, name: str) -> tuple[torch.Tensor, ...]:
+    def columns_of(self, name: str, rows: Sequence[Row]) -> tuple[torch.Tensor, ...]:
         """Return (rows, vocabulary) "logits" or "scores" for each column of new tokens; zeros where a row had ended."""
-        assert self.kept is not None
-        new = [[getattr(self.kept[row][size], name) for size in range(row.prompt, len(row.tokens))] for row in self.rows]
+        new = [[getattr(self.kept[row][size], name) for size in range(row.prompt, len(row.tokens))] for row in rows]
         nothing = torch.zeros_like(new[0][0])
         return tuple(
             torch.stack([own[step] if step < len(own) else nothing for own in new]) for step in range(max(map(len, new)))
@@ -64,106 +71,115 @@ class Sampler:
 
     def takes_best_only(self, rows: list[Row]) -> bool:
         """Return True if of the rows' logits nothing but the highest is looked at."""
-        return self.kept is None and all(row.sampling.params.is_plain and not row.sampling.custom for row in rows)
+        return all(row.sampling.params.is_plain and not _needs_list(row) for row in rows)
 
-    def sample(self, rows: list[Row], logits: torch.Tensor, depth: int, is_final: bool = True) -> list[Draft]:
-        """Choose a token for the end of each row from its (vocabulary,) logits, decided at a depth.
+    def sample(self, rows: list[Row], logits: torch.Tensor, depth: int, is_final: bool = True) -> dict[Row, Draft]:
+        """Choose a token for the end of each row from its (vocabulary,) logits, decided at a depth; rows that fail are missing.
 
         Args:
             is_final: False: drafts, which are verified later. Processors that kernels do not know are left out then.
         """
         tokens = self._choose(rows, [len(row.drafts) for row in rows], logits, is_final)
-        return [Draft(token, depth) for token in tokens]
+        return {row: Draft(token, depth) for row, token in tokens.items()}
 
     def verify(self, logits: dict[Row, torch.Tensor]) -> dict[Row, list[int]]:
         """Choose the full model's tokens in the places of a row's drafts and behind them, up to the first difference.
 
         Args:
             logits: (tokens, vocabulary) of each row from its last final token on.
+
+        Returns:
+            The tokens of each row; rows that fail are missing.
         """
         found: dict[Row, list[int]] = {row: [] for row in logits}
         rows, step = list(logits), 0
         while rows:
             chosen = self._choose(rows, [step] * len(rows), _side_by_side([logits[row][step] for row in rows]), True)
-            for row, token in zip(rows, chosen, strict=True):
+            for row, token in chosen.items():
                 found[row].append(token)
             step += 1
-            same = [row for row in rows if len(row.drafts) >= step and row.drafts[step - 1].token == found[row][-1]]
+            same = [row for row in chosen if len(row.drafts) >= step and row.drafts[step - 1].token == found[row][-1]]
             rows = [row for row in same if step < len(logits[row])]
-        return found
+        return {row: tokens for row, tokens in found.items() if row.error is None}
 
-    def _choose(self, rows: list[Row], drafts: list[int], logits: torch.Tensor, is_final: bool) -> list[int]:
+    def _choose(self, rows: list[Row], drafts: list[int], logits: torch.Tensor, is_final: bool) -> dict[Row, int]:
         """Choose the token behind the first so many drafts of each row from (n, vocabulary) logits."""
         raw = logits.to(self.device, torch.float32)
-        groups: dict[Callable[..., list[int]], list[int]] = {}
+        groups: dict[Callable[..., dict[Row, int]], list[int]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(self._way(row, is_final), []).append(index)
         if len(groups) == 1:
             return next(iter(groups))(rows, drafts, raw)
-        found = [0] * len(rows)
+        found: dict[Row, int] = {}
         for way, places in groups.items():
-            tokens = way([rows[i] for i in places], [drafts[i] for i in places], raw[places])
-            for place, token in zip(places, tokens, strict=True):
-                found[place] = token
-        return found
+            found |= way([rows[i] for i in places], [drafts[i] for i in places], raw[places])
+        return {row: found[row] for row in rows if row in found}
 
-    def _way(self, row: Row, is_final: bool) -> Callable[..., list[int]]:
-        if is_final and (row.sampling.custom or self.kept is not None):
+    def _way(self, row: Row, is_final: bool) -> Callable[..., dict[Row, int]]:
+        if is_final and _needs_list(row):
             return self._by_list
         return self._best if row.sampling.params.is_plain else self._by_kernel
 
-    def _best(self, rows: list[Row], drafts: list[int], raw: torch.Tensor) -> list[int]:
-        return _best(raw)
+    def _best(self, rows: list[Row], drafts: list[int], raw: torch.Tensor) -> dict[Row, int]:
+        found: dict[Row, int] = {}
+        for row, token, score in zip(rows, *_best(raw), strict=True):
+            if math.isnan(score):
+                row.fail(FloatingPointError(NAN))
+            else:
+                found[row] = token
+        return found
 
-    def _by_kernel(self, rows: list[Row], drafts: list[int], raw: torch.Tensor) -> list[int]:
+    def _by_kernel(self, rows: list[Row], drafts: list[int], raw: torch.Tensor) -> dict[Row, int]:
         if self._known is None:
             self._known = _Choice(self.rows, [row.sampling.params for row in self.rows], raw)
-        tokens, best = self._known.choose(rows, drafts, raw)
-        if float("inf") in best:
-            raise FloatingPointError(NAN)
-        if float("-inf") in best:
+        found: dict[Row, int] = {}
+        for row, token, score in zip(rows, *self._known.choose(rows, drafts, raw), strict=True):
+            if math.isinf(score):
+                row.fail(FloatingPointError(NAN) if score > 0 else ValueError(NOTHING_LEFT))
+            else:
+                found[row] = token
+        return found
+
+    def _by_list(self, rows: list[Row], drafts: list[int], raw: torch.Tensor) -> dict[Row, int]:
+        """Choose row by row, so that what one row's processors raise is no matter of another's."""
+        found: dict[Row, int] = {}
+        for place, (row, count) in enumerate(zip(rows, drafts, strict=True)):
+            try:
+                found[row] = self._by_own_list(row, count, raw[place : place + 1])
+            except Exception as error:  # processors may be the user's own
+                row.fail(error)
+        return found
+
+    def _by_own_list(self, row: Row, drafts: int, raw: torch.Tensor) -> int:
+        scores = self._processed(row, drafts, raw)
+        if row.sampling.keeps_scores:
+            self.kept[row][len(row.tokens) + drafts] = Kept(raw[0].clone(), scores[0].clone())
+        token, best = self._with_noise(row, drafts, scores)
+        is_forced = best == math.inf and not row.sampling.params.noise and not bool(scores.isnan().any())
+        if not math.isfinite(best) and not is_forced:
+            _blame(row, drafts, raw, self.device)
             raise ValueError(NOTHING_LEFT)
-        return tokens
+        return token
 
-    def _by_list(self, rows: list[Row], drafts: list[int], raw: torch.Tensor) -> list[int]:
-        scores = self._processed(rows, drafts, raw)
-        if self.kept is not None:
-            for index, (row, count) in enumerate(zip(rows, drafts, strict=True)):
-                self.kept[row][len(row.tokens) + count] = Kept(raw[index].clone(), scores[index].clone())
-        tokens, best = self._with_noise(rows, drafts, scores)
-        for place, (row, own) in enumerate(zip(rows, best, strict=True)):
-            is_forced = own == np.inf and not row.sampling.params.noise and not bool(scores[place].isnan().any())
-            if not np.isfinite(own) and not is_forced:
-                _blame(row, drafts[place], raw[place : place + 1], self.device)
-                raise ValueError(NOTHING_LEFT)
-        return tokens
-
-    def _with_noise(self, rows: list[Row], drafts: list[int], scores: torch.Tensor) -> tuple[list[int], list[float]]:
-        """Return the best token of processed scores, and its score; NaN counts as the best."""
-        if not any(row.sampling.params.noise for row in rows):
-            best = scores.max(-1)
-            return best.indices.tolist(), best.values.tolist()
+    def _with_noise(self, row: Row, drafts: int, scores: torch.Tensor) -> tuple[int, float]:
+        """Return the best token of (1, vocabulary) processed scores, and its score; NaN counts as the best."""
+        if not row.sampling.params.noise:
+            best = scores[0].max(-1)
+            return int(best.indices), float(best.values)
         if self._bare is None:
             self._bare = _Choice(self.rows, [Params(noise=row.sampling.params.noise) for row in self.rows], scores)
-        return self._bare.choose(rows, drafts, scores)
+        tokens, values = self._bare.choose([row], [drafts], scores)
+        return tokens[0], values[0]
 
-    def _processed(self, rows: list[Row], drafts: list[int], raw: torch.Tensor) -> torch.Tensor:
-        """Return (n, vocabulary) scores after the processors; rows whose texts are as long are shown to them together."""
-        texts = [row.shown(count) for row, count in zip(rows, drafts, strict=True)]
-        groups: dict[tuple[int, int], list[int]] = {}
-        for index, (row, text) in enumerate(zip(rows, texts, strict=True)):
-            groups.setdefault((id(row.sampling.processors), len(text)), []).append(index)
-        found = torch.empty_like(raw)
-        for group in groups.values():
-            ids = torch.tensor([texts[index] for index in group], dtype=torch.long, device=self.device)
-            processors = rows[group[0]].sampling.processors or LogitsProcessorList()
-            try:
-                scores = processors(ids, raw[group])
-                found[group] = scores.to(found).view_as(raw[group])
-            except Exception:  # mostly of a processor that was handed what the one before it returned
-                _blame(rows[group[0]], drafts[group[0]], raw[group[:1]], self.device)
-                raise
-        return found
+    def _processed(self, row: Row, drafts: int, raw: torch.Tensor) -> torch.Tensor:
+        """Return (1, vocabulary) scores after the processors."""
+        ids = torch.tensor([row.shown(drafts)], dtype=torch.long, device=self.device)
+        processors = row.sampling.processors or LogitsProcessorList()
+        try:
+            return processors(ids, raw.clone()).to(raw).view_as(raw)
+        except Exception:  # mostly of a processor that was handed what the one before it returned
+            _blame(row, drafts, raw, self.device)
+            raise
 
 
 class _Choice:
@@ -215,17 +231,19 @@ def _side_by_side(rows: list[torch.Tensor]) -> torch.Tensor:
     return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
 
-def _best(scores: torch.Tensor) -> list[int]:
+def _needs_list(row: Row) -> bool:
+    """Return True if the full model's tokens are chosen by the row's own list of processors."""
+    return bool(row.sampling.custom) or row.sampling.keeps_scores
+
+
+def _best(scores: torch.Tensor) -> tuple[list[int], list[float]]:
+    """Return the best token of each of (n, vocabulary) scores, and its score; NaN counts as the best."""
     if scores.device.type == "cpu":  # where numpy is ten times as quick as torch
         found = scores.numpy()
-        tokens = found.argmax(-1)  # points at a NaN if there is one
-        if np.isnan(found[range(len(found)), tokens]).any():
-            raise FloatingPointError(NAN)
-        return [int(token) for token in tokens]
+        tokens = found.argmax(-1)
+        return tokens.tolist(), found[range(len(found)), tokens].tolist()
     best = scores.max(-1)
-    if bool(best.values.isnan().any()):
-        raise FloatingPointError(NAN)
-    return best.indices.tolist()
+    return best.indices.tolist(), best.values.tolist()
 
 
 def _blame(row: Row, drafts: int, raw: torch.Tensor, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from TIDE.engine.cache.blocks import KVBlocks
+from TIDE.engine.cache.blocks import BLOCK, KVBlocks
 from TIDE.engine.cache.slots import Slots, slots_for
 from TIDE.engine.round.prefill import Entering
 from TIDE.engine.row import Row
@@ -55,6 +55,8 @@ class Seats:
     @property
     def running(self) -> list[Row]:
         """Rows that take part in rounds."""
+        if not self.entering:
+            return list(self._blocks)
         entering = {own.row for own in self.entering}
         return [row for row in self._blocks if row not in entering]
 
@@ -109,7 +111,7 @@ class Seats:
 
     def widen(self) -> bool:
         """Go on in slots with more columns if a text is about to need them; return True if so."""
-        if all(row.size + AHEAD <= self.slots.columns for row in self._blocks):
+        if max((row.size for row in self._blocks), default=0) + AHEAD <= self.slots.columns:
             return False
         self._move(self.slots.rows, max(map(_columns, self._blocks)))
         return True
@@ -149,9 +151,9 @@ class Seats:
     def _extend(self, row: Row) -> bool:
         """Take the blocks that a row needs next, if there are any."""
         blocks = self._blocks[row]
-        missing = self.store.needed(row.size + AHEAD) - len(blocks)
-        if not self.in_blocks or missing <= 0:
+        if not self.in_blocks or row.size + AHEAD <= len(blocks) * BLOCK:
             return True
+        missing = self.store.needed(row.size + AHEAD) - len(blocks)
         if not self._can_have(missing):
             return False
         self._grow_store(missing)

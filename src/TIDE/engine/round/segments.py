@@ -1,7 +1,9 @@
 """Running a segment: every row that is asked takes what it has pending there through the segment's layers, in one pass.
 
 Each segment continues its own cache contiguously, so an ordinary causal forward with explicit positions is exact. A segment
-with running states takes rows of equal count only, one pass for each count.
+with running states takes rows of equal count only, one pass for each count. Prompts go in passes of about equal lengths:
+
+    lengths     980 1000 | 300 | 98 99 100         a model's own modules pad each pass to its longest row
 """
 
 from __future__ import annotations
@@ -18,12 +20,16 @@ from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.passes import PassTokens
 from TIDE.routing.policy import ExitPolicy
 
+MOST_PADDING = 0.03  # of the tokens that a pass of prompts computes
+PASS_COST = 16  # tokens that take about as long to compute as one pass more does
+
 
 class Segments:
-    """The segments of one request: its cache, its pending tokens and the runner they run on.
+    """The segments of rows that are decoded together: their cache, their pending tokens and the runner they run on.
 
     Args:
         spans: the layers of each segment.
+        rows: to begin with, in slots numbered from 0; `make_room` and `clear` are for those that come and go.
         capacity: columns of the cache to begin with.
         watcher: is shown the states at the depths it watches, and told of rollbacks.
     """
@@ -32,7 +38,6 @@ class Segments:
         self, runner: Runner, spans: Sequence[range], rows: Sequence[Row], capacity: int, watcher: ExitPolicy | None = None
     ) -> None:
         self.runner = runner
-        self.rows = rows
         self.watcher = watcher
         self.watched = frozenset(watcher.watches if watcher is not None else ())
         self.spans = spans
@@ -40,8 +45,16 @@ class Segments:
         self.cache = SegmentCache(len(rows), spans, runner.stores, capacity)
         self.pending = Pending()
         self._embedded: dict[Row, tuple[int, torch.Tensor]] = {}  # a position, and states at depth 0 from there on
-        has_ids = all(row.embeds is None for row in rows)
-        self.starts_from_ids = has_ids and not len(spans[0]) and runner.embed(rows[0].text(0, 1)) is not None
+        self.starts_from_ids = not len(spans[0]) and runner.embed([0]) is not None
+
+    def make_room(self, rows: int) -> None:
+        """Have slots for so many rows."""
+        self.cache.make_room(rows)
+
+    def clear(self, row: Row) -> None:
+        """Forget all of a row: its slot is for another one."""
+        self.cache.clear(row.slot)
+        self._forget(row, 0)
 
     def length(self, segment: int, row: Row) -> int:
         """Return how many tokens of a row have run in a segment."""
@@ -65,7 +78,9 @@ class Segments:
         if self.spans[segment].start == 0 and self.starts_from_ids:
             position, states = self._embedded.get(row, (0, None))
             if states is None or (position, len(states)) != (start, stop - start):
-                states = self.runner.embed(row.text(start, stop))
+                ids = row.text(start, stop)
+                given = self._embeds([row], [start], [stop - start], ids)
+                states = self.runner.embed(ids) if given is None else given
                 assert states is not None
                 self._embedded[row] = start, states
             return states
@@ -78,6 +93,7 @@ class Segments:
         logits_from: dict[Row, int] | None = None,
         last: int | None = None,
         best_only: bool = False,
+        are_prompts: bool = False,
     ) -> dict[Row, torch.Tensor]:
         """Take the next `counts[row]` tokens of each row through a segment.
 
@@ -85,6 +101,7 @@ class Segments:
             logits_from: the position of each row from which on logits are wanted; at full depth only.
             last: run the segments from `segment` to this one, which stand alike, in one pass.
             best_only: of the logits only the highest matter.
+            are_prompts: rows whose counts differ much run in passes of their own, so that little of it is padding.
 
         Returns:
             (tokens, vocabulary) logits of each row.
@@ -92,7 +109,7 @@ class Segments:
         counts = {row: count for row, count in counts.items() if count > 0}
         logits: dict[Row, torch.Tensor] = {}
         last = segment if last is None else last
-        for rows in self._passes(segment, last, counts):
+        for rows in self._passes(segment, last, counts, are_prompts):
             logits |= self._pass(segment, last, rows, [counts[row] for row in rows], logits_from, best_only)
         return logits
 
@@ -112,14 +129,12 @@ class Segments:
         with self.cache.open(segment, slots, tokens.counts, aligned=not self.runner.is_ragged(tokens, writes_only=True)):
             self.runner.write_skipped_kv(self.spans[segment], tokens, states, self.cache)
 
-    def serve(self, rows: Sequence[Row], length: int) -> None:
-        """Go on with another request of one row, whose text begins with `length` tokens that may have run."""
-        self.rows = rows
-        self.rollback(rows[0], length)
-
     def rollback(self, row: Row, length: int) -> None:
         """Forget the tokens of a row from position `length` on."""
         self.cache.rollback(row.slot, length)
+        self._forget(row, length)
+
+    def _forget(self, row: Row, length: int) -> None:
         self.pending.cut(row.slot, length)
         self._embedded.clear()
         if self.watcher is not None:
@@ -131,13 +146,21 @@ class Segments:
         self.pending.drop_before(row.slot, done)
         self.cache.settle(row.slot, done)
 
-    def _passes(self, segment: int, last: int, counts: dict[Row, int]) -> list[list[Row]]:
-        if not self.cache.keeps_state(segment, last):
-            return [list(counts)] if counts else []
-        groups: dict[int, list[Row]] = defaultdict(list)
-        for row, count in counts.items():
-            groups[count].append(row)
-        return list(groups.values())
+    def _passes(self, segment: int, last: int, counts: dict[Row, int], are_prompts: bool) -> list[list[Row]]:
+        """Return the rows of each pass, in the order the cache has them: neighbours are not copied."""
+        rows = sorted(counts, key=lambda row: row.slot)
+        if self.cache.keeps_state(segment, last):
+            groups: dict[tuple[int, bool], list[Row]] = defaultdict(list)
+            for row in rows:
+                groups[counts[row], self.length(segment, row) > 0].append(row)  # a first state is made by the model
+            return list(groups.values())
+        if not are_prompts or not rows or self._is_ragged(segment, rows, counts):
+            return [rows] if rows else []
+        return [sorted(own, key=lambda row: row.slot) for own in about_as_long(counts)]
+
+    def _is_ragged(self, segment: int, rows: list[Row], counts: dict[Row, int]) -> bool:
+        starts = [self.length(segment, row) for row in rows]
+        return self.runner.is_ragged(self._tokens(rows, starts, [counts[row] for row in rows]))
 
     def _pass(
         self,
@@ -206,3 +229,20 @@ class Segments:
         for depth in self.watched & states.keys():
             for row, start, own in zip(rows, starts, states[depth].split(counts), strict=True):
                 self.watcher.observe(depth, row.slot, start, own)
+
+
+def about_as_long(counts: dict[Row, int]) -> list[list[Row]]:
+    """Return rows in groups whose passes compute little padding; all in one where more passes would take longer than that."""
+    groups: list[list[Row]] = []
+    for row in sorted(counts, key=counts.__getitem__, reverse=True):
+        if groups and _pads_little([counts[other] for other in (*groups[-1], row)]):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    apart = sum(len(rows) * counts[rows[0]] for rows in groups) + PASS_COST * (len(groups) - 1)
+    return groups if apart < len(counts) * max(counts.values()) else [list(counts)]
+
+
+def _pads_little(counts: list[int]) -> bool:
+    """Return True if little of a pass of rows of these lengths, the longest first, is padding."""
+    return sum(counts) >= (1 - MOST_PADDING) * counts[0] * len(counts)

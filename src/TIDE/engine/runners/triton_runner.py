@@ -18,7 +18,7 @@ from TIDE.engine.runners.passes import PassTokens
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass, dense_tables
 from TIDE.routing.exits import Exit
 
-FIRST_BLOCKS = 33  # of K/V, before they grow
+FIRST_BLOCKS = 17  # of K/V, before they grow
 
 
 class TritonRunner(CompiledRunner, DeviceRunner):

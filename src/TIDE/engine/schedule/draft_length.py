@@ -12,16 +12,16 @@ of the scores, times the long-run share of drafts that were accepted by those th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
+
+import numpy as np
 
 from TIDE.engine.cache.slots import MOST_ROUND, slots_for
 from TIDE.engine.round.round import Launched
 from TIDE.engine.row import RoundResult, Row
 from TIDE.engine.schedule.acceptance import Acceptance, Rest
-from TIDE.engine.schedule.costs import Costs, RunningMean
+from TIDE.engine.schedule.costs import NEWEST, Costs
 
-LENGTHS = (0, 2, 4, 7)
+LENGTHS = (0, 1, 2, 3, 4, 7)
 FIRST_SHARE = 0.7  # of drafts that are accepted, before any was seen
 
 
@@ -36,7 +36,7 @@ class DraftLength:
         self.costs = costs
         self.acceptance = Acceptance()
         self.chosen = 0
-        self._scores = [RunningMean(FIRST_SHARE) for _ in range(max(LENGTHS))]  # of any text
+        self._scores = [FIRST_SHARE] * max(LENGTHS)  # running means over all texts, by number
         self._rest = Rest()
         self._rested = 0  # rounds
 
@@ -45,7 +45,7 @@ class DraftLength:
         self._rest.reset()
         self._rested = 0
         self.acceptance.fade()
-        row.scores = [RunningMean(score.mean) for score in self._scores]
+        row.scores = list(self._scores)
 
     def choose(self, rows: Sequence[Row], most: int) -> int:
         """Choose the length with which the rows together get most tokens a second, of at most `most` drafts."""
@@ -57,7 +57,8 @@ class DraftLength:
         lengths = [length for length in LENGTHS if length <= most and (length + 1) * slots <= MOST_ROUND]
         if 0 not in self.costs.rounds(slots) or len(lengths) == 1:
             return 0
-        best = max(lengths, key=lambda n: self.tokens(rows, n) / (self.costs.captured_round(slots, n) or 1.0))
+        tokens = self.tokens(rows)
+        best = max(lengths, key=lambda drafts: tokens[drafts] / (self.costs.captured_round(slots, drafts) or 1.0))
         if best:
             self._rest.reset()
             self._rested = 0
@@ -69,14 +70,12 @@ class DraftLength:
         self._rest.take()
         return lengths[1]
 
-    def tokens(self, rows: Sequence[Row], drafts: int) -> float:
-        """Return the expected tokens of a round with `drafts` drafts for each row."""
-        shares = [self.acceptance.share(number) for number in range(1, drafts + 1)]
-        found = float(len(rows))
-        for row in rows:
-            chances = (min(1.0, (score.mean or 0.0) * share) for score, share in zip(row.scores, shares, strict=False))
-            found += sum(accumulate(chances, mul))
-        return found
+    def tokens(self, rows: Sequence[Row]) -> list[float]:
+        """Return, by the number of drafts, the tokens that a round is expected to give all rows."""
+        shares = [self.acceptance.share(number) for number in range(1, max(LENGTHS) + 1)]
+        chances = np.minimum(np.array([row.scores for row in rows]) * shares, 1.0)
+        accepted = chances.cumprod(axis=1).sum(axis=0).cumsum()
+        return [len(rows) + own for own in (0.0, *accepted.tolist())]
 
     def saw(self, row: Row, round_: Launched, result: RoundResult, seconds: float | None) -> None:
         """Record a round; seconds None: it was compiled or captured, and its time says nothing about others."""
@@ -86,5 +85,5 @@ class DraftLength:
         for number in range(1, min(result.accepted + 1, result.drafted, len(self._scores)) + 1):
             score = result.scores[number - 1] if number <= len(result.scores) else 1.0
             for known in (self._scores, row.scores):
-                known[number - 1].add(score)
+                known[number - 1] += NEWEST * (score - known[number - 1])
             self.acceptance.add(number, number <= result.accepted, score)

@@ -33,7 +33,7 @@ class Scheduler:
     def begin_round(self, rows: Sequence[Row], plan: Plan, is_planned: bool) -> None:
         """Decide how many drafts the next round of these rows has, if it is launched as a whole."""
         if is_planned and plan.exact:
-            self.length.choose(rows, max(most_drafts(row, plan) for row in rows))
+            self.length.choose(rows, min(plan.max_pending, MOST_TOKENS - 1) if len(plan.spans) > 1 else 0)
 
     def drafts(self, row: Row, plan: Plan, is_planned: bool) -> int | None:
         """Return how many drafts a row makes in its next round; None: scores decide while it runs.
@@ -44,6 +44,8 @@ class Scheduler:
         """
         if not is_planned:
             return None
+        if plan.exact and not self.length.chosen:
+            return 0
         most = most_drafts(row, plan)
         return min(self.length.chosen, most) if plan.exact else most
 
@@ -64,4 +66,6 @@ def most_drafts(row: Row, plan: Plan) -> int:
         return 0  # the first token is the full model's
     room = row.stop.room(row) - plan.exact  # a verified round ends with a token of the full model
     most = min(plan.max_pending, MOST_TOKENS - 1, max(0, room))
+    if plan.exact:
+        return most
     return next((n for n in range(most) if not plan.within_share(row.exits + n, new + n)), most)

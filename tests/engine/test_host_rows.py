@@ -1,0 +1,350 @@
+"""Rows come and go on the host, and each writes what it writes alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from families import LAYERS, VOCAB, build
+from policies import Everyone, Knowing
+from properties import examples
+from router_files import a_file
+from TIDE import TIDE, TIDEConfig
+from TIDE.adapters.probe import Store
+from TIDE.engine.round import host_stage
+from TIDE.engine.round.host_stage import HostStage
+from TIDE.engine.round.round import Launched
+from TIDE.engine.round.sampler import Sampler
+from TIDE.engine.row import Row
+from TIDE.engine.schedule.costs import Costs
+from TIDE.routing.calibrated import CalibratedPolicy
+
+
+class Doubled(LogitsProcessor):
+    """Kernels do not know it, so it runs on the host."""
+
+    def __call__(self, input_ids, scores):
+        return scores * 2
+
+
+KINDS = {
+    "greedy": dict(do_sample=False),
+    "sampled": dict(do_sample=True, temperature=0.8, top_k=20),
+    "penalised": dict(do_sample=True, repetition_penalty=1.5, frequency_penalty=0.5),
+    "processed": dict(do_sample=True, logits_processor=LogitsProcessorList([Doubled()])),
+}
+
+
+class Text(NamedTuple):
+    """A prompt and how it is continued."""
+
+    prompt: int  # tokens
+    new: int
+    kind: str
+
+    def ids(self) -> torch.Tensor:
+        return torch.randint(3, VOCAB, (1, self.prompt), generator=torch.Generator().manual_seed(self.prompt))
+
+    def options(self) -> dict:
+        seed = {} if self.kind == "greedy" else {"seed": 7 * self.prompt}
+        return dict(KINDS[self.kind], max_new_tokens=self.new, pad_token_id=0, **seed)
+
+
+def row_of(engine: TIDE, ids: torch.Tensor, **options) -> Row:
+    """A row as `engine.generate` would make it."""
+    request = engine._prepare(ids, None, dict(options, pad_token_id=0))
+    return request.rows(engine.adapter.num_layers, engine._context)[0]
+
+
+def stage_of(engine: TIDE, most_rows: int) -> HostStage:
+    return HostStage(engine.runner, engine.plan, engine.policy, Sampler(), Costs(), most_rows)
+
+
+def step(stage: HostStage) -> Launched:
+    """Run a round and extend the rows; those that have ended leave."""
+    launched = stage.launch()
+    for row, result in launched.results():
+        row.extend(result)
+    for row in [row for row in stage.rows if row.finished]:
+        stage.leave(row)
+    return launched
+
+
+@contextmanager
+def engine_on(backend: str, family: str, policy=None, **config) -> Iterator[TIDE]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIDE_BACKEND", backend)
+        with TIDE(tiny(family), policy, TIDEConfig(**config)) as engine:
+            assert engine.runner.name == backend
+            yield engine
+
+
+tiny = functools.cache(build)
+
+
+@functools.cache
+def alone(backend: str, family: str, text: Text) -> list[int]:
+    with engine_on(backend, family) as engine:
+        return engine.generate(text.ids(), **text.options())[0].tolist()
+
+
+class KnowingSlots(Knowing):
+    """Knows the texts of the rows in a stage, whatever slots they have."""
+
+    def score(self, candidates):
+        self.texts = {row.slot: self.known[row] for row in self.stage.rows}
+        return super().score(candidates)
+
+
+texts = st.builds(Text, st.integers(1, 40), st.sampled_from([1, 4, 9]), st.sampled_from(list(KINDS)))
+SETUPS = [
+    ("modules", "llama"),
+    ("numba", "llama"),
+    ("modules", "lfm2"),
+    ("modules", "qwen3_next"),
+    ("modules", "gemma4-shared"),
+]
+
+
+@pytest.mark.parametrize(("backend", "family"), SETUPS)
+@examples(16)
+@given(
+    given=st.lists(texts, min_size=1, max_size=5),
+    checkpoints=st.sampled_from([(), (0,), (2,), (1, 3)]),
+    seed=st.integers(0, 10**6),
+    chunk=st.sampled_from([5, 16, 512]),
+    most_rows=st.integers(2, 4),
+    random=st.randoms(use_true_random=False),
+)
+def test_rows_that_come_and_go_write_what_they_write_alone(backend, family, given, checkpoints, seed, chunk, most_rows, random):
+    expected_texts = [alone(backend, family, text) for text in given]
+    policy = KnowingSlots([], checkpoints, seed, leaves=0.7, right=0.7) if checkpoints else None
+    with engine_on(backend, family, policy, max_pending=4) as engine, mock.patch.object(host_stage, "PROMPT_CHUNK", chunk):
+        stage = stage_of(engine, most_rows)
+        rows = [row_of(engine, text.ids(), **text.options()) for text in given]
+        expected = dict(zip(rows, expected_texts, strict=True))
+        if policy is not None:
+            policy.stage, policy.known = stage, expected
+        waiting = list(rows)
+        while waiting or stage.rows:
+            if stage.rows and random.random() < 0.2:
+                put_back = random.choice(stage.rows)
+                stage.leave(put_back)
+                waiting.append(put_back)
+            count = random.randint(not stage.rows, most_rows - len(stage.rows))
+            stage.join(waiting[:count])
+            del waiting[:count]
+            step(stage)
+        for row in rows:
+            assert row.error is None
+            assert row.tokens == expected[row]
+        assert not stage.joining and stage.segments.cache.rows == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_other_rows_keep_every_bit_when_rows_come_and_go(family):
+    with engine_on("modules", family) as engine:
+        stage = stage_of(engine, 3)
+        row, *others = (row_of(engine, Text(n, 0, "greedy").ids(), max_new_tokens=9) for n in (6, 3, 13))
+        stage.join([row])
+        step(stage)
+
+        def kept() -> list[torch.Tensor]:
+            cache = stage.segments.cache
+            layers = [n for n, store in enumerate(engine.runner.stores) if store is Store.KV]
+            return [part.clone() for layer in layers for part in cache.kv(layer, row.slot)]
+
+        before = kept()
+        stage.join(others)
+        stage._run_prompts()
+        stage.leave(others[0])
+        assert before and all(torch.equal(a, b) for a, b in zip(before, kept(), strict=True))
+
+
+def test_rows_with_a_memory_head_come_and_go():
+    with engine_on("modules", "llama") as engine:
+        policy = CalibratedPolicy(a_file(engine.model, "memory", (1,), 0.0), engine.adapter)
+    given = [Text(12, 9, "greedy"), Text(5, 9, "greedy"), Text(30, 9, "greedy"), Text(9, 9, "greedy")]
+    with engine_on("modules", "llama", policy) as engine:
+        stage = stage_of(engine, 4)
+        rows = [row_of(engine, text.ids(), **text.options()) for text in given]
+        for row in rows:
+            stage.join([row])
+            step(stage)
+        stage.leave(rows[1])
+        stage.join([rows[1]])
+        while stage.rows:
+            step(stage)
+        assert sum(row.stats.drafted for row in rows) > 0
+    assert [row.tokens for row in rows] == [alone("modules", "llama", text) for text in given]
+
+
+def test_a_slot_is_used_again_and_keeps_nothing(llama):
+    with TIDE(llama) as engine:
+        stage = stage_of(engine, 3)
+        rows = [row_of(engine, Text(n, 9, "greedy").ids(), max_new_tokens=9) for n in (4, 5, 6)]
+        stage.join(rows[:2])
+        step(stage)
+        stage.leave(rows[0])
+        assert not stage.segments.cache.layers[0].keys[0].any()
+        stage.join([rows[2]])
+        assert [row.slot for row in stage.rows] == [1, 0]
+        assert stage.segments.cache.lengths(0) == [0]
+        stage.join([rows[0]])
+        assert rows[0].slot == 2
+
+
+def test_a_long_prompt_runs_between_the_rounds_of_others(llama):
+    with TIDE(llama) as engine, mock.patch.object(host_stage, "PROMPT_CHUNK", 16):
+        stage = stage_of(engine, 2)
+        short, long = (row_of(engine, Text(n, 0, "greedy").ids(), max_new_tokens=9, eos_token_id=None) for n in (4, 40))
+        stage.join([short])
+        assert step(stage).is_prefill
+        stage.join([long])
+        for ran in (16, 32):
+            launched = step(stage)
+            assert [row for row, _ in launched.results()] == [short] and not launched.is_prefill
+            assert stage.segments.length(0, long) == ran
+        assert [row for row, _ in step(stage).results()] == [short, long]
+
+
+def test_a_long_row_that_leaves_takes_its_columns_along(monkeypatch):
+    """Rows of a pass end at one column; those that are left need not stand as far out as the long one did."""
+    monkeypatch.setenv("TIDE_BACKEND", "modules")
+    with TIDE(build("llama", max_position_embeddings=1024)) as engine:
+        stage = stage_of(engine, 3)
+        rows = [row_of(engine, Text(n, 0, "greedy").ids(), max_new_tokens=9, eos_token_id=None) for n in (5, 400, 8)]
+        stage.join(rows)
+        for _ in range(2):
+            step(stage)
+        own = stage.segments.cache.segments[0]
+        assert own.end(0) == own.end(1) == own.end(2) == 401
+        stage.leave(rows[1])
+        step(stage)
+        assert own.end(0) == own.end(2) == 10
+
+
+class Raises(LogitsProcessor):
+    """Raises when a text has a length."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] >= self.columns:
+            raise KeyError("the user's own")
+        return scores
+
+
+class Spoils(Raises):
+    """Makes every score NaN, or forbids every token, when a text has a length."""
+
+    def __init__(self, columns: int, value: float) -> None:
+        super().__init__(columns)
+        self.value = value
+
+    def __call__(self, input_ids, scores):
+        return scores * 0 + self.value if input_ids.shape[1] >= self.columns else scores
+
+
+class StopsBadly(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] >= 8:
+            raise OSError("the user's own")
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+TROUBLES = {
+    "a processor raises": (dict(logits_processor=LogitsProcessorList([Raises(8)])), KeyError),
+    "a processor gives NaN": (dict(logits_processor=LogitsProcessorList([Spoils(8, float("nan"))])), ValueError),
+    "a processor forbids all": (dict(logits_processor=LogitsProcessorList([Spoils(8, float("-inf"))])), ValueError),
+    "kernels forbid all": (dict(suppress_tokens=list(range(VOCAB))), ValueError),
+    "a criterion raises": (dict(stopping_criteria=StoppingCriteriaList([StopsBadly()])), OSError),
+}
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("trouble", list(TROUBLES))
+def test_trouble_of_one_row_ends_that_row_only(llama, trouble, mode):
+    options, error = TROUBLES[trouble]
+    ids = Text(5, 0, "greedy").ids()
+    good = dict(max_new_tokens=9, eos_token_id=None)
+    with TIDE(llama, Everyone(1), TIDEConfig(mode=mode)) as engine:
+        expected = engine.generate(ids, pad_token_id=0, **good)[0].tolist()
+        stage = stage_of(engine, 3)
+        rows = [row_of(engine, ids, **own) for own in (good, good | options, good)]
+        stage.join(rows)
+        while stage.rows:
+            step(stage)
+        assert type(rows[1].error) is error and rows[1].finished
+        assert rows[0].error is rows[2].error is None
+        assert rows[0].tokens == rows[2].tokens == expected
+        with pytest.raises(error):
+            engine.generate(ids, pad_token_id=0, **good, **options)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_nan_logits_of_one_row_end_that_row_only(do_sample):
+    """Its slot serves another row afterwards."""
+    model = build("llama")
+    bad = VOCAB - 1
+    with torch.no_grad():
+        model.get_input_embeddings().weight[bad] = torch.nan
+    options = dict(max_new_tokens=9, eos_token_id=None, suppress_tokens=[bad], do_sample=do_sample)
+    if do_sample:
+        options["seed"] = 3
+    ids = Text(9, 0, "greedy").ids() % bad
+    spoilt = ids.clone()
+    spoilt[0, 4] = bad
+    with TIDE(model) as engine:
+        expected = engine.generate(ids, pad_token_id=0, **options)[0].tolist()
+        stage = stage_of(engine, 2)
+        first, second, third = (row_of(engine, own, **options) for own in (spoilt, ids, ids[:, :5]))
+        stage.join([first, second])
+        step(stage)
+        assert isinstance(first.error, FloatingPointError)
+        third_alone = engine.generate(ids[:, :5], pad_token_id=0, **options)[0].tolist()
+        stage.join([third])
+        assert third.slot == 0
+        while stage.rows:
+            step(stage)
+        assert (second.tokens, third.tokens) == (expected, third_alone)
+
+
+class Counting:
+    """Counts the tokens that the model's own layers compute."""
+
+    def __init__(self, model) -> None:
+        self.computed = 0
+        model.model.layers[0].mlp.register_forward_hook(self._add)
+
+    def _add(self, module, args, output) -> None:
+        self.computed += args[0].shape[0] * args[0].shape[1]
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["together", "while another row is running"])
+def test_prompts_of_different_lengths_compute_little_padding(llama, monkeypatch, joins):
+    monkeypatch.setenv("TIDE_BACKEND", "modules")
+    counting = Counting(llama)
+    lengths = [20, 200, 198, 21, 64, 150, 66, 35, 199, 20]
+    with TIDE(llama) as engine:
+        stage = stage_of(engine, len(lengths) + 1)
+        rows = [row_of(engine, Text(n, 0, "greedy").ids(), max_new_tokens=40, eos_token_id=None) for n in lengths]
+        if joins:
+            stage.join([row_of(engine, Text(8, 0, "greedy").ids(), max_new_tokens=40, eos_token_id=None)])
+            step(stage)
+        stage.join(rows)
+        while stage.joining:
+            step(stage)
+        ran = sum(len(row.tokens) - 1 for row in stage.rows)  # all but the newest of each
+        assert counting.computed == sum(row.stats.layers_run for row in stage.rows) / LAYERS
+        assert ran <= counting.computed <= ran / 0.97
