@@ -10,6 +10,7 @@ cache and counts, so an error or an interruption leaves nothing behind.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,11 +26,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import is_quantized, unwrapped
 from TIDE.config import TIDEConfig
-from TIDE.engine.forward import forward, laid_out, rows_of
+from TIDE.engine.batch import Batch
+from TIDE.engine.decoding import Decoding
+from TIDE.engine.forward import forward, laid_out, loss_of, rows_of
 from TIDE.engine.inputs import as_keywords, check_embeds, check_ids, context_of, left_padding
 from TIDE.engine.plan import make_plan
 from TIDE.engine.request import Request, prepare, refuse_ropes_that_change
-from TIDE.engine.round.decoding import Decoding
+from TIDE.engine.round.sampler import columns_of
 from TIDE.engine.row import Row, total
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.check import check_unknown, warn_where_tokens_are_not_alone
@@ -41,6 +44,7 @@ from TIDE.routing.router_file import RouterFile
 from TIDE.stats import ExitStats
 
 logger = logging.getLogger(__name__)
+MOST_ROWS = 64  # of the batch on the host at a time; a GPU has its own limit
 
 
 class TIDE:
@@ -86,6 +90,8 @@ class TIDE:
             raise
         self.scheduler = Scheduler()
         self.last_rows: list[Row] = []
+        self._batch: Batch | None = None
+        self._adding = threading.Lock()
         self._over = ExitStats(self.adapter.num_layers)  # of all requests that are over
         self._running: list[list[Row]] = []  # of requests that are not
 
@@ -97,7 +103,8 @@ class TIDE:
     @property
     def total_stats(self) -> ExitStats:
         """Counts of all requests so far, those included that are running or were broken off."""
-        return sum((total(rows, self.adapter.num_layers) for rows in self._running), start=self._over)
+        running = self._running if self._batch is None else [*self._running, *([row] for row in self._batch.rows)]
+        return sum((total(rows, self.adapter.num_layers) for rows in running), start=self._over)
 
     @property
     def capture_seconds(self) -> float:
@@ -158,11 +165,12 @@ class TIDE:
         self, request: Request, streamer: BaseStreamer | None, began: float
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         decoding = self._decoding(request, began)
-        rows = list(decoding.rows)
+        rows = decoding.rows
         if streamer is None:
-            self._finish(decoding)
+            with self._counted(rows), rows[0].stats.seconds.measured():
+                decoding.finish()
         else:
-            for column in self._columns(decoding):
+            for column in self._counted_columns(decoding):
                 streamer.put(column)
             streamer.end()
         ids, config = request.output(rows), request.config
@@ -170,7 +178,7 @@ class TIDE:
             return ids
         asked = dict(scores=config.output_scores, logits=config.output_logits)
         return GenerateDecoderOnlyOutput(
-            sequences=ids, **{name: decoding.sampler.columns_of(name, rows) for name, wanted in asked.items() if wanted}
+            sequences=ids, **{name: columns_of(name, rows) for name, wanted in asked.items() if wanted}
         )
 
     def stream(
@@ -195,7 +203,67 @@ class TIDE:
         decoding = self._decoding(request, began)
         if after is not None:
             after(decoding)
-        return (int(column) for column in self._columns(decoding))
+        return (int(column) for column in self._counted_columns(decoding))
+
+    def add(
+        self,
+        inputs: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        config: TIDEConfig | None = None,
+        exits: bool = True,
+        **options: Any,
+    ) -> Row:
+        """Add a prompt to the engine's batch and return its row, which `step` decodes together with others.
+
+        Any thread may call it.
+
+        Args:
+            config: settings of this row, its mode and threshold among them; None: the engine's.
+            exits: False: every token of it runs all layers.
+            options: what `generate` takes.
+
+        Returns:
+            `row.new_tokens` grows from step to step until `row.finished`. Where something of its own went wrong, `row.error`
+            says what. `row.stats` counts.
+        """
+        began = time.perf_counter()
+        with self._adding:
+            request = self._prepare(inputs, generation_config, options)
+            if len(request.padding) != 1:
+                raise ValueError(f"add takes one prompt, found {len(request.padding)}. Call it once for each.")
+            (row,) = request.rows(self.adapter.num_layers, self._context)
+            row.stats.seconds.whole = time.perf_counter() - began
+            policy = self.policy if exits else None
+            is_own = config is not None or policy is not self.policy
+            plan = make_plan(config or self.config, policy, self.adapter) if is_own else self.plan
+            self._shared_batch().add([row], plan, policy)
+        return row
+
+    def step(self) -> list[Row]:
+        """Give every row of the batch a round, and return the rows that got tokens or ended. Threads take turns."""
+        self._check_usable()
+        batch, began = self._shared_batch(), time.perf_counter()
+        rows, changed = batch.rows, batch.step()
+        for row in rows:
+            row.stats.seconds.whole += time.perf_counter() - began
+            if row.finished:
+                self._over += total([row], self.adapter.num_layers)
+        return changed
+
+    def remove(self, row: Row) -> None:
+        """Take a row out of the batch before it has ended; nothing happens to one that has. Any thread may call it."""
+        if row.removed:
+            raise ValueError("this row was removed before. Add its prompt again to go on with it.")
+        if not row.finished:
+            row.removed = row.finished = True
+            self._over += total([row], self.adapter.num_layers)
+
+    def _shared_batch(self) -> Batch:
+        """Return the batch of rows that come and go."""
+        if self._batch is None or (self._batch.runner is not self.runner and not self._batch.rows):
+            self._batch = Batch(self.runner, self.scheduler, self.adapter.device, self._use, MOST_ROWS)
+        return self._batch
 
     def __call__(
         self,
@@ -223,17 +291,9 @@ class TIDE:
         rows = self.last_rows = rows_of(self.plan, self.policy, ids, padding, self.adapter.num_layers)
         with self._counted(rows), rows[0].stats.seconds.measured():
             logits = laid_out(forward(self.runner, self.plan, self.policy, rows), ids, padding)
-        loss = None if labels is None else self._loss(logits, labels, padding)
+        loss = None if labels is None else loss_of(self.model, logits, labels, padding)
         output = CausalLMOutputWithPast(loss=loss, logits=logits)
         return output.to_tuple() if return_dict is False else output
-
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, padding: list[int]) -> torch.Tensor:
-        """Return the model's own loss. Padding predicts nothing, so neither it nor the token after it counts."""
-        labels = labels.clone()
-        for row, pad in enumerate(padding):
-            labels[row, : pad + 1 if pad else 0] = -100
-        loss: torch.Tensor = self.model.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
-        return loss
 
     @contextmanager
     def using(self, config: TIDEConfig, exits: bool = True) -> Iterator[None]:
@@ -328,10 +388,9 @@ class TIDE:
             self._running.remove(rows)
             self._over += total(rows, self.adapter.num_layers)
 
-    def _columns(self, decoding: Decoding) -> Iterator[torch.Tensor]:
-        """Yield the columns of new tokens, each as soon as it is final in every row. Time between them is not counted."""
-        columns = self._final_columns(decoding)
-        rows = list(decoding.rows)
+    def _counted_columns(self, decoding: Decoding) -> Iterator[torch.Tensor]:
+        """Yield the columns of new tokens. Time between them is not counted."""
+        rows, columns = decoding.rows, decoding.columns()
         with self._counted(rows):
             while True:
                 with rows[0].stats.seconds.measured():
@@ -339,27 +398,3 @@ class TIDE:
                 if column is None:
                     return
                 yield column
-
-    def _finish(self, decoding: Decoding) -> None:
-        """Decode to the end, with nobody looking on."""
-        rows = list(decoding.rows)
-        with self._counted(rows), rows[0].stats.seconds.measured():
-            for _ in decoding.run():
-                pass
-        _warn_where_cut_short(rows)
-
-    def _final_columns(self, decoding: Decoding) -> Iterator[torch.Tensor]:
-        rows, request = list(decoding.rows), decoding.request
-        shown = request.prompt_columns
-        for _ in decoding.run():
-            for column in range(shown, request.final_columns(rows)):
-                yield request.column(rows, column)
-            shown = max(shown, request.final_columns(rows))
-        _warn_where_cut_short(rows)
-
-
-def _warn_where_cut_short(rows: list[Row]) -> None:
-    cut = [row.index for row in rows if row.cut_short]
-    if cut:
-        longest = max(len(row.tokens) for row in rows)
-        logger.warning("stopped at the model's context of %d tokens in rows %s.", longest, cut)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from transformers import PreTrainedModel
 
 from TIDE.engine.loop import Loop
 from TIDE.engine.plan import Plan
@@ -48,6 +49,15 @@ def laid_out(logits: list[torch.Tensor], ids: torch.Tensor, padding: list[int]) 
     for row, own in enumerate(logits):
         found[row, padding[row] :] = own
     return found.clone()  # an ordinary tensor, whatever mode it was made in
+
+
+def loss_of(model: PreTrainedModel, logits: torch.Tensor, labels: torch.Tensor, padding: list[int]) -> torch.Tensor:
+    """Return the model's own loss. Padding predicts nothing, so neither it nor the token after it counts."""
+    labels = labels.clone()
+    for row, pad in enumerate(padding):
+        labels[row, : pad + 1 if pad else 0] = -100
+    loss: torch.Tensor = model.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
+    return loss
 
 
 def _in_one_pass(runner: Runner, plan: Plan, rows: list[Row]) -> list[torch.Tensor]:

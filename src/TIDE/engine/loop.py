@@ -29,6 +29,10 @@ class Launcher(Protocol):
     is_planned: bool  # drafts are chosen before a round runs
 
     @property
+    def may_overlap(self) -> bool:
+        """True if a round may be launched before the one before it is read."""
+
+    @property
     def rows(self) -> list[Row]:
         """Rows in it, in the order in which they joined."""
 
@@ -48,7 +52,7 @@ class Loop:
     """Decodes rows on a stage.
 
     Args:
-        overlap: read a round while the next one runs.
+        overlap: read a round while the next one runs, where the stage allows it.
 
     Attributes:
         waiting: rows that have not joined yet, or were put back.
@@ -67,13 +71,6 @@ class Loop:
         """Decode these rows too, as soon as there is room."""
         self.waiting += rows
 
-    def remove(self, row: Row) -> None:
-        """Go on without a row."""
-        if row in self.waiting:
-            self.waiting.remove(row)
-        if row in self.stage.rows:
-            self.stage.leave(row)
-
     @property
     def rows(self) -> list[Row]:
         """Rows that have not ended."""
@@ -87,27 +84,34 @@ class Loop:
 
     def step(self) -> None:
         """Launch a round and read the one that is due."""
-        for row in [row for row in self.stage.rows if row.finished]:
-            self.stage.leave(row)
-        for _ in range(self.stage.admit(self.waiting)):
-            self.waiting.popleft()
-        self.waiting.extendleft(self.stage.reserve())
+        self._change_rows()
         rows = self.stage.rows
         if not rows:
-            return self._drain()
+            self._in_flight = None  # launched ahead of the end
+            return
+        overlap = self.overlap and self.stage.may_overlap
+        if self._in_flight is not None and not overlap:
+            self._read(self._in_flight, is_typical=False)
+            self._in_flight = None
         self.scheduler.begin_round(rows, self.plan, self.stage.is_planned)
         for row in rows:
             row.wanted = self.scheduler.drafts(row, self.plan, self.stage.is_planned)
         ahead = self.stage.launch()
         due: Launched | None = ahead
-        if self.overlap:
+        if overlap:
             due, self._in_flight = self._in_flight, ahead
         if due is not None:
             self._read(due, due.is_typical and ahead.is_typical)
 
-    def _drain(self) -> None:
-        """Forget a round that was launched ahead of the end."""
-        self._in_flight = None
+    def _change_rows(self) -> None:
+        """Let rows go that have ended and others come, and put back those that there is no room for."""
+        for row in [row for row in self.stage.rows if row.finished]:
+            self.stage.leave(row)
+        self.waiting = deque(row for row in self.waiting if not row.finished)
+        for _ in range(self.stage.admit(self.waiting)):
+            self.waiting.popleft()
+        if self.stage.rows:
+            self.waiting.extendleft(self.stage.reserve())
 
     def _read(self, round_: Launched, is_typical: bool) -> None:
         """Extend the rows of a round.

@@ -38,6 +38,13 @@ class Decided(NamedTuple):
     score: float | None = None  # of the router that let it out, where one was asked
 
 
+class Kept(NamedTuple):
+    """The distribution a token was chosen from, (vocabulary,) in fp32."""
+
+    logits: torch.Tensor
+    scores: torch.Tensor  # after the processors
+
+
 class RoundResult(NamedTuple):
     """The outcome of a round for one row."""
 
@@ -70,6 +77,8 @@ class Row:
     decided: list[Decided] = field(init=False, default_factory=list)
     finished: bool = field(init=False, default=False)
     cut_short: bool = field(init=False, default=False)  # the model's context ended the text
+    kept: dict[int, Kept] = field(init=False, default_factory=dict)  # where asked for, by size of the text before a token
+    removed: bool = field(init=False, default=False)  # before it had ended
     error: Exception | None = field(init=False, default=None)  # that ended the text
 
     def __post_init__(self, seconds: Seconds | None) -> None:

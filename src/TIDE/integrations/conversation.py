@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from TIDE.engine.decoding import Decoding
 from TIDE.engine.engine import TIDE
-from TIDE.engine.round.decoding import Decoding
 from TIDE.engine.runners.snapshot import ModelSnapshot
 
 

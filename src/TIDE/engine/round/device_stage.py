@@ -55,6 +55,12 @@ class DeviceStage:
         self._limits: list[int] = []
 
     @property
+    def may_overlap(self) -> bool:
+        """True if a round may be launched before the one before it is read. In mode "fast" how many tokens may exit depends on
+        how many did."""
+        return self.plan.exact and not self.choice.on_host
+
+    @property
     def rows(self) -> list[Row]:
         """Rows in the stage, those included whose texts have not run yet."""
         return self.seats.rows
@@ -65,12 +71,14 @@ class DeviceStage:
 
     def admit(self, rows: Sequence[Row]) -> int:
         """Let the first of these rows take part as soon as their texts have run, as many as there is room for."""
-        count = self.seats.fitting(rows)
-        if count:
-            with device_errors(), self.runner.grad_off(), self.runner.device_guard():
+        with device_errors(), self.runner.grad_off(), self.runner.device_guard():
+            count = self.seats.fitting(rows)
+            if count:
                 self._catch_up()
                 self.seats.join([rows[place] for place in range(count)])
                 self._compose()
+            elif rows and not self.seats.can_ever_fit(rows[0]):
+                rows[0].fail(ValueError(self.seats.too_long(rows[0])))
         return count
 
     def leave(self, row: Row) -> None:
@@ -86,6 +94,10 @@ class DeviceStage:
         """Give the slots back."""
         with self.runner.grad_off(), self.runner.device_guard():
             self.seats.close()
+
+    def forget(self) -> None:
+        """Give the slots up after an error: what is in them, and in graphs of them, may be half done."""
+        self.seats.forget()
 
     def _catch_up(self) -> None:
         """Feed a memory head, so that rows that move to other slots have nothing waiting."""

@@ -42,6 +42,7 @@ class HostStage:
         sampler: chooses the tokens; the stage tells it which rows there are.
         costs: to record how long passes and exits take.
         most_rows: that are in it at a time.
+        before: a stage whose only row may begin with the text of the first one here, which takes over its K/V then.
 
     Attributes:
         rows: in order of joining. Those that have ended are passed over until they leave.
@@ -49,9 +50,17 @@ class HostStage:
     """
 
     is_planned = False  # scores decide about drafts while a round runs
+    may_overlap = False  # a round is over when `launch` returns
 
     def __init__(
-        self, runner: Runner, plan: Plan, policy: ExitPolicy | None, sampler: Sampler, costs: Costs, most_rows: int
+        self,
+        runner: Runner,
+        plan: Plan,
+        policy: ExitPolicy | None,
+        sampler: Sampler,
+        costs: Costs,
+        most_rows: int,
+        before: HostStage | None = None,
     ) -> None:
         self.runner = runner
         self.plan = plan
@@ -59,6 +68,7 @@ class HostStage:
         self.sampler = sampler
         self.costs = costs
         self.most_rows = most_rows
+        self.before = before
         self.policy = None if policy is None else policy.start(most_rows, runner.head)
         self.segments = self._no_segments()
         self.rows: list[Row] = []
@@ -91,6 +101,9 @@ class HostStage:
             self.joining.append(row)
         self.segments.make_room(max((row.slot + 1 for row in self.rows), default=0))
         self.sampler.serve(self.rows)
+        if self.before is not None:
+            self._reuse_prefix(self.before)
+            self.before = None
 
     def admit(self, rows: Sequence[Row]) -> int:
         """Take in the first of these rows, as many as there is room for; return how many."""
@@ -114,7 +127,7 @@ class HostStage:
             self.segments = self._no_segments()  # a long text has had room that others need not have
         self.sampler.serve(self.rows)
 
-    def reuse_prefix(self, other: HostStage) -> None:
+    def _reuse_prefix(self, other: HostStage) -> None:
         """Take over the K/V of another request of one row whose text begins alike. The other cannot go on then."""
         rows = [*self.rows, *other.rows]
         if other.plan != self.plan or other.source is not self.source or len(self.rows) != 1 or len(other.rows) != 1:

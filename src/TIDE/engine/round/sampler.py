@@ -11,13 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import LogitsProcessorList
 
-from TIDE.engine.row import Draft, Row
+from TIDE.engine.row import Draft, Kept, Row
 from TIDE.engine.runners.patience import saying_what_takes_so_long
 from TIDE.kernels.dispatch import compiled_sampling
 from TIDE.kernels.sampling import NEW, Features, Params, Settings
@@ -32,13 +30,6 @@ NOTHING_LEFT = (
 )
 
 
-class Kept(NamedTuple):
-    """The distribution a token was chosen from, (vocabulary,) in fp32."""
-
-    logits: torch.Tensor
-    scores: torch.Tensor  # after the processors
-
-
 class Sampler:
     """Turns logits into tokens as the rows ask. A row for which no token can be chosen fails, and the others go on.
 
@@ -49,7 +40,6 @@ class Sampler:
 
     def __init__(self, rows: Sequence[Row] = (), device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self.kept: WeakKeyDictionary[Row, dict[int, Kept]] = WeakKeyDictionary()  # then by size of the text before a token
         self.serve(rows)
 
     def serve(self, rows: Sequence[Row]) -> None:
@@ -57,17 +47,6 @@ class Sampler:
         self.rows = list(rows)
         self._known: _Choice | None = None  # by all that kernels know of a row
         self._bare: _Choice | None = None  # by its noise alone
-        for row in rows:
-            if row.sampling.keeps_scores:
-                self.kept.setdefault(row, {})
-
-    def columns_of(self, name: str, rows: Sequence[Row]) -> tuple[torch.Tensor, ...]:
-        """Return (rows, vocabulary) "logits" or "scores" for each column of new tokens; zeros where a row had ended."""
-        new = [[getattr(self.kept[row][size], name) for size in range(row.prompt, len(row.tokens))] for row in rows]
-        nothing = torch.zeros_like(new[0][0])
-        return tuple(
-            torch.stack([own[step] if step < len(own) else nothing for own in new]) for step in range(max(map(len, new)))
-        )
 
     def takes_best_only(self, rows: list[Row]) -> bool:
         """Return True if of the rows' logits nothing but the highest is looked at."""
@@ -153,7 +132,7 @@ class Sampler:
     def _by_own_list(self, row: Row, drafts: int, raw: torch.Tensor) -> int:
         scores = self._processed(row, drafts, raw)
         if row.sampling.keeps_scores:
-            self.kept[row][len(row.tokens) + drafts] = Kept(raw[0].clone(), scores[0].clone())
+            row.kept[len(row.tokens) + drafts] = Kept(raw[0].clone(), scores[0].clone())
         token, best = self._with_noise(row, drafts, scores)
         is_forced = best == math.inf and not row.sampling.params.noise and not bool(scores.isnan().any())
         if not math.isfinite(best) and not is_forced:
@@ -224,6 +203,13 @@ class _Choice:
             at = torch.tensor(new, device=seen.device)
             seen.index_put_((at[:, 0], at[:, 1]), torch.tensor(NEW, dtype=seen.dtype, device=seen.device), accumulate=True)
         return found
+
+
+def columns_of(name: str, rows: Sequence[Row]) -> tuple[torch.Tensor, ...]:
+    """Return (rows, vocabulary) "logits" or "scores" for each column of new tokens; zeros where a row had ended."""
+    new = [[getattr(row.kept[size], name) for size in range(row.prompt, len(row.tokens))] for row in rows]
+    nothing = torch.zeros_like(new[0][0])
+    return tuple(torch.stack([own[step] if step < len(own) else nothing for own in new]) for step in range(max(map(len, new))))
 
 
 def _side_by_side(rows: list[torch.Tensor]) -> torch.Tensor:

@@ -8,6 +8,7 @@ row that joined last has to leave; it is put back and comes again later.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from TIDE.engine.cache.blocks import BLOCK, KVBlocks
 from TIDE.engine.cache.slots import Slots, slots_for
@@ -18,6 +19,7 @@ from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.routing.exits import Exit
 
 AHEAD = 3 * MOST_TOKENS  # positions beyond the text: a round that was launched and the next one may write them
+FIRST_BLOCKS = 17  # of K/V, before they grow
 FIRST_ROOM = 1024  # new tokens that slots have columns for before they are replaced by wider ones
 
 
@@ -32,7 +34,7 @@ class Seats:
         self.runner = runner
         self.exit = exit_
         self.in_blocks = runner.has_compiled_layers  # otherwise there is one row, with all columns of its slot
-        self.most_blocks = runner.most_blocks(runner.store(exit_), cache_gib) if self.in_blocks else 1
+        self.cache_gib = cache_gib
         self.places: dict[int, Row] = {}  # by slot
         self.entering: list[Entering] = []
         self.just_seated = 0
@@ -43,6 +45,11 @@ class Seats:
     def slots(self) -> Slots:
         assert self._slots is not None, "no row has joined"
         return self._slots
+
+    @cached_property
+    def most_blocks(self) -> int:
+        """Blocks that there may be."""
+        return self.runner.most_blocks(self.store, self.cache_gib)
 
     @property
     def store(self) -> KVBlocks:
@@ -123,7 +130,7 @@ class Seats:
             while row in self._blocks and not self._extend(row):
                 newest = next(reversed(self._blocks))
                 if newest is row and len(self._blocks) == 1:
-                    row.fail(MemoryError(self.too_long(row)))
+                    row.fail(ValueError(self.too_long(row)))
                 self.leave(newest)
                 put_back.append(newest)
         return [row for row in put_back if not row.finished]
@@ -143,6 +150,16 @@ class Seats:
         if self._slots is not None:
             self.runner.release(self._slots)
             self._slots = None
+
+    def forget(self) -> None:
+        """Give blocks back, and slots up."""
+        for blocks in self._blocks.values():
+            if self.in_blocks:
+                self.store.give_back(blocks)
+        self._blocks.clear()
+        self.places.clear()
+        self.entering = []
+        self._slots = None
 
     def can_ever_fit(self, row: Row) -> bool:
         """Return True if a row has room where there is no other."""
@@ -170,7 +187,8 @@ class Seats:
 
     def _grow_store(self, count: int) -> None:
         if count > self.store.free:
-            self.runner.grow(self.store, min(self.most_blocks, max(2 * self.store.blocks, self.store.blocks + count)))
+            wanted = max(FIRST_BLOCKS, 2 * self.store.blocks, self.store.blocks + count)
+            self.runner.grow(self.store, min(self.most_blocks, wanted))
 
     def _move(self, rows: int, columns: int) -> None:
         """Have slots for so many rows and columns."""

@@ -18,8 +18,6 @@ from TIDE.engine.runners.passes import PassTokens
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass, dense_tables
 from TIDE.routing.exits import Exit
 
-FIRST_BLOCKS = 17  # of K/V, before they grow
-
 
 class TritonRunner(CompiledRunner, DeviceRunner):
     """Runs layers by Triton kernels.
@@ -56,7 +54,7 @@ class TritonRunner(CompiledRunner, DeviceRunner):
     def make_store(self, exit_: Exit | None) -> KVBlocks:
         parts = [layer.attention for layer in self.layers]
         shapes = [KVShape(len(own.k) // own.head_dim, own.head_dim, own.head_dim) for own in parts]
-        return KVBlocks(parts[0].q[0], shapes, FIRST_BLOCKS, BLOCK, memory_head(exit_))
+        return KVBlocks(parts[0].q[0], shapes, 2, BLOCK, memory_head(exit_))
 
     def make_slots(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
         store = self.store(exit_)

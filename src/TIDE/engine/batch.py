@@ -1,0 +1,233 @@
+"""A batch: rows that are decoded together, whenever they come and however different they are.
+
+    add         from any thread; rows wait for the next step
+    step        every group of rows gets a round: rows by one plan, in whole rounds on the device if their runner can do that,
+                otherwise on the host
+    remove      from any thread
+
+On a GPU kernels are compiled when they are first used, which takes seconds. So the first prompts of an engine run before they
+are, their first tokens are shown, and then the runner is checked. If the device refuses, its rows go on on the host; later ones
+are decoded there too. If a step is broken off, rows go on from their texts as they are: nothing of them is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from TIDE.engine.loop import Loop
+from TIDE.engine.plan import Plan
+from TIDE.engine.round.device_drafter import why_not_planned
+from TIDE.engine.round.device_stage import DeviceStage
+from TIDE.engine.round.host_stage import HostStage
+from TIDE.engine.round.sampler import Sampler
+from TIDE.engine.row import Row
+from TIDE.engine.runners.base import Runner
+from TIDE.engine.runners.device import DeviceError, DeviceRunner
+from TIDE.engine.runners.select import checked
+from TIDE.engine.schedule.scheduler import Scheduler
+from TIDE.routing.policy import ExitPolicy
+
+logger = logging.getLogger(__name__)
+
+
+class Asked(NamedTuple):
+    """A row and how it is decoded."""
+
+    row: Row
+    plan: Plan
+    policy: ExitPolicy | None
+
+
+class Group(NamedTuple):
+    """Rows by one plan in one place."""
+
+    loop: Loop
+    stage: HostStage | DeviceStage
+    plan: Plan
+    policy: ExitPolicy | None
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.stage.is_planned
+
+
+class Batch:
+    """Rows that are decoded together.
+
+    Args:
+        device: where processors expect ids and scores.
+        replace_runner: called with the runner that takes the place of one that was checked and found wanting.
+        most_rows: on the host at a time, if no more are added at once.
+
+    Attributes:
+        host: the stage on the host that was made last, if there was one.
+        reason: why rows were decoded on the host; None: none was.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        device: torch.device,
+        replace_runner: Callable[[Runner], None],
+        most_rows: int = 1,
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.device = device
+        self.replace_runner = replace_runner
+        self.most_rows = most_rows
+        self.host: HostStage | None = None
+        self.before: HostStage | None = None  # whose only row begins with a text like that of ours
+        self.reason: str | None = None
+        self._has_shown = False  # first tokens
+        self._added: deque[Asked] = deque()
+        self._groups: list[Group] = []
+        self._host_only: dict[Row, str] = {}  # rows that a device had no memory for
+        self._lock = threading.Lock()  # of `_added`
+        self._stepping = threading.Lock()
+
+    @property
+    def rows(self) -> list[Row]:
+        """Rows that have not ended."""
+        with self._lock:
+            added = [asked.row for asked in self._added if not asked.row.finished]
+        return [*(row for group in self._groups for row in group.loop.rows), *added]
+
+    def add(self, rows: Sequence[Row], plan: Plan, policy: ExitPolicy | None) -> None:
+        """Decode rows from the next step on."""
+        with self._lock:
+            self._added += [Asked(row, plan, policy) for row in rows]
+
+    def step(self) -> list[Row]:
+        """Give every row a round; return those that got tokens or ended."""
+        with self._stepping:
+            if not self.runner.is_checked and self._has_shown:
+                self._check()
+            self._take_in()
+            sizes = {row: len(row.tokens) for group in self._groups for row in group.loop.rows}
+            for group in list(self._groups):
+                self._step(group)
+            return [row for row, size in sizes.items() if row.finished or len(row.tokens) > size]
+
+    def close(self) -> None:
+        """Give everything back that rows have on a device. What the host has stays, for a text that begins alike."""
+        for group in self._groups:
+            if isinstance(group.stage, DeviceStage):
+                group.stage.close()
+        self._groups = []
+
+    # ---- where rows are decoded ----------------------------------------------------------------------------------------------
+
+    def why_not(self, asked: Asked, together: int = 1) -> str | None:
+        """Return why a row cannot be decoded in whole rounds, with so many in all; None: it can."""
+        row, plan, policy = asked
+        found = self._host_only.get(row) or self.runner.why_not(row) or why_not_planned(plan, policy)
+        if found is None and not plan.exact and len(plan.spans) > 1:
+            found = _why_not_final(row, policy)
+        if found is None and isinstance(self.runner, DeviceRunner) and together > self.runner.most_rows == 1:
+            return "its modules run whole rounds for one row at a time"
+        return found
+
+    def _take_in(self) -> None:
+        """Put rows that were added where they are decoded."""
+        with self._lock:
+            added = [asked for asked in self._added if not asked.row.finished]
+            self._added.clear()
+        together = len(added) + sum(len(group.loop.rows) for group in self._groups)
+        for asked in added:
+            if asked.row.budget is None and not asked.row.scores:
+                self.scheduler.admit(asked.row, asked.plan)
+            reason = self.why_not(asked, together) if self.runner.is_checked else "the runner is not checked yet"
+            self.reason = reason if self.runner.is_checked else None
+            self._group(asked, on_device=reason is None, rows=together).loop.add([asked.row])
+
+    def _group(self, asked: Asked, on_device: bool, rows: int) -> Group:
+        """Return the rows that a row is decoded with."""
+        for group in self._groups:
+            if group.is_on_device == on_device and group.policy is asked.policy and group.plan == asked.plan:
+                return group
+        sampler = Sampler(device=self.device)
+        stage: HostStage | DeviceStage
+        if on_device:
+            assert isinstance(self.runner, DeviceRunner)
+            stage = DeviceStage(self.runner, asked.plan, asked.policy, sampler)
+        else:
+            costs, most = self.scheduler.costs, max(rows, self.most_rows)
+            stage = self.host = HostStage(self.runner, asked.plan, asked.policy, sampler, costs, most, self.before)
+        group = Group(Loop(stage, asked.plan, self.scheduler, overlap=on_device), stage, asked.plan, asked.policy)
+        self._groups.append(group)
+        return group
+
+    # ---- a step --------------------------------------------------------------------------------------------------------------
+
+    def _step(self, group: Group) -> None:
+        rows = group.loop.rows
+        try:
+            group.loop.step()
+        except torch.OutOfMemoryError as problem:
+            if not group.is_on_device:
+                raise
+            reason = f"there is no memory for {len(rows)} rows"
+            logger.warning("these rows are not decoded in rounds: %s. Ask for fewer new tokens or rows.", reason)
+            self._host_only |= dict.fromkeys(rows, f"{reason}: {problem}")
+            self._again(group)
+        except DeviceError as problem:
+            assert isinstance(self.runner, DeviceRunner)
+            self.runner.failed = str(problem)
+            logger.warning("%s is not decoded in rounds: %s", type(self.runner.adapter.model).__name__, problem)
+            self._again(group)
+        except BaseException:
+            self._again(group)
+            raise
+        else:
+            self._has_shown = True
+            if not group.loop.rows:
+                self._let_go(group)
+
+    def _again(self, group: Group) -> None:
+        """Let the rows of a group start over from their texts."""
+        rows = group.loop.rows
+        self._groups.remove(group)
+        if isinstance(group.stage, DeviceStage):
+            group.stage.forget()
+        for row in rows:
+            row.drafts = []
+            row.exits_in_a_row = 0
+        with self._lock:
+            self._added.extendleft(Asked(row, group.plan, group.policy) for row in reversed(rows))
+
+    def _let_go(self, group: Group) -> None:
+        """Give up a group without rows."""
+        self._groups.remove(group)
+        if isinstance(group.stage, DeviceStage):
+            group.stage.close()
+
+    def _check(self) -> None:
+        """Check the runner, now that first tokens were shown; rows then go on where they are decoded best."""
+        self.runner = checked(self.runner)
+        self.replace_runner(self.runner)
+        for group in list(self._groups):
+            rows, together = group.loop.rows, len(self.rows)
+            if any(self.why_not(Asked(row, group.plan, group.policy), together) is None for row in rows):
+                self._again(group)
+            elif isinstance(group.stage, HostStage):
+                self.reason = self.why_not(Asked(rows[0], group.plan, group.policy), together)
+                group.stage.change_runner(self.runner)
+
+
+def _why_not_final(row: Row, policy: ExitPolicy | None) -> str | None:
+    """Return why exits cannot have the last word in whole rounds, as they do in mode fast."""
+    own = row.sampling
+    if own.custom:
+        return f"in mode fast what leaves early has to pass {', '.join(sorted(own.custom))} on the host"
+    features = own.params.features
+    if getattr(policy, "vocabulary", None) is not None and (features.bias or features.rules):
+        return "in mode fast its draft vocabulary may have none of the tokens that are allowed"
+    return None
