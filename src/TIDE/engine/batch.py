@@ -217,7 +217,7 @@ class Batch:
             rows, together = group.loop.rows, len(self.rows)
             if any(self.why_not(Asked(row, group.plan, group.policy), together) is None for row in rows):
                 self._again(group)
-            elif isinstance(group.stage, HostStage):
+            elif rows and isinstance(group.stage, HostStage):
                 self.reason = self.why_not(Asked(rows[0], group.plan, group.policy), together)
                 group.stage.change_runner(self.runner)
 

@@ -208,7 +208,7 @@ class Slots:
 
     def take_over(self, other: Slots, places: list[int]) -> None:
         """Go on with rows of other slots, which are given in the order they have here."""
-        at, count = torch.tensor(places, device=self.tables.device), len(places)
+        at, count = torch.tensor(places, dtype=torch.long, device=self.tables.device), len(places)
         width = min(self.tables.shape[1], other.tables.shape[1])
         self.tables.fill_(NOBODY)
         self.tables[:count, :width] = other.tables[at, :width]

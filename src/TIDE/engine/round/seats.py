@@ -183,7 +183,7 @@ class Seats:
         return self.store.needed(row.size + AHEAD) if self.in_blocks else 1
 
     def _can_have(self, count: int) -> bool:
-        return count <= self.store.free + max(0, self.most_blocks - self.store.blocks)
+        return count <= self.store.free + self.most_blocks - self.store.blocks
 
     def _grow_store(self, count: int) -> None:
         if count > self.store.free:

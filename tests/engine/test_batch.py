@@ -1,0 +1,352 @@
+"""Rows that come and go in an engine's batch, and each writes what it writes alone.
+
+On a device, with the references in place of kernels, K/V are in blocks: when they run out the newest row is put back and
+computed again.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers import LogitsProcessor, StoppingCriteria
+
+import TIDE
+from families import VOCAB, build
+from properties import examples
+from router_files import a_file
+from runners import Recording, on_references
+from TIDE.config import TIDEConfig
+from TIDE.engine.cache.blocks import BLOCK
+from TIDE.engine.cache.slots import Prompts
+from TIDE.engine.round.device_drafter import exit_of
+from TIDE.engine.round.device_stage import DeviceStage
+from TIDE.engine.round.host_stage import HostStage
+from TIDE.engine.round.seats import AHEAD, Seats
+
+LENGTH = dict(eos_token_id=None, pad_token_id=0)
+
+
+class Doubled(LogitsProcessor):
+    """Kernels do not know it, so it runs on the host."""
+
+    def __call__(self, input_ids, scores):
+        return scores * 2
+
+
+KINDS = {
+    "greedy": dict(do_sample=False),
+    "sampled": dict(do_sample=True, temperature=0.8, top_k=20),
+    "penalised": dict(do_sample=True, repetition_penalty=1.5, frequency_penalty=0.5),
+    "processed": dict(do_sample=True, logits_processor=[Doubled()]),
+}
+
+
+class Text(NamedTuple):
+    """A prompt, how it is continued, and when."""
+
+    prompt: int  # tokens
+    new: int
+    kind: str
+    arrives: int = 0  # after so many steps
+    leaves: int | None = None  # so many steps later, ended or not
+
+    @property
+    def ids(self) -> torch.Tensor:
+        return torch.randint(3, VOCAB, (1, self.prompt), generator=torch.Generator().manual_seed(self.prompt))
+
+    @property
+    def options(self) -> dict:
+        seed = {} if self.kind == "greedy" else {"seed": 7 * self.prompt}
+        return dict(KINDS[self.kind], max_new_tokens=self.new, **LENGTH, **seed)
+
+
+@functools.cache
+def model():
+    return build("llama")
+
+
+@functools.cache
+def exits(strategy: str, depth: int):
+    with TIDE.TIDE(model()) as engine:
+        return a_file(model(), strategy, (depth,), 0.0).policy(engine.adapter)
+
+
+@functools.cache
+def an_engine(strategy: str | None, depth: int) -> TIDE.TIDE:
+    """An engine that has answered before."""
+    own = build("llama")
+    with TIDE.TIDE(own) as engine:
+        policy = None if strategy is None else a_file(own, strategy, (depth,), 0.0).policy(engine.adapter)
+    engine = on_references(TIDE.TIDE(own, policy))
+    engine.generate(torch.tensor([[5, 6]]), max_new_tokens=4, do_sample=False, **LENGTH)
+    return engine
+
+
+@functools.cache
+def another_engine() -> TIDE.TIDE:
+    return on_references(TIDE.TIDE(build("llama")))
+
+
+@functools.cache
+def alone(prompt: int, new: int, kind: str) -> list[int]:
+    """What a row writes by itself, with exits off."""
+    text = Text(prompt, new, kind)
+    return another_engine().generate(text.ids, **text.options)[0].tolist()
+
+
+def gib_of(engine: TIDE.TIDE, blocks: int) -> float:
+    exit_ = None if engine.policy is None else exit_of(engine.plan, engine.policy)
+    return blocks * engine.runner.store(exit_).block_bytes / 2**30
+
+
+def decoded(engine: TIDE.TIDE, texts: list[Text], **how) -> list[list[int]]:
+    """Add texts when they arrive, take them out when they leave, and return what was written."""
+    rows, step = {}, 0
+    while len(rows) < len(texts) or not all(row.finished for row in rows.values()):
+        for index, text in enumerate(texts):
+            if text.arrives == step:
+                rows[index] = engine.add(text.ids.to(engine.model.device), **text.options, **how)
+            if text.leaves is not None and text.arrives + text.leaves == step:
+                engine.remove(rows[index])
+        engine.step()
+        step += 1
+        assert step < 1000, "rows do not get on"
+    assert [row.error for row in rows.values()] == [None] * len(rows)
+    return [rows[index].tokens for index in range(len(texts))]
+
+
+def check(texts: list[Text], found: list[list[int]]) -> None:
+    for text, own in zip(texts, found, strict=True):
+        expected = alone(text.prompt, text.new, text.kind)
+        assert own == expected if text.leaves is None else own == expected[: len(own)]
+
+
+texts_of = st.lists(
+    st.builds(
+        Text,
+        prompt=st.sampled_from([1, 2, 9, 15, 16, 17, 40, 63, 64, 65, 100]),
+        new=st.sampled_from([1, 4, 9, 14]),
+        kind=st.sampled_from(list(KINDS)),
+        arrives=st.integers(0, 8),
+        leaves=st.none() | st.integers(1, 9),
+    ),
+    min_size=1,
+    max_size=6,
+)
+MANY = [Text(60 + index, 14, kind, index // 2) for index, kind in enumerate([*KINDS, *KINDS])]
+
+
+@pytest.mark.parametrize(("strategy", "depth"), [(None, 0), ("memory", 0), ("memory", 2), ("lens", 2)])
+@examples(75)
+@given(texts=texts_of, drafts=st.integers(0, 5), blocks=st.sampled_from([5, 7, 12, 100]))
+@example(texts=MANY, drafts=2, blocks=7)
+@example(texts=MANY, drafts=0, blocks=100)
+def test_a_row_among_others_writes_what_it_writes_alone(strategy, depth, texts, drafts, blocks):
+    engine = an_engine(strategy, depth)
+    engine.scheduler, engine._batch = Recording(then=drafts), None
+    found = decoded(engine, texts, config=TIDEConfig(cache_gib=gib_of(engine, blocks), max_pending=7))
+    check(texts, found)
+    for _, store in engine.runner._stores:
+        assert store.free == store.blocks - 1  # every block was given back
+
+
+@pytest.mark.parametrize("strategy", [None, "memory"])
+def test_rows_are_put_back_when_blocks_run_out(strategy, monkeypatch):
+    put_back, reserve = Counter(), Seats.reserve
+
+    def noting(self):
+        found = reserve(self)
+        put_back.update(found)
+        return found
+
+    monkeypatch.setattr(Seats, "reserve", noting)
+    texts = [Text(10, 90, "greedy"), Text(11, 90, "sampled"), Text(12, 90, "penalised")]
+    with on_references(TIDE.TIDE(model(), None if strategy is None else exits(strategy, 0))) as engine:
+        engine.scheduler = Recording(then=2)
+        check(texts, decoded(engine, texts, config=TIDEConfig(cache_gib=gib_of(engine, 7), max_pending=7)))
+    assert put_back
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_mode_fast_a_row_leaves_where_it_leaves_alone(kind):
+    config = TIDEConfig(mode="fast", exit_threshold=0.0, max_pending=3, max_exit_share=0.6)
+    texts = [Text(prompt, 14, kind, arrives) for prompt, arrives in ((9, 0), (30, 1), (64, 1), (17, 4))]
+    with on_references(TIDE.TIDE(model(), exits("memory", 2), config)) as engine:
+        expected = [engine.generate(text.ids, **text.options)[0].tolist() for text in texts]
+        assert engine.last_stats.exited_tokens
+        assert decoded(engine, texts) == expected
+
+
+def test_modes_and_thresholds_are_those_of_each_row():
+    fast = TIDEConfig(mode="fast", exit_threshold=0.0, max_pending=3, max_exit_share=0.6)
+    text = Text(20, 14, "greedy")
+    with on_references(TIDE.TIDE(model(), exits("memory", 2))) as engine:
+        with engine.using(fast):
+            expected = engine.generate(text.ids, **text.options)[0].tolist()
+        rows = [
+            engine.add(text.ids, **text.options),
+            engine.add(text.ids, config=fast, **text.options),
+            engine.add(text.ids, exits=False, **text.options),
+        ]
+        while any(not row.finished for row in rows):
+            engine.step()
+    assert rows[0].tokens == rows[2].tokens == alone(*text[:3])
+    assert rows[1].tokens == expected and rows[1].stats.exited_tokens and not rows[2].stats.drafted
+
+
+@pytest.mark.parametrize("place", [on_references, lambda engine: engine])
+def test_rows_are_reported_when_they_get_tokens_or_end(place):
+    with place(TIDE.TIDE(model())) as engine:
+        assert engine.step() == []
+        first = engine.add(Text(9, 3, "greedy").ids, max_new_tokens=3, do_sample=False, **LENGTH)
+        changed = [engine.step() for _ in range(12)]
+        assert [first] in changed and changed[-1] == [] and first.finished
+        assert len(first.new_tokens) == 3 == first.stats.total_tokens == engine.total_stats.total_tokens
+
+
+@pytest.mark.parametrize("place", [on_references, lambda engine: engine])
+def test_an_error_in_one_row_is_that_rows_alone(place):
+    class Breaks(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            if input_ids.shape[1] > 20:
+                raise KeyError("no such token")
+            return scores
+
+    class Stops(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            raise ZeroDivisionError("never")
+
+    text = Text(16, 14, "greedy")
+    with place(TIDE.TIDE(model())) as engine:
+        good = [engine.add(text.ids, **text.options) for _ in range(2)]
+        broken = engine.add(text.ids, **dict(text.options, logits_processor=[Breaks()]))
+        stopped = engine.add(text.ids, **dict(text.options, stopping_criteria=[Stops()]))
+        while any(not row.finished for row in (*good, broken, stopped)):
+            engine.step()
+        assert [row.tokens for row in good] == [alone(*text[:3])] * 2
+        assert isinstance(broken.error, KeyError) and broken.tokens == alone(*text[:3])[: len(broken.tokens)]
+        assert isinstance(stopped.error, ZeroDivisionError)
+        assert engine.generate(text.ids, **text.options)[0].tolist() == alone(*text[:3])
+
+
+def test_a_prompt_that_can_never_fit_is_refused_and_others_go_on():
+    long, short = Text(400, 4, "greedy"), Text(9, 4, "greedy")
+    with on_references(TIDE.TIDE(model())) as engine:
+        config = TIDEConfig(cache_gib=gib_of(engine, 4))
+        engine.generate(short.ids, **short.options)  # so that the runner is checked
+        rows = [engine.add(text.ids, config=config, **text.options) for text in (long, short)]
+        while any(not row.finished for row in rows):
+            engine.step()
+        assert isinstance(rows[0].error, ValueError) and "cache_gib" in str(rows[0].error)
+        assert rows[1].tokens == alone(*short[:3])
+        with engine.using(config), pytest.raises(ValueError, match="needs more K/V"):
+            engine.generate(long.ids, **long.options)
+
+
+@pytest.mark.parametrize("place", [on_references, lambda engine: engine])
+def test_rows_are_removed_once(place):
+    text = Text(9, 40, "greedy")
+    with place(TIDE.TIDE(model())) as engine:
+        row, other = (engine.add(text.ids, **text.options) for _ in range(2))
+        for _ in range(6):
+            engine.step()
+        engine.remove(row)
+        with pytest.raises(ValueError, match="removed before"):
+            engine.remove(row)
+        written = list(row.tokens)
+        while not other.finished:
+            engine.step()
+        assert row.tokens == written and other.tokens == alone(*text[:3])
+        engine.remove(other)  # it has ended: nothing happens
+        assert not other.removed
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        engine.add(text.ids, **text.options)
+
+
+@pytest.mark.parametrize("place", [on_references, lambda engine: engine])
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_step_that_is_broken_off_loses_nothing(place, at, monkeypatch):
+    text = Text(20, 14, "sampled")
+    with place(TIDE.TIDE(model())) as engine:
+        rows = [engine.add(text.ids, **text.options) for _ in range(2)]
+        for _ in range(at):
+            engine.step()
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(HostStage, "sample", interrupted)
+            patch.setattr(DeviceStage, "sample", interrupted)
+            engine.step()
+        while any(not row.finished for row in rows):
+            engine.step()
+        assert [row.tokens for row in rows] == [alone(*text[:3])] * 2
+
+
+def test_threads_hand_rows_over():
+    """One thread decodes, others add and remove."""
+    texts = [Text(5 + index, 6, kind) for index, kind in enumerate([*KINDS] * 3)]
+    rows, done = {}, threading.Event()
+
+    def ask(engine, own):
+        for text in own:
+            rows[text] = engine.add(text.ids, **text.options)
+            engine.remove(engine.add(text.ids, **text.options))
+
+    with on_references(TIDE.TIDE(model())) as engine:
+
+        def serve():
+            while not done.is_set() or engine._batch.rows:
+                engine.step()
+
+        engine.step()
+        server = threading.Thread(target=serve)
+        clients = [threading.Thread(target=ask, args=(engine, texts[number::3])) for number in range(3)]
+        for thread in (server, *clients):
+            thread.start()
+        for thread in clients:
+            thread.join(60)
+        done.set()
+        server.join(60)
+    assert not server.is_alive() and len(rows) == len(texts)
+    check(texts, [rows[text].tokens for text in texts])
+
+
+def test_hundreds_of_requests_through_few_blocks():
+    """No row is lost, texts are right, and what rows had is free again; memory does not grow with requests."""
+    generator = torch.Generator().manual_seed(0)
+    number = functools.partial(torch.randint, size=(1,), generator=generator)
+    texts = [
+        Text(int(number(1, 90)), int(number(1, 9)), list(KINDS)[int(number(0, 3))], int(number(0, 60))) for _ in range(120)
+    ]
+    with on_references(TIDE.TIDE(model())) as engine:
+        found = decoded(engine, texts, config=TIDEConfig(cache_gib=gib_of(engine, 20)))
+        check(texts, found)
+        store = engine.runner.store(None)
+        assert store.blocks <= 20 and store.free == store.blocks - 1
+
+
+@pytest.mark.parametrize("lengths", [(5, 50), (30, 300, 90, 200, 31, 299, 64, 128), (1, 10)])
+def test_prompts_that_differ_tenfold_have_hardly_any_padding(lengths, monkeypatch):
+    computed, write = [], Prompts.write
+    monkeypatch.setattr(Prompts, "write", lambda self, given: (computed.append(write(self, given)), computed[-1])[1])
+    with on_references(TIDE.TIDE(model())) as engine:
+        engine.generate(Text(3, 4, "greedy").ids, **Text(3, 4, "greedy").options)
+        computed.clear()
+        for length in lengths:
+            engine.add(Text(length, 2, "greedy").ids, **Text(length, 2, "greedy").options)
+        while engine._batch.rows:
+            engine.step()
+    assert sum(computed) - sum(length - 1 for length in lengths) < 16
+
+
+def test_a_row_needs_few_blocks():
+    assert AHEAD <= BLOCK

@@ -1,0 +1,96 @@
+"""Rows together on a GPU: each has the bits it has alone, whenever it joins. Skipped without one.
+
+PYTHONPATH=src:tests:tests/engine python -m pytest -o addopts="" tests/gpu
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from test_batch import KINDS, Text, decoded, gib_of
+from test_on_gpu import with_exit
+
+import TIDE
+from families import build
+from runners import Recording
+from TIDE.config import TIDEConfig
+from TIDE.engine.round.device_stage import DeviceStage
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture
+def scores(monkeypatch):
+    """The full model's best score at every position of every row, as rounds find them; without graphs, to look inside."""
+    found, accept = defaultdict(dict), DeviceStage.accept
+
+    def noting(self, drafted):
+        starts, best = self.slots.starts.tolist(), self.slots.best.tolist()
+        accept(self, drafted)
+        for row in self.seats.running:
+            accepted = int(self.slots.result[row.slot, 0])
+            for step in range(accepted + 1):
+                found[tuple(row.tokens[: row.prompt]), row.sampling.seed][starts[step][row.slot]] = best[step][row.slot]
+
+    monkeypatch.setenv("TIDE_NO_GRAPHS", "1")
+    monkeypatch.setattr(DeviceStage, "accept", noting)
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("depth", "strategy"), [(None, None), (0, "memory"), (2, "lens")])
+def test_a_row_has_the_bits_it_has_alone(dtype, depth, strategy, scores):
+    """In a batch of 64, joined late, put back and computed again, with drafts or without."""
+    model = build("llama").to("cuda", dtype)
+    policy = None if depth is None else with_exit(model, depth, strategy)
+    kinds = [kind for kind in KINDS if kind != "processed"]
+    texts = [Text(4 + 3 * index, 24, kinds[index % 3], arrives=index // 20) for index in range(64)]
+    expected, alone = [], {}
+    with TIDE.TIDE(model) as engine:
+        engine.generate(texts[0].ids.cuda(), **texts[0].options)
+        scores.clear()
+        for text in texts:
+            expected.append(engine.generate(text.ids.cuda(), **text.options)[0].tolist())
+        assert engine.runner.name == "triton"
+        alone |= scores
+    with TIDE.TIDE(model, policy) as engine:
+        engine.generate(texts[0].ids.cuda(), **texts[0].options)
+        for blocks, drafts in ((10000, 0), (10000, 3), (100, 2)):
+            scores.clear()
+            engine.scheduler = Recording(then=drafts)
+            config = TIDEConfig(cache_gib=gib_of(engine, blocks), max_pending=7)
+            assert decoded(engine, [text._replace() for text in texts], config=config) == expected, (blocks, drafts)
+            for key, own in scores.items():
+                for position, score in own.items():
+                    assert score == alone[key].get(position, score), (blocks, drafts, position)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_in_graphs_write_what_they_write_alone(dtype):
+    model = build("llama").to("cuda", dtype)
+    policy = with_exit(model, 0, "memory")
+    texts = [Text(5 + 7 * index, 30, list(KINDS)[index % 4], arrives=index % 5) for index in range(24)]
+    with TIDE.TIDE(model, policy) as engine:
+        expected = [engine.generate(text.ids.cuda(), **text.options)[0].tolist() for text in texts]
+        for drafts in (0, 2, 3):
+            engine.scheduler = Recording(then=drafts)
+            assert decoded(engine, texts) == expected
+            assert engine.without_graphs is None
+
+
+@pytest.mark.parametrize("prompt", [700, 1300])
+def test_long_prompts_go_through_modules_into_blocks(prompt):
+    model = build("llama", max_position_embeddings=2048).cuda()
+    text = Text(prompt, 30, "greedy")
+    with TIDE.TIDE(model, with_exit(model, 0, "memory")) as engine:
+        expected = model.generate(text.ids.cuda(), **text.options)
+        for _ in range(3):
+            assert torch.equal(engine.generate(text.ids.cuda(), **text.options), expected)
+        rows = [engine.add(text.ids.cuda(), **text.options) for _ in range(3)]
+        while any(not row.finished for row in rows):
+            engine.step()
+        assert all(row.tokens == expected[0].tolist() for row in rows)
