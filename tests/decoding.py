@@ -42,6 +42,7 @@ def decode(model, policy, ids, new_tokens: int, **config) -> HostStage:
     for row in rows:
         scheduler.admit(row, plan)
     stage = HostStage(ModuleRunner(adapter), plan, policy, Sampler(), scheduler.costs, len(rows))
+    stage.leave = lambda row: None  # K/V of rows that have ended are looked at
     loop = Loop(stage, plan, scheduler)
     loop.add(rows)
     for _ in loop.run():

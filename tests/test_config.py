@@ -97,6 +97,7 @@ def test_what_is_saved_is_loaded(tmp_path, name):
         router_bottleneck_dim=64,
         exit_strategy="lens",
         kv_cache_strategy="propagate",
+        cache_gib=1.5,
         compaction_threshold=0.5,
         max_pending=6,
         max_exit_share=0.5,

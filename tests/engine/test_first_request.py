@@ -85,10 +85,10 @@ def test_low_scores_shorten_rounds_before_drafts_are_rejected():
         length.begin(row)
         for _ in range(40):
             drafts = length.choose([row], 7)
-            result = RoundResult([], drafts, drafts, scores=[0.9] * drafts)
+            result = RoundResult([], drafts, drafts, scores=[0.9] * drafts, made=drafts)
             length.saw(row, Launched(list, drafts), result, 1 + drafts / 10)
         for _ in range(10):
-            length.saw(row, Launched(list, 4), RoundResult([], 4, 4, scores=[score] * 4), 1.4)
+            length.saw(row, Launched(list, 4), RoundResult([], 4, 4, scores=[score] * 4, made=4), 1.4)
         return length.choose([row], 7)
 
     assert after(0.9) == 7

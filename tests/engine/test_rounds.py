@@ -375,7 +375,7 @@ def a_text(length):
 
 
 def record(length, row, drafts, accepted, seconds):
-    length.saw(row, Launched(list, drafts), RoundResult([], drafts, min(drafts, accepted)), seconds)
+    length.saw(row, Launched(list, drafts), RoundResult([], drafts, min(drafts, accepted), made=drafts), seconds)
 
 
 def lengths_after(accepted, seconds, rounds=60):

@@ -227,13 +227,11 @@ class TIDE:
             `row.new_tokens` grows from step to step until `row.finished`. Where something of its own went wrong, `row.error`
             says what. `row.stats` counts.
         """
-        began = time.perf_counter()
         with self._adding:
             request = self._prepare(inputs, generation_config, options)
             if len(request.padding) != 1:
                 raise ValueError(f"add takes one prompt, found {len(request.padding)}. Call it once for each.")
             (row,) = request.rows(self.adapter.num_layers, self._context)
-            row.stats.seconds.whole = time.perf_counter() - began
             policy = self.policy if exits else None
             is_own = config is not None or policy is not self.policy
             plan = make_plan(config or self.config, policy, self.adapter) if is_own else self.plan

@@ -53,6 +53,7 @@ class RoundResult(NamedTuple):
     accepted: int = 0
     first_step: int = 1  # number of the first token since the full model's last one
     scores: Sequence[float] = ()  # of the drafts that were verified, where routers gave any
+    made: int = 0  # drafts, those included whose scores were too low
 
 
 @dataclass(eq=False)
@@ -127,6 +128,8 @@ class Row:
 
     def extend(self, round_: RoundResult) -> int:
         """Append final tokens up to the end of the text and count what the round did; return how many were appended."""
+        if not round_.drafted:
+            return self._append(round_.tokens, round_.first_step)
         drafted = min(round_.drafted, self.stop.room(self))
         kept = self._append(round_.tokens, round_.first_step)
         if self.finished:

@@ -183,22 +183,25 @@ class DeviceStage:
             event = torch.cuda.Event()
             event.record()
         self._launched += 1
-        places = [row.slot for row in rows]
+        places, made = [row.slot for row in rows], [min(drafts, row.wanted or 0) for row in rows]
 
         def results() -> list[tuple[Row, RoundResult]]:
             if event is not None:
                 with device_errors():
                     event.synchronize()
             fields = copy.tolist()
-            going = [(row, fields[place]) for row, place in zip(rows, places, strict=True) if not row.finished]
-            for row, _ in going:
+            found = []
+            for row, place, count in zip(rows, places, made, strict=True):
+                if row.finished:
+                    continue
                 row.stats.catch_ups += bool(drafts)
-            found = [(row, self._result(row, own)) for row, own in going]
-            return [(row, result) for row, result in found if result is not None]
+                if (result := self._result(row, fields[place], count)) is not None:
+                    found.append((row, result))
+            return found
 
         return Launched(results, drafts, is_prefill, is_typical, self.slots.rows)
 
-    def _result(self, row: Row, fields: list[float]) -> RoundResult | None:
+    def _result(self, row: Row, fields: list[float], made: int) -> RoundResult | None:
         """Return the outcome of a round for a row; None: it failed."""
         accepted, drafted = int(fields[ACCEPTED]), int(fields[DRAFTED])
         if accepted < 0:
@@ -207,7 +210,7 @@ class DeviceStage:
         scores = fields[SCORES : SCORES + drafted]
         drafts = [Draft(int(fields[TOKENS + i]), self.depth, scores[i]) for i in range(accepted)]
         full = Draft(int(fields[TOKENS + accepted]), self.runner.num_layers)
-        return RoundResult([*drafts, full], drafted, accepted, scores=scores)
+        return RoundResult([*drafts, full], drafted, accepted, scores=scores, made=made)
 
     # ---- the parts of a round: what a graph captures ------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from TIDE.routing.exits import Exit
 
 AHEAD = 3 * MOST_TOKENS  # positions beyond the text: a round that was launched and the next one may write them
 FIRST_BLOCKS = 17  # of K/V, before they grow
+FEW = 8  # slots
 FIRST_ROOM = 1024  # new tokens that slots have columns for before they are replaced by wider ones
 
 
@@ -69,8 +70,8 @@ class Seats:
 
     @property
     def is_wide(self) -> bool:
-        """True if half of the slots would do."""
-        return 2 * len(self._blocks) <= self.slots.rows
+        """True if half of the slots would do. A few are as quick as one, and graphs for others take time to make."""
+        return FEW < self.slots.rows >= 2 * len(self._blocks)
 
     def fitting(self, rows: Sequence[Row]) -> int:
         """Return how many of these rows, from the first on, can join now.
@@ -194,6 +195,8 @@ class Seats:
         """Have slots for so many rows and columns."""
         old = self._slots
         rows = slots_for(rows)
+        if old is not None and rows < old.rows <= FEW:
+            rows = old.rows
         if old is not None and old.rows == rows and old.columns >= columns:
             return
         new = self._slots = self.runner.acquire(rows, columns, self.exit)

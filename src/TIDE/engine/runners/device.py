@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 COLUMNS = 1024  # slots have so many, or twice as many, and so on
-MARGIN = 0.1  # of a device's memory, that K/V leave free
+MARGIN = 0.1  # of a device's memory, that K/V leave free; half of it where less than that is free
 MOST_BLOCKS = 1 << 20
 
 
@@ -140,9 +140,9 @@ class DeviceRunner(Runner):
         if cache_gib is not None:
             free = cache_gib * 2**30 - others
         elif self.device.type == "cuda":
-            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             free, whole = torch.cuda.mem_get_info(self.device)
-            free += unused + store.block_bytes * store.blocks - MARGIN * whole
+            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            free = max(free - MARGIN * whole, free / 2) + store.block_bytes * store.blocks
         else:
             return MOST_BLOCKS
         return max(2, min(MOST_BLOCKS, int(free // store.block_bytes)))

@@ -1,12 +1,13 @@
 """The number of drafts of a round that is launched as a whole, as on a GPU, before any of its scores is known.
 
-    tokens of a round with k drafts   1 + a1 + a1·a2 + … + a1·…·ak        a: probability that a draft is accepted, by number
-    seconds of it                     measured
+    tokens of a row with k drafts     1 + a1 + a1·a2 + … + a1·…·ak        a: probability that a draft is accepted, by number
+    seconds of the round              measured, for so many slots and drafts
 
-The k with the most tokens per second is taken. If that is 0, a rest follows, and a round with the fewest drafts tries again.
+The k with the most tokens per second is taken, of rows together for one in the slower quarter of them: they are waited for. If
+that is 0, a rest follows, and a round with the fewest drafts tries again.
 
-Routers score every draft, and the scores of the latest rounds say how easy the text is just now. So a is a short running mean
-of the scores, times the long-run share of drafts that were accepted by those that the scores promised.
+Routers score every draft, and the scores of the latest rounds say how easy a text is just now. So a is a short running mean of
+the row's scores, times the long-run share of drafts that were accepted by those that the scores promised.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from TIDE.engine.row import RoundResult, Row
 from TIDE.engine.schedule.acceptance import Acceptance, Rest
 from TIDE.engine.schedule.costs import NEWEST, Costs
 
-LENGTHS = (0, 1, 2, 3, 4, 7)
+LENGTHS = (0, 2, 4, 7)
+TOGETHER = (0, 1, 2, 3)  # on MANY slots or more, where each draft of all rows makes a deep pass longer
+MANY = 8
+EVERY = 4  # rounds of rows together from one choice to the next
+PAYS = 1.03  # times the tokens without drafts: less is not worth it
 FIRST_SHARE = 0.7  # of drafts that are accepted, before any was seen
 
 
@@ -39,6 +44,7 @@ class DraftLength:
         self._scores = [FIRST_SHARE] * max(LENGTHS)  # running means over all texts, by number
         self._rest = Rest()
         self._rested = 0  # rounds
+        self._rounds = 0
 
     def begin(self, row: Row) -> None:
         """Start another text."""
@@ -48,22 +54,26 @@ class DraftLength:
         row.scores = list(self._scores)
 
     def choose(self, rows: Sequence[Row], most: int) -> int:
-        """Choose the length with which the rows together get most tokens a second, of at most `most` drafts."""
-        self.chosen = self._choose(rows, most)
+        """Choose the drafts of each row in the next round, at most `most`."""
+        slots = slots_for(len(rows))
+        self._rounds += 1
+        if slots < MANY or self._rounds % EVERY == 0 or self.chosen > most:
+            self.chosen = self._choose(rows, most, slots)
         return self.chosen
 
-    def _choose(self, rows: Sequence[Row], most: int) -> int:
-        slots = slots_for(len(rows))
-        lengths = [length for length in LENGTHS if length <= most and (length + 1) * slots <= MOST_ROUND]
+    def _choose(self, rows: Sequence[Row], most: int, slots: int) -> int:
+        lengths = [length for length in (LENGTHS if slots < MANY else TOGETHER) if length <= most]
+        lengths = [length for length in lengths if (length + 1) * slots <= MOST_ROUND]
         if 0 not in self.costs.rounds(slots) or len(lengths) == 1:
             return 0
         tokens = self.tokens(rows)
-        best = max(lengths, key=lambda drafts: tokens[drafts] / (self.costs.captured_round(slots, drafts) or 1.0))
-        if best:
+        pace = {length: tokens[length] / (self.costs.captured_round(slots, length) or 1.0) for length in lengths}
+        best = max(lengths, key=lambda length: pace[length])
+        if best and pace[best] > PAYS * pace[0]:
             self._rest.reset()
             self._rested = 0
             return best
-        self._rested += 1
+        self._rested += 1 if slots < MANY else EVERY
         if self._rested < self._rest.length:
             return 0
         self._rested = 0
@@ -71,18 +81,17 @@ class DraftLength:
         return lengths[1]
 
     def tokens(self, rows: Sequence[Row]) -> list[float]:
-        """Return, by the number of drafts, the tokens that a round is expected to give all rows."""
+        """Return, by the number of drafts, the tokens that a round is expected to give one of the slower rows."""
         shares = [self.acceptance.share(number) for number in range(1, max(LENGTHS) + 1)]
         chances = np.minimum(np.array([row.scores for row in rows]) * shares, 1.0)
-        accepted = chances.cumprod(axis=1).sum(axis=0).cumsum()
-        return [len(rows) + own for own in (0.0, *accepted.tolist())]
+        accepted = np.sort(chances.cumprod(axis=1).cumsum(axis=1), axis=0)[len(rows) // 4]
+        return [1.0, *(1.0 + accepted).tolist()]
 
     def saw(self, row: Row, round_: Launched, result: RoundResult, seconds: float | None) -> None:
         """Record a round; seconds None: it was compiled or captured, and its time says nothing about others."""
-        drafts = round_.drafts or 0
         if seconds is not None:
-            self.costs.saw_round(round_.rows, drafts, seconds)
-        for number in range(1, min(result.accepted + 1, result.drafted, len(self._scores)) + 1):
+            self.costs.saw_round(round_.rows, round_.drafts or 0, seconds)
+        for number in range(1, min(result.accepted + 1, result.made, len(self._scores)) + 1):
             score = result.scores[number - 1] if number <= len(result.scores) else 1.0
             for known in (self._scores, row.scores):
                 known[number - 1] += NEWEST * (score - known[number - 1])
