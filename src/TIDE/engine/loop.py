@@ -33,6 +33,10 @@ class Launcher(Protocol):
         """True if a round may be launched before the one before it is read."""
 
     @property
+    def width(self) -> int:
+        """Rows that a round has room for."""
+
+    @property
     def rows(self) -> list[Row]:
         """Rows in it, in the order in which they joined."""
 
@@ -93,7 +97,8 @@ class Loop:
         if self._in_flight is not None and not overlap:
             self._read(self._in_flight, is_typical=False)
             self._in_flight = None
-        self.scheduler.begin_round(rows, self.plan, self.stage.is_planned)
+        if self.stage.is_planned:
+            self.scheduler.begin_round(rows, self.plan, self.stage.width)
         for row in rows:
             row.wanted = self.scheduler.drafts(row, self.plan, self.stage.is_planned)
         ahead = self.stage.launch()

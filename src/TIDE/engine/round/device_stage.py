@@ -69,6 +69,10 @@ class DeviceStage:
     def slots(self) -> Slots:
         return self.seats.slots
 
+    @property
+    def width(self) -> int:
+        return self.slots.rows
+
     def admit(self, rows: Sequence[Row]) -> int:
         """Let the first of these rows take part as soon as their texts have run, as many as there is room for."""
         with device_errors(), self.runner.grad_off(), self.runner.device_guard():

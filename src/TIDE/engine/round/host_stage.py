@@ -141,6 +141,10 @@ class HostStage:
         self.rows[0].slot = other.rows[0].slot
         self.segments.rollback(self.rows[0], min(alike, len(ours) - 1))
 
+    @property
+    def width(self) -> int:
+        return self.most_rows
+
     def change_runner(self, runner: Runner) -> None:
         """Go on with another runner of the same model."""
         self.runner = self.segments.runner = runner

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from TIDE.engine.cache.slots import MOST_ROUND, slots_for
+from TIDE.engine.cache.slots import MOST_ROUND
 from TIDE.engine.round.round import Launched
 from TIDE.engine.row import RoundResult, Row
 from TIDE.engine.schedule.acceptance import Acceptance, Rest
@@ -45,23 +45,27 @@ class DraftLength:
         self._rest = Rest()
         self._rested = 0  # rounds
         self._rounds = 0
+        self._is_trial = False  # the round before tried what does not seem to pay
+        self._together = 1  # rows of the round before
 
     def begin(self, row: Row) -> None:
-        """Start another text."""
-        self._rest.reset()
-        self._rested = 0
-        self.acceptance.fade()
+        """Start another text. Where others are being written, what was learnt from them holds for it."""
+        if self._together == 1:
+            self._rest.reset()
+            self._rested = 0
+            self.acceptance.fade()
         row.scores = list(self._scores)
 
-    def choose(self, rows: Sequence[Row], most: int) -> int:
-        """Choose the drafts of each row in the next round, at most `most`."""
-        slots = slots_for(len(rows))
+    def choose(self, rows: Sequence[Row], most: int, slots: int = 1) -> int:
+        """Choose the drafts of each row in the next round on so many slots, at most `most`."""
+        self._together = len(rows)
         self._rounds += 1
-        if slots < MANY or self._rounds % EVERY == 0 or self.chosen > most:
+        if slots < MANY or self._rounds % EVERY == 0 or self._is_trial or self.chosen > most:
             self.chosen = self._choose(rows, most, slots)
         return self.chosen
 
     def _choose(self, rows: Sequence[Row], most: int, slots: int) -> int:
+        self._is_trial = False
         lengths = [length for length in (LENGTHS if slots < MANY else TOGETHER) if length <= most]
         lengths = [length for length in lengths if (length + 1) * slots <= MOST_ROUND]
         if 0 not in self.costs.rounds(slots) or len(lengths) == 1:
@@ -78,6 +82,7 @@ class DraftLength:
             return 0
         self._rested = 0
         self._rest.take()
+        self._is_trial = True
         return lengths[1]
 
     def tokens(self, rows: Sequence[Row]) -> list[float]:

@@ -30,10 +30,10 @@ class Scheduler:
         if plan.rests:
             row.budget = DraftBudget(row.size, self.costs, self.experience, plan.weighs, row.index)
 
-    def begin_round(self, rows: Sequence[Row], plan: Plan, is_planned: bool) -> None:
-        """Decide how many drafts the next round of these rows has, if it is launched as a whole."""
-        if is_planned and plan.exact:
-            self.length.choose(rows, min(plan.max_pending, MOST_TOKENS - 1) if len(plan.spans) > 1 else 0)
+    def begin_round(self, rows: Sequence[Row], plan: Plan, slots: int) -> None:
+        """Decide how many drafts the next round of these rows has, which is launched as a whole on so many slots."""
+        if plan.exact:
+            self.length.choose(rows, min(plan.max_pending, MOST_TOKENS - 1) if len(plan.spans) > 1 else 0, slots)
 
     def drafts(self, row: Row, plan: Plan, is_planned: bool) -> int | None:
         """Return how many drafts a row makes in its next round; None: scores decide while it runs.
