@@ -95,11 +95,11 @@ class Settings:
 
     def write_row(self, row: int, params: Params, seed: int, prompt: Sequence[int], new: Sequence[int] = ()) -> None:
         """Set what one row needs; it has the new tokens already."""
-        self.numbers[row] = torch.tensor(params.numbers)
+        self.numbers[row].copy_(torch.tensor(params.numbers), non_blocking=True)
         words = [_signed(seed & WORD), _signed(seed >> 32 & WORD), params.top_k, *params.forced]
-        self.whole[row] = torch.tensor(words, dtype=torch.int32)
+        self.whole[row].copy_(torch.tensor(words, dtype=torch.int32), non_blocking=True)
         bans = [*params.bans, *[(NOWHERE, NOWHERE, NOWHERE)] * (MOST_BANS - len(params.bans))]
-        self.bans[row] = torch.tensor(bans, dtype=torch.int32)
+        self.bans[row].copy_(torch.tensor(bans, dtype=torch.int32), non_blocking=True)
         features = params.features
         if self.bias.shape[1] or features.bias:
             self.bias = self._made(self.bias)

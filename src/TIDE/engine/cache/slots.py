@@ -10,6 +10,8 @@
 
 The tokens of a round are flattened step by step, so those of one step, and of the first steps, are views. There are slots for
 1, 2, 4, … rows; rows that go on in others take along what only the device knows of them.
+
+What the host writes is copied without waiting: otherwise it would wait for the round that is running.
 """
 
 from __future__ import annotations
@@ -69,8 +71,8 @@ class Prompts:
         """Take the fields of tokens, as `Tokens` has them. Return how many there are with padding, which is nobody's."""
         count = -(-len(given) // PROMPT_STEP) * PROMPT_STEP
         table = torch.tensor([*given, *[(0, self.nobody, 0, 0, 0)] * (count - len(given))]).T.contiguous()
-        self._short[:, :count] = table[1:3].to(self._short.device)
-        self._long[:, :count] = table[[0, 3, 4]].to(self._long.device)
+        self._short[:, :count].copy_(table[1:3], non_blocking=True)
+        self._long[:, :count].copy_(table[[0, 3, 4]], non_blocking=True)
         return count
 
     def first(self, count: int) -> Tokens:
@@ -197,7 +199,8 @@ class Slots:
 
     def write_blocks(self, place: int, first: int, blocks: list[int]) -> None:
         """Note the blocks of a row from its number `first` on."""
-        self.tables[place, first : first + len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        own = self.tables[place, first : first + len(blocks)]
+        own.copy_(torch.tensor(blocks, dtype=torch.int32), non_blocking=True)
 
     def clear(self, place: int) -> None:
         """Let a slot stand still; what is written for it belongs to nobody."""
@@ -208,7 +211,7 @@ class Slots:
 
     def take_over(self, other: Slots, places: list[int]) -> None:
         """Go on with rows of other slots, which are given in the order they have here."""
-        at, count = torch.tensor(places, dtype=torch.long, device=self.tables.device), len(places)
+        at, count = torch.tensor(places, dtype=torch.long).to(self.tables.device, non_blocking=True), len(places)
         width = min(self.tables.shape[1], other.tables.shape[1])
         self.tables.fill_(NOBODY)
         self.tables[:count, :width] = other.tables[at, :width]

@@ -164,7 +164,7 @@ class DeviceStage:
             if (row.wanted or 0) < drafts:
                 limits[place] = row.wanted or 0
         if limits != self._limits:
-            self.slots.limits.copy_(torch.tensor(limits, dtype=torch.int32))
+            self.slots.limits.copy_(torch.tensor(limits, dtype=torch.int32), non_blocking=True)
             self._limits = limits
 
     def _launch_round(self, drafts: int) -> bool:

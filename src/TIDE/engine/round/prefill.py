@@ -124,8 +124,8 @@ class Prefill:
 
     def _run_modules(self, own: Entering, count: int) -> bool:
         width = padded_length(count) if self.slots.store.is_dense else count
-        self.prompts.text[0, :count].copy_(torch.tensor(own.text[:count]))
-        self.prompts.blocks[: len(own.blocks)].copy_(torch.tensor(own.blocks))
+        self.prompts.text[0, :count].copy_(torch.tensor(own.text[:count]), non_blocking=True)
+        self.prompts.blocks[: len(own.blocks)].copy_(torch.tensor(own.blocks), non_blocking=True)
         own.row.stats.layers_run += width * self.runner.num_layers
         own.done = count
         if count > LONGEST:
