@@ -349,5 +349,18 @@ def test_prompts_that_differ_tenfold_have_hardly_any_padding(lengths, monkeypatc
     assert sum(computed) - sum(length - 1 for length in lengths) < 16
 
 
-def test_a_row_needs_few_blocks():
-    assert AHEAD <= BLOCK
+def test_the_use_of_blocks_is_stated():
+    engine = an_engine(None, 0)
+    engine._batch = None
+    text = Text(100, 9, "greedy")
+    row = engine.add(text.ids, **text.options)
+    engine.step()
+    size = gib_of(engine, 1)
+    used, there = engine.cache_use
+    assert used == pytest.approx(size * -(-(100 + AHEAD) // BLOCK)) and there == pytest.approx(
+        size * engine.runner.store(None).blocks
+    )
+    while not row.finished:
+        engine.step()
+    engine.step()
+    assert engine.cache_use == (0.0, there)

@@ -44,7 +44,6 @@ from TIDE.routing.router_file import RouterFile
 from TIDE.stats import ExitStats
 
 logger = logging.getLogger(__name__)
-MOST_ROWS = 64  # of the batch on the host at a time; a GPU has its own limit
 
 
 class TIDE:
@@ -110,6 +109,11 @@ class TIDE:
     def capture_seconds(self) -> float:
         """Seconds spent so far on capturing CUDA graphs."""
         return self.runner.capture_seconds if isinstance(self.runner, DeviceRunner) else 0.0
+
+    @property
+    def cache_use(self) -> tuple[float, float]:
+        """GiB of K/V that rows have now, and that there are for them, where K/V are in blocks (on a GPU)."""
+        return self.runner.cache_use if isinstance(self.runner, DeviceRunner) else (0.0, 0.0)
 
     @property
     def without_graphs(self) -> str | None:
@@ -214,9 +218,7 @@ class TIDE:
         exits: bool = True,
         **options: Any,
     ) -> Row:
-        """Add a prompt to the engine's batch and return its row, which `step` decodes together with others.
-
-        Any thread may call it.
+        """Add a prompt to the batch and return its row, which `step` decodes with others. Any thread may call it.
 
         Args:
             config: settings of this row, its mode and threshold among them; None: the engine's.
@@ -233,8 +235,8 @@ class TIDE:
                 raise ValueError(f"add takes one prompt, found {len(request.padding)}. Call it once for each.")
             (row,) = request.rows(self.adapter.num_layers, self._context)
             policy = self.policy if exits else None
-            is_own = config is not None or policy is not self.policy
-            plan = make_plan(config or self.config, policy, self.adapter) if is_own else self.plan
+            is_ours = config is None and exits
+            plan = self.plan if is_ours else make_plan(config or self.config, policy, self.adapter)
             self._shared_batch().add([row], plan, policy)
         return row
 
@@ -260,7 +262,7 @@ class TIDE:
     def _shared_batch(self) -> Batch:
         """Return the batch of rows that come and go."""
         if self._batch is None or (self._batch.runner is not self.runner and not self._batch.rows):
-            self._batch = Batch(self.runner, self.scheduler, self.adapter.device, self._use, MOST_ROWS)
+            self._batch = Batch(self.runner, self.scheduler, self.adapter.device, self._use, most_rows=64)
         return self._batch
 
     def __call__(
@@ -304,8 +306,7 @@ class TIDE:
         self._check_usable()
         held = self.config, self.policy, self.plan
         policy = self.policy if exits else None
-        plan = make_plan(config, policy, self.adapter)
-        self.config, self.policy, self.plan = config, policy, plan
+        self.config, self.policy, self.plan = config, policy, make_plan(config, policy, self.adapter)
         try:
             yield
         finally:

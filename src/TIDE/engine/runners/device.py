@@ -134,6 +134,13 @@ class DeviceRunner(Runner):
             self._stores.append((exit_, found))
         return found
 
+    @property
+    def cache_use(self) -> tuple[float, float]:
+        """GiB of blocks that rows have, and of all that are allocated."""
+        stores = [store for _, store in self._stores]
+        taken = sum((store.blocks - 1 - store.free) * store.block_bytes for store in stores)
+        return taken / 2**30, sum(store.blocks * store.block_bytes for store in stores) / 2**30
+
     def most_blocks(self, store: KVBlocks, cache_gib: float | None) -> int:
         """Return how many blocks K/V may have: by their budget, or by what is free."""
         others = sum(own.block_bytes * own.blocks for _, own in self._stores if own is not store)
