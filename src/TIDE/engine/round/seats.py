@@ -160,7 +160,9 @@ class Seats:
         self._blocks.clear()
         self.places.clear()
         self.entering = []
-        self._slots = None
+        if self._slots is not None:
+            self.runner.drop_graphs(self._slots)
+            self._slots = None
 
     def can_ever_fit(self, row: Row) -> bool:
         """Return True if a row has room where there is no other."""

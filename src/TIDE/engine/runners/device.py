@@ -157,7 +157,7 @@ class DeviceRunner(Runner):
     def grow(self, store: KVBlocks, blocks: int) -> None:
         """Give K/V more blocks. Graphs know their old addresses, so they are made again."""
         for slots in [own for own in self._graphs if own.store is store]:
-            self._drop_graphs(slots)
+            self.drop_graphs(slots)
         store.grow(blocks)
 
     def acquire(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
@@ -169,14 +169,15 @@ class DeviceRunner(Runner):
             return found
         for slots in alike:  # too narrow for what is asked now
             self._free.remove(slots)
-            self._drop_graphs(slots)
+            self.drop_graphs(slots)
         return self.make_slots(rows, max(COLUMNS, 1 << (columns - 1).bit_length()), exit_)
 
     def release(self, slots: Slots) -> None:
         """Take slots back, for rows that come later."""
         self._free.append(slots)
 
-    def _drop_graphs(self, slots: Slots) -> None:
+    def drop_graphs(self, slots: Slots) -> None:
+        """Give up what was captured on slots."""
         graphs = self._graphs.pop(slots, None)
         self._dropped_seconds += 0.0 if graphs is None else graphs.seconds
 
