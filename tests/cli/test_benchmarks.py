@@ -42,7 +42,7 @@ def test_the_first_tokens_of_prompts_are_timed(warm):
 
 def test_the_parts_of_a_layer_are_timed(warm):
     found = report(warm.run(FOLDER / "bench_kernels.py", "--model", "tiny", "--layers", 2))["microseconds_and_share"]
-    assert set(found) == {"1", "8", "16"}
+    assert set(found) == {"1", "8", "16", "32", "64", "128"}
     assert all(took > 0 for parts in found.values() for took, _ in parts.values())
 
 
