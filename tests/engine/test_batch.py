@@ -325,7 +325,7 @@ def test_threads_hand_rows_over():
 
 def test_many_requests_through_sixteen_slots_and_few_blocks():
     """No row is lost, texts are right, and what rows had is free again; 2,000 requests with TIDE_LONG=1."""
-    generator, count = torch.Generator().manual_seed(0), 2000 if IS_LONG else 120
+    generator, count = torch.Generator().manual_seed(0), 2000 if IS_LONG else 60
     drawn = [torch.randint(0, most, (count,), generator=generator).tolist() for most in (90, 9, 4, count // 2)]
     texts = [Text(prompt + 1, new + 1, list(KINDS)[kind], step) for prompt, new, kind, step in zip(*drawn, strict=True)]
     with on_references(TIDE.TIDE(model())) as engine:
