@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ import TIDE
 from families import build
 from router_files import a_file
 from runners import Recording, on_modules, on_references
-from TIDE.engine.round.prefill import padded_length
+from TIDE.engine.round.prefill import Prefill, padded_length
 from TIDE.engine.round.round import Launched
 from TIDE.engine.row import RoundResult, Row
 from TIDE.engine.runners.graphs import Graphs
@@ -101,6 +103,21 @@ def test_seconds_of_whole_rounds_are_those_of_prompt_and_deep_passes(ids):
         seconds = engine.last_stats.seconds
     assert min(seconds.prompt, seconds.deep) > 0
     assert seconds.prompt + seconds.deep <= seconds.whole
+
+
+def test_a_prompt_does_not_count_as_a_slow_round(ids, monkeypatch):
+    run, seen = Prefill.run, []
+
+    def slowly(self, entering, most):
+        time.sleep(0.3)
+        return run(self, entering, most)
+
+    monkeypatch.setattr(Prefill, "run", slowly)
+    monkeypatch.setattr(Costs, "saw_round", lambda self, slots, drafts, seconds: seen.append(seconds))
+    with on_references(TIDE.TIDE(build("llama"))) as engine:
+        engine.generate(ids, **OPTIONS)
+        engine.generate(ids, **OPTIONS)
+    assert len(seen) > 12 and max(seen) < 0.3
 
 
 def test_a_request_without_memory_for_slots_is_decoded_on_the_host_and_others_are_not(ids, monkeypatch, caplog):

@@ -88,7 +88,7 @@ class Loop:
 
     def step(self) -> None:
         """Launch a round and read the one that is due."""
-        self._change_rows()
+        have_changed = self._change_rows()
         rows = self.stage.rows
         if not rows:
             self._in_flight = None  # launched ahead of the end
@@ -106,23 +106,25 @@ class Loop:
         if overlap:
             due, self._in_flight = self._in_flight, ahead
         if due is not None:
-            self._read(due, due.is_typical and ahead.is_typical)
+            self._read(due, due.is_timed and ahead.is_timed and not have_changed)
 
-    def _change_rows(self) -> None:
-        """Let rows go that have ended and others come, and put back those that there is no room for."""
-        for row in [row for row in self.stage.rows if row.finished]:
+    def _change_rows(self) -> bool:
+        """Let rows go that have ended and others come, and put back those that there is no room for; return True if any did."""
+        before = self.stage.rows
+        for row in [row for row in before if row.finished]:
             self.stage.leave(row)
         self.waiting = deque(row for row in self.waiting if not row.finished)
         for _ in range(self.stage.admit(self.waiting)):
             self.waiting.popleft()
         if self.stage.rows:
             self.waiting.extendleft(self.stage.reserve())
+        return self.stage.rows != before
 
     def _read(self, round_: Launched, is_typical: bool) -> None:
         """Extend the rows of a round.
 
         Args:
-            is_typical: nothing was compiled or captured since the round before was read.
+            is_typical: there was nothing but the round since the one before was read.
         """
         results = round_.results()
         now = time.perf_counter()

@@ -24,7 +24,7 @@ class Launched:
         results: waits for the round and returns its outcome for every row that took part to the end.
         drafts: how many the round was planned with; None: a prefill, or scores decided while it ran.
         is_prefill: it ran prompts.
-        is_typical: nothing was compiled or captured for it, so its time says something about others.
+        is_typical: nothing was compiled or captured for it.
         rows: how many took part.
     """
 
@@ -33,6 +33,11 @@ class Launched:
     is_prefill: bool = False
     is_typical: bool = True
     rows: int = 1
+
+    @property
+    def is_timed(self) -> bool:
+        """True if its time is that of a round and of nothing else."""
+        return self.is_typical and not self.is_prefill
 
 
 class Stage(Protocol):
