@@ -34,6 +34,16 @@ from TIDE.routing.router_file import RouterFile
 
 SHAPES = {
     "tiny": dict(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4),
+    "smollm2-135m": dict(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    ),
     "llama-8b": dict(
         vocab_size=128256,
         hidden_size=4096,

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from TIDE.kernels import cards, triton_exits, triton_ops, triton_products, triton_propagate
+from TIDE.kernels import cards, triton_attention, triton_exits, triton_ops, triton_products, triton_propagate
 from TIDE.kernels.cards import Card
 
 LIMITS = {  # compute capability -> KB of shared memory for a block, multiprocessors
@@ -37,8 +37,8 @@ LIMITS = {  # compute capability -> KB of shared memory for a block, multiproces
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEIGHT = WIDTH = 4096
-WHOLE = {"rows", "columns", "angles", "positions", "tables", "start", "vocabulary", "tokens_at"}  # arrays of int32
-FLOATS = {"peaks", "sums"}  # arrays of fp32
+WHOLE = {"rows", "columns", "angles", "positions", "tables", "groups", "arrived", "vocabulary"}  # arrays of int32
+FLOATS = {"parts", "peaks", "sums"}  # arrays of fp32
 NUMBERS = {"scale", "scaling", "eps", "head_eps"}
 SIZES = {
     "tokens",
@@ -47,6 +47,9 @@ SIZES = {
     "heads",
     "kv_heads",
     "blocks",
+    "chunks",
+    "stride_group",
+    "stride_member",
     "stride_table",
     "stride_block",
     "stride_head",
@@ -93,9 +96,9 @@ def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[o
     tall = cards.linear_tile(card, 28672, WIDTH, size, tokens)
     gated, head = cards.gated_tile(card, 14336, WIDTH, size, tokens), cards.head_tile(card, 128256, WIDTH, size, tokens)
     project = cards.project_tile(card, HEIGHT, WIDTH, dim, size, tokens)
-    spread, seen = cards.propagate_tile(card, dim // 2, WIDTH, size, tokens), cards.attention_tile(card, dim, 16, size)
+    spread, seen = cards.propagate_tile(card, dim // 2, WIDTH, size, tokens), cards.attention_tile(card, dim, max(16, 4 * tokens), size)
     no_bias = {"HAS_BIAS": False}
-    plain, rotated = {**no_bias, "HAS_BASE": True, "HAS_START": False, "ACTIVATION": -1}, dict(SIZE=0, DIM=dim, ROTARY=dim)
+    plain, rotated = {**no_bias, "HAS_BASE": True, "HAS_PLACES": False, "ACTIVATION": -1}, dict(SIZE=0, DIM=dim, ROTARY=dim)
     products, ops = triton_products, triton_ops
     return {
         "linear": (products._linear, {**plain, **tile_constants(linear)}, linear),
@@ -104,8 +107,11 @@ def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[o
         "head": (triton_exits._peaks, {"CHOSEN": False, "SIGNALS": True, "STORE": True, **tile_constants(head)}, head),
         "project": (ops._project, {**no_bias, **rotated, **tile_constants(project, "HALF")}, project),
         "attend": (
-            ops._attend,
-            dict(SIZE=0, WINDOW=0, CAP=0.0, DIM=dim, GROUP=16, SPLIT=ops.SPLIT, TILE=seen.keys, BLOCK=dim, ONLY=False),
+            triton_attention._attend,
+            dict(
+                SIZE=0, WINDOW=0, CAP=0.0, DIM=dim, BLOCK=dim, SHARED=4, TOGETHER=tokens, HEADS=4, N=max(16, 4 * tokens), TILE=seen.keys,
+                CHUNK=triton_attention.CHUNK, MERGED=triton_attention.MERGED, IN_TURN=True, WHOLE=False,
+            ),
             seen,
         ),
         "propagate": (
@@ -125,11 +131,9 @@ def tile_constants(tile: cards.Tile, rows: str = "BN") -> dict[str, object]:
 
 def compiled(kernel: object, constants: dict[str, object], tile: Any, dtype: str, number: int) -> Any:
     """Compile a kernel for a compute capability."""
-    signature, attributes, partial = {}, {}, "ONLY" in constants
+    signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else type_of(name, dtype)
-        if partial and name == "out":
-            signature[name] = "*fp32"  # attention writes parts
         if signature[name] != "constexpr" and name not in NUMBERS | WHOLE | {"tokens"}:
             attributes[(index,)] = [["tt.divisibility", 16]]
     options = {"num_warps": getattr(tile, "warps", 4), "num_stages": tile.stages}

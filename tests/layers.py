@@ -114,7 +114,17 @@ def out_of_blocks(tables, paged, columns):
 def some_of(tokens, which):
     """The tokens of a pass that a mask or slice selects, alone; states are copied."""
     found = {name: getattr(tokens, name)[which] for name in ("rows", "columns", "positions", "angles")}
-    return tokens._replace(x=tokens.x[which].clone(), **found)
+    return tokens._replace(x=tokens.x[which].clone(), groups=None, **found)
+
+
+def grouped(tokens, most):
+    """The same tokens, up to `most` of one row in a group."""
+    found = []
+    for row in tokens.rows.unique().tolist():
+        own = (tokens.rows == row).nonzero()[:, 0].tolist()
+        found += [own[first : first + most] for first in range(0, len(own), most)]
+    table = torch.tensor([own + [-1] * (most - len(own)) for own in found], dtype=torch.int32)
+    return tokens._replace(groups=table.to(tokens.rows.device))
 
 
 def in_dtype(values, dtype, device="cpu"):

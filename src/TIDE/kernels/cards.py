@@ -52,6 +52,7 @@ class AttentionTile(NamedTuple):
 
     keys: int
     stages: int
+    warps: int
 
 
 class Shape(NamedTuple):
@@ -128,18 +129,18 @@ def tile_width(tokens: int) -> int:
     return min(MOST, max(SMALLEST, 1 << (tokens - 1).bit_length()))
 
 
-def attention_tile(card: Card, dim: int, group: int, size: int) -> AttentionTile:
-    """Return the tile of attention: `group` queries of `dim` numbers, both padded as the kernel pads them."""
+def attention_tile(card: Card, dim: int, queries: int, size: int) -> AttentionTile:
+    """Return the tile of attention: so many queries of `dim` numbers, both padded as the kernel pads them."""
     keys = 64 if size == 2 else 16
-    stages = min(2, _most_stages(card))
-    while attention_memory(keys, stages, dim, group, size) > card.shared_memory:
+    stages = min(3, _most_stages(card))
+    while attention_memory(keys, stages, dim, queries, size) > card.shared_memory:
         if stages > 1:
             stages -= 1
         elif keys > SMALLEST:
             keys //= 2
         else:
             break
-    return AttentionTile(keys, stages)
+    return AttentionTile(keys, stages, 8 if dim * queries > MOST * 64 else 4)
 
 
 def product_memory(rows: int, columns: int, stages: int, size: int, weights: int, tokens: int) -> int:
@@ -147,9 +148,14 @@ def product_memory(rows: int, columns: int, stages: int, size: int, weights: int
     return (weights * rows + tokens) * columns * size * stages
 
 
-def attention_memory(keys: int, stages: int, dim: int, group: int, size: int) -> int:
-    """Return the bytes of shared memory that attention needs: tiles of keys and values, and the queries."""
-    return (2 * keys * stages + group) * dim * size
+def attention_memory(keys: int, stages: int, dim: int, queries: int, size: int) -> int:
+    """Return the bytes of shared memory that attention needs: tiles of keys and values, the queries, and their weights."""
+    return (2 * keys * stages * dim + queries * (dim + keys)) * size
+
+
+def keeps_busy(card: Card, programs: int) -> bool:
+    """Return True if so many programs, each of which takes long, keep a card busy."""
+    return programs >= 2 * _programs(card)
 
 
 def _rows(card: Card, height: int, shape: Shape, least: int) -> int:

@@ -20,7 +20,7 @@ assert " ".join(MLP._fields) == "gate up down gate_bias up_bias down_bias activa
 assert " ".join(Layer._fields) == (
     "attention_norm attention attention_out_norm mlp_norm mlp mlp_out_norm residual parallel rope"
 )
-assert " ".join(Pass._fields) == "x cos sin rows columns positions angles tables"
+assert " ".join(Pass._fields) == "x cos sin rows columns positions angles tables groups"
 assert cpu_products.VERSION == 3
 
 

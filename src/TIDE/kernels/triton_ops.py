@@ -1,10 +1,9 @@
 """The decoder layer on a GPU, in Triton. Functions of the same names in `reference.py` define what each computes.
 
-Weights are streamed once for up to 128 tokens (`triton_products.py`). In attention a program takes one token, the query heads
-of one key head, and a split of `SPLIT` keys.
+Weights are streamed once for up to 128 tokens (`triton_products.py`), K/V once for all tokens of a row (`triton_attention.py`).
 
-A token's bits do not depend on the tokens beside it: sums run in one order whatever the number of tokens, and splits of keys
-are counted from the row's first token. Results are rounded where the model's own layers round them.
+A token's bits do not depend on the tokens beside it: sums run in one order whatever the number of tokens. Results are rounded
+where the model's own layers round them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,13 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from TIDE.kernels.cards import attention_tile, card_of, project_tile
+from TIDE.kernels.cards import card_of, project_tile
 from TIDE.kernels.layer import Attention, Layer, Pass
+from TIDE.kernels.triton_attention import attend, strides
 from TIDE.kernels.triton_products import _first, _gained, _two_products, add_linear, counted, linear, mlp_inner, norm
 
 __all__ = ["add_linear", "attend", "decoder_layer", "linear", "mlp_inner", "norm", "project"]
-
-SPLIT = 64  # keys of a program, at least as many as a tile of attention has
 
 
 # ---- queries, keys and values ---------------------------------------------------------------------------------------------
@@ -160,82 +158,6 @@ def _norm_all_and_rotate(
     tl.store(at + two, b, mask=inside)
 
 
-# ---- attention --------------------------------------------------------------------------------------------------------------
-
-
-@counted
-def _attend(
-    queries, keys, values, rows, columns, positions, tables, out, peaks, sums, tokens, scaling,
-    heads, kv_heads, stride_table, stride_block, stride_head, stride_column, SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr, ONLY: tl.constexpr,
-):  # fmt: skip
-    """Attend with a token's queries of one key head to a split of keys; ONLY: there is one split, so the result is whole. A
-    split lies in one block."""
-    token, own, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, group = tl.load(rows + token).to(tl.int64), heads // kv_heads
-    place, dim = tl.arange(0, GROUP), tl.arange(0, BLOCK)
-    newest = tl.load(positions + token)  # positions count from the row's first token
-    oldest = newest * 0
-    if WINDOW != 0:
-        oldest = tl.maximum(oldest, newest + 1 - WINDOW)
-    used, real = (place < group)[:, None], (dim < DIM)[None, :]
-    head = own * group + place
-    at = (token * heads + head)[:, None] * DIM + dim[None, :]
-    asked = tl.load(queries + at, mask=used & real, other=0.0)
-    if SIZE == 0:
-        origin = tl.load(columns + token) - newest
-        cache = row * stride_block + own * stride_head + origin.to(tl.int64) * stride_column
-    else:
-        number = split * SPLIT // SIZE
-        block = tl.load(tables + row * stride_table + number, mask=split * SPLIT <= newest, other=0).to(tl.int64)
-        cache = block * stride_block + own * stride_head - number * SIZE * stride_column
-    peak, total = tl.full((GROUP,), float("-inf"), tl.float32), tl.zeros((GROUP,), tl.float32)
-    mixed = tl.zeros((GROUP, BLOCK), tl.float32)
-    for tile in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, newest + 1), TILE):
-        position = tile + tl.arange(0, TILE)
-        seen = (position <= newest) & (position >= oldest)
-        where = cache + position[:, None] * stride_column + dim[None, :]
-        key = tl.load(keys + where, mask=seen[:, None] & real, other=0.0)
-        value = tl.load(values + where, mask=seen[:, None] & real, other=0.0)
-        scores = tl.dot(asked, tl.trans(key), input_precision="ieee") * scaling
-        if CAP > 0:
-            scores = CAP * (2 * tl.sigmoid(2 * scores / CAP) - 1)  # CAP * tanh(scores / CAP)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weights, kept = tl.exp(scores - safe[:, None]), tl.exp(peak - safe)
-        total = total * kept + tl.sum(weights, 1)
-        mixed = mixed * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        peak = higher
-    if ONLY:
-        tl.store(out + at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=used & real)
-    else:
-        part = split.to(tl.int64) * tokens * heads
-        tl.store(out + part * DIM + at, mixed, mask=used & real)
-        tl.store(peaks + part + token * heads + head, peak, mask=place < group)
-        tl.store(sums + part + token * heads + head, total, mask=place < group)
-
-
-@counted
-def _join(parts, peaks, sums, out, positions, tokens, heads, DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Join the splits of one head of one token, one after the other."""
-    token, head, dim = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
-    newest = tl.load(positions + token)
-    at = token * heads + head
-    peak, total, mixed = float("-inf"), 0.0, tl.zeros((BLOCK,), tl.float32)
-    for split in range(0, newest // SPLIT + 1):
-        part = tl.cast(split, tl.int64) * tokens * heads + at
-        own = tl.load(peaks + part)
-        higher = tl.maximum(peak, own)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        kept, added = tl.exp(peak - safe), tl.exp(own - safe)
-        total = total * kept + tl.load(sums + part) * added
-        mixed = mixed * kept + tl.load(parts + part * DIM + dim, mask=dim < DIM, other=0.0) * added
-        peak = higher
-    tl.store(out + at * DIM + dim, (mixed / total).to(out.dtype.element_ty), mask=dim < DIM)
-
-
 def project(attention: Attention, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     dim, (height, width), kv_heads = attention.head_dim, attention.q.shape, keys.shape[1]
     tile = project_tile(card_of(h.device), height, width, dim, h.element_size(), len(h))
@@ -251,15 +173,6 @@ def project(attention: Attention, tokens: Pass, h: torch.Tensor, keys: torch.Ten
     if has_norm:
         _launch_norms(attention, tokens, queries, keys, rotary)
     return queries
-
-
-def strides(tokens: Pass, keys: torch.Tensor) -> tuple[int, int, int, int, int]:
-    """Return the strides of tables, blocks, heads and columns, and the columns of a block: 0 if a block is a row."""
-    assert tokens.is_paged or len(tokens.tables) == len(keys), "with one block to a row, there are as many blocks as rows"
-    block, head, column = keys.stride()[:3]
-    size = keys.shape[2] if tokens.is_paged else 0
-    assert size % SPLIT == 0, f"blocks of {size} columns are not whole splits of {SPLIT}"
-    return tokens.tables.stride(0), block, head, column, size
 
 
 def _launch_norms(attention: Attention, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, rotary: int) -> None:
@@ -278,27 +191,6 @@ def _launch_norms(attention: Attention, tokens: Pass, queries: torch.Tensor, key
         _norm_all_and_rotate[(len(queries), 2)](
             *given, kv_heads, *own_strides, own.offset, dim, rotary, most, pairs, num_warps=8
         )
-
-
-def attend(
-    attention: Attention, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, most: int
-) -> torch.Tensor:
-    dim, kv_heads, splits = attention.head_dim, keys.shape[1], triton.cdiv(most, SPLIT)
-    heads, out, block = queries.shape[1] // dim, torch.empty_like(queries), max(16, triton.next_power_of_2(dim))
-    group = max(16, triton.next_power_of_2(heads // kv_heads))
-    tile = attention_tile(card_of(queries.device), block, group, queries.element_size())
-    parts = out if splits == 1 else queries.new_empty(splits, *queries.shape, dtype=torch.float32)
-    peaks, sums = queries.new_empty(2, splits, len(queries), heads, dtype=torch.float32)
-    _attend[(len(queries), kv_heads, splits)](
-        queries, keys, values, tokens.rows, tokens.columns, tokens.positions, tokens.tables, parts, peaks, sums, len(queries),
-        attention.scaling, heads, kv_heads, *strides(tokens, keys), attention.window, attention.cap, dim,
-        group, SPLIT, tile.keys, block, splits == 1, num_warps=4, num_stages=tile.stages,
-    )  # fmt: skip
-    if splits > 1:
-        _join[(len(queries), heads)](
-            parts, peaks, sums, out, tokens.positions, len(queries), heads, dim, SPLIT, block, num_warps=1
-        )
-    return out
 
 
 # ---- the layer --------------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from TIDE.routing.router import Router
 MOST_ROUND = 256  # tokens of a round, drafts included
 CHUNK = 256  # tokens of a pass of prompts
 PROMPT_STEP = 16  # it has so many, or twice as many, and so on
+TOGETHER = 16  # tokens of a prompt that read K/V together
 
 
 def slots_for(rows: int) -> int:
@@ -50,6 +51,7 @@ class Tokens(NamedTuple):
     positions: torch.Tensor  # (n,) int32
     places: torch.Tensor  # (n,) where a memory head has what belongs to them
     after: torch.Tensor  # (n,) and to the tokens after them
+    groups: torch.Tensor | int | None = None  # those of one row: see `Pass`
 
 
 class Prompts:
@@ -66,6 +68,7 @@ class Prompts:
         self.blocks = torch.zeros(blocks, dtype=torch.long, device=device)
         self._short = torch.zeros(2, CHUNK, dtype=torch.int32, device=device)
         self._long = torch.zeros(3, CHUNK, dtype=torch.long, device=device)
+        self._groups = torch.zeros(CHUNK, TOGETHER, dtype=torch.int32, device=device)
 
     def write(self, given: list[tuple[int, int, int, int, int]]) -> int:
         """Take the fields of tokens, as `Tokens` has them. Return how many there are with padding, which is nobody's."""
@@ -73,12 +76,26 @@ class Prompts:
         table = torch.tensor([*given, *[(0, self.nobody, 0, 0, 0)] * (count - len(given))]).T.contiguous()
         self._short[:, :count].copy_(table[1:3], non_blocking=True)
         self._long[:, :count].copy_(table[[0, 3, 4]], non_blocking=True)
+        self._groups[: self._most_groups(count)].copy_(self._grouped(table[1].tolist()), non_blocking=True)
         return count
+
+    def _most_groups(self, count: int) -> int:
+        """Return how many groups so many tokens have at most: each row may have one that is not full."""
+        return min(count, count // TOGETHER + self.nobody + 1)
+
+    def _grouped(self, rows: list[int]) -> torch.Tensor:
+        groups: list[list[int]] = []
+        for number, row in enumerate(rows):
+            if not number or row != rows[number - 1] or len(groups[-1]) == TOGETHER:
+                groups.append([])
+            groups[-1].append(number)
+        groups += [[]] * (self._most_groups(len(rows)) - len(groups))
+        return torch.tensor([own + [-1] * (TOGETHER - len(own)) for own in groups], dtype=torch.int32)
 
     def first(self, count: int) -> Tokens:
         """Return so many of the tokens."""
         (rows, positions), (ids, places, after) = self._short[:, :count], self._long[:, :count]
-        return Tokens(ids, rows, positions, places, after)
+        return Tokens(ids, rows, positions, places, after, self._groups[: self._most_groups(count)])
 
 
 class Memory:
@@ -169,7 +186,7 @@ class Slots:
         """Return the tokens of some steps of a round."""
         after = slice(own.start + 1, own.stop + 1)
         tables = self.tokens[own], self.row_ids[own], self.starts[own], self.places[own], self.places[after]
-        return Tokens(*(table.flatten() for table in tables))
+        return Tokens(*(table.flatten() for table in tables), self.rows)
 
     def states_of(self, own: slice) -> torch.Tensor:
         """Return the (n, hidden) states of some steps of a round."""
@@ -186,7 +203,7 @@ class Slots:
     def pass_of(self, states: torch.Tensor, tokens: Tokens, angles: CosSin) -> Pass:
         """Return tokens on their way through a layer."""
         at = tokens.positions
-        return Pass(states, *angles, tokens.rows, at, at, at, self.tables)
+        return Pass(states, *angles, tokens.rows, at, at, at, self.tables, tokens.groups)
 
     # ---- rows that come and go ---------------------------------------------------------------------------------------------
 

@@ -71,18 +71,19 @@ class DeviceDrafter:
     # ---- before a round ----------------------------------------------------------------------------------------------------
 
     def prepare(self, drafts: int) -> bool:
-        """Feed the memory head the tokens it missed if a round needs it; return True if that was as fast as ever."""
-        is_typical = self.catch_up() if drafts or self.waiting == MOST_TOKENS else True
+        """Feed the memory head the tokens it missed if a round needs it; return True if there was nothing to feed."""
+        has_fed = self.catch_up() if drafts or self.waiting == MOST_TOKENS else False
         self.waiting = 0 if drafts else self.waiting + 1
-        return is_typical
+        return not has_fed
 
     def catch_up(self) -> bool:
-        """Feed the memory head what it missed."""
+        """Feed the memory head what it missed; return True if there was something."""
         memory, waiting = self.memory, self.waiting
         self.waiting = 0
         if memory is None or not waiting:
-            return True
-        return self.runner.launch(self.slots, "feed", lambda: self._feed(memory))
+            return False
+        self.runner.launch(self.slots, "feed", lambda: self._feed(memory))
+        return True
 
     # ---- inside a round ----------------------------------------------------------------------------------------------------
 

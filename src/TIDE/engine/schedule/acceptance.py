@@ -13,11 +13,11 @@ class Acceptance:
     def __init__(self) -> None:
         self._seen: dict[int, list[float]] = {}  # number -> accepted, expected
 
-    def add(self, number: int, accepted: bool, expected: float = 1.0) -> None:
-        """Record draft `number` of a round, which was accepted with the probability `expected`."""
-        seen = self._at(number)
-        seen[0] = KEPT * seen[0] + accepted
-        seen[1] = KEPT * seen[1] + expected
+    def add(self, number: int, accepted: bool, expected: float = 1.0, rows: int = 1) -> None:
+        """Record draft `number` of a round of so many rows, which was accepted with the probability `expected`."""
+        seen, kept = self._at(number), KEPT ** (1 / rows)
+        seen[0] = kept * seen[0] + accepted
+        seen[1] = kept * seen[1] + expected
 
     def share(self, number: int) -> float:
         """Return accepted drafts by expected ones."""

@@ -7,7 +7,8 @@ The k with the most tokens per second is taken, of rows together for one in the 
 that is 0, a rest follows, and a round with the fewest drafts tries again.
 
 Routers score every draft, and the scores of the latest rounds say how easy a text is just now. So a is a short running mean of
-the row's scores, times the long-run share of drafts that were accepted by those that the scores promised.
+the row's scores, times the long-run share of drafts that were accepted by those that the scores promised. Of many rows some are
+always in a hard place; what counts then is which texts are hard, so their means are longer.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ LENGTHS = (0, 2, 4, 7)
 TOGETHER = (0, 1, 2, 3)  # on MANY slots or more, where each draft of all rows makes a deep pass longer
 MANY = 8
 EVERY = 4  # rounds of rows together from one choice to the next
+LONGER = 4  # times as many rounds are in the means of rows together
 PAYS = 1.03  # times the tokens without drafts: less is not worth it
 FIRST_SHARE = 0.7  # of drafts that are accepted, before any was seen
 
@@ -96,8 +98,10 @@ class DraftLength:
         """Record a round; seconds None: it was compiled or captured, and its time says nothing about others."""
         if seconds is not None:
             self.costs.saw_round(round_.rows, round_.drafts or 0, seconds)
+        together = self._together
+        newest = NEWEST if together == 1 else NEWEST / LONGER
         for number in range(1, min(result.accepted + 1, result.made, len(self._scores)) + 1):
             score = result.scores[number - 1] if number <= len(result.scores) else 1.0
-            for known in (self._scores, row.scores):
-                known[number - 1] += NEWEST * (score - known[number - 1])
-            self.acceptance.add(number, number <= result.accepted, score)
+            row.scores[number - 1] += newest * (score - row.scores[number - 1])
+            self._scores[number - 1] += newest / together * (score - self._scores[number - 1])
+            self.acceptance.add(number, number <= result.accepted, score, together)

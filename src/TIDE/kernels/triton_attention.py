@@ -1,0 +1,241 @@
+"""Attention on a GPU, in Triton: all tokens of a row that are in a pass read its K/V once.
+
+    tile        keys that a program loads at a time
+    chunk       CHUNK keys, counted from the row's first token; each has a softmax of its own
+    group       tokens of one row: their queries of one key head lie side by side in a product
+
+A program takes a group and a key head, and one chunk or all of them. Chunks are merged one after the other, by the program that
+ends last or by the one that has them all. So a token's bits depend neither on the tokens in its group nor on how the chunks are
+spread over programs: keys that it does not see change nothing, not even a rounding.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from TIDE.kernels.cards import attention_tile, card_of, keeps_busy
+from TIDE.kernels.layer import Attention, Pass
+from TIDE.kernels.triton_products import counted
+
+CHUNK = 512
+MERGED = 16  # chunks whose parts are loaded at a time
+COUNTERS = 4096  # more programs than a card needs to be busy
+
+
+@counted
+def _attend(
+    queries, keys, values, rows, columns, positions, tables, groups, out, parts, peaks, sums, arrived, scaling, chunks,
+    heads, kv_heads, stride_group, stride_member, stride_table, stride_block, stride_head, stride_column, SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
+    TOGETHER: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    MERGED: tl.constexpr, IN_TURN: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Attend with the queries of a group that share a key head.
+
+    SHARED queries have one key head, padded to HEADS. Column n of a product is head n % HEADS of the token n // HEADS.
+    """
+    group, own, column = tl.program_id(0), tl.program_id(1), tl.arange(0, N)
+    member, head = column // HEADS, column % HEADS
+    if IN_TURN:  # what is known is not loaded: a load that waits for another one takes as long as a tile
+        token, leader, row = tl.where(member < TOGETHER, member * stride_member + group, -1), group, group.to(tl.int64)
+    else:
+        token = tl.load(groups + group * stride_group + member * stride_member, mask=member < TOGETHER, other=-1)
+        leader = tl.load(groups + group * stride_group)
+        if leader < 0:
+            return
+        row = tl.load(rows + leader).to(tl.int64)
+    is_there = (token >= 0) & (head < SHARED)
+    newest = tl.load(positions + token, mask=token >= 0, other=-1)  # positions count from the row's first token
+    top = tl.max(newest, 0)
+    oldest, first = newest * 0, 0
+    if WINDOW != 0:
+        oldest = tl.maximum(oldest, newest + 1 - WINDOW)
+        first = tl.min(tl.where(token >= 0, oldest, top), 0) // CHUNK
+    last, dim = top // CHUNK, tl.arange(0, BLOCK)
+    table, base = tables + row * stride_table, own.to(tl.int64) * stride_head
+    if SIZE == 0:
+        origin = (tl.load(columns + leader) - tl.load(positions + leader)).to(tl.int64)
+        base += row * stride_block + origin * stride_column
+    at = (token * heads + own * SHARED + head)[None, :].to(tl.int64) * DIM + dim[:, None]
+    known = is_there[None, :] & (dim < DIM)[:, None]
+    asked = tl.load(queries + at, mask=known, other=0.0)
+    if WHOLE:
+        peak, total, mixed = _nothing(BLOCK, N)
+        for chunk in range(first, last + 1):
+            of_chunk = _chunk(
+                asked, keys + base, values + base, table, chunk, top, newest, oldest, scaling, stride_table, stride_block,
+                stride_column, SIZE, CAP, DIM, BLOCK, N, TILE, CHUNK,
+            )  # fmt: skip
+            peak, total, mixed = _merged(peak, total, mixed, of_chunk[0], of_chunk[1], of_chunk[2])
+        tl.store(out + at, (mixed / total[None, :]).to(out.dtype.element_ty), mask=known)
+    else:
+        chunk = first + tl.program_id(2)
+        if chunk > last:
+            return
+        peak, total, mixed = _chunk(
+            asked, keys + base, values + base, table, chunk, top, newest, oldest, scaling, stride_table, stride_block,
+            stride_column, SIZE, CAP, DIM, BLOCK, N, TILE, CHUNK,
+        )  # fmt: skip
+        if first == last:
+            tl.store(out + at, (mixed / total[None, :]).to(out.dtype.element_ty), mask=known)
+            return
+        counter, wide = group * kv_heads + own, TOGETHER * SHARED
+        part = counter.to(tl.int64) * chunks * wide
+        here = part + (chunk - first) * wide + member * SHARED + head
+        tl.store(parts + here[None, :] * DIM + dim[:, None], mixed, mask=known)
+        tl.store(peaks + here, peak, mask=is_there)
+        tl.store(sums + here, total, mask=is_there)
+        tl.debug_barrier()  # all of it is written before the program says so
+        if tl.atomic_add(arrived + counter, 1) == last - first:
+            tl.store(arrived + counter, 0)
+            if IN_TURN:
+                of_group = out + (group * heads + own * SHARED).to(tl.int64) * DIM
+                _merge(
+                    of_group, groups, parts + part * DIM, peaks + part, sums + part, last - first + 1, stride_member * heads,
+                    heads, DIM, BLOCK, SHARED, TOGETHER, MERGED, IN_TURN,
+                )  # fmt: skip
+            else:
+                _merge(
+                    out + own.to(tl.int64) * SHARED * DIM, groups + group * stride_group, parts + part * DIM, peaks + part,
+                    sums + part, last - first + 1, stride_member, heads, DIM, BLOCK, SHARED, TOGETHER, MERGED, IN_TURN,
+                )  # fmt: skip
+
+
+@triton.jit
+def _chunk(
+    asked, keys, values, table, chunk, top, newest, oldest, scaling, stride_table, stride_block, stride_column,
+    SIZE: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys of a chunk, up to position `top`. A tile lies in one block."""
+    dim, inside = tl.arange(0, BLOCK), tl.arange(0, TILE)
+    real, first = (dim < DIM)[None, :], chunk * CHUNK
+    stop = tl.minimum(first + CHUNK, top + 1)
+    if SIZE != 0:
+        number = tl.arange(0, CHUNK // SIZE)
+        blocks = tl.load(table + first // SIZE + number, mask=first // SIZE + number < stride_table, other=0).to(tl.int64)
+    peak, total, mixed = _nothing(BLOCK, N)
+    spread = tl.zeros((TILE, N), tl.float32)  # the sum of weights, before its parts are added up
+    for tile in range(first, stop, TILE):
+        position = tile + inside
+        where = position.to(tl.int64) * stride_column
+        if SIZE != 0:
+            block = tl.sum(tl.where(number == (tile - first) // SIZE, blocks, 0), 0)
+            where = block * stride_block + position % SIZE * stride_column
+        written = (position < stop)[:, None] & real
+        key = tl.load(keys + where[:, None] + dim[None, :], mask=written, other=0.0)
+        value = tl.load(values + where[:, None] + dim[None, :], mask=written, other=0.0)
+        scores = tl.dot(key, asked, input_precision="ieee") * scaling
+        if CAP > 0:
+            scores = CAP * (2 * tl.sigmoid(2 * scores / CAP) - 1)  # CAP * tanh(scores / CAP)
+        seen = (position[:, None] <= newest[None, :]) & (position[:, None] >= oldest[None, :])
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weights, kept = tl.exp(scores - safe[None, :]), tl.exp(peak - safe)
+        spread = tl.fma(spread, kept[None, :], weights)
+        mixed = tl.dot(tl.trans(value), weights.to(value.dtype), mixed * kept[None, :], input_precision="ieee")
+        peak = higher
+    return peak, tl.sum(spread, 0), mixed
+
+
+@triton.jit
+def _merge(
+    out, groups, parts, peaks, sums, count, stride_member, heads, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
+    TOGETHER: tl.constexpr, MERGED: tl.constexpr, IN_TURN: tl.constexpr,
+):  # fmt: skip
+    """Merge the chunks of a group, which other programs have left in memory, in their order."""
+    WIDE: tl.constexpr = TOGETHER * SHARED
+    COLUMNS: tl.constexpr = triton.next_power_of_2(WIDE)
+    column, dim = tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
+    member, head = column // SHARED, column % SHARED
+    is_there, real = column < WIDE, (dim < DIM)[:, None]
+    peak, total, mixed = _nothing(BLOCK, COLUMNS)
+    for some in range(0, count, MERGED):
+        for number in tl.static_range(MERGED):
+            inside, here = is_there & (column * 0 + some + number < count), (some + number) * WIDE + column
+            where = here[None, :].to(tl.int64) * DIM + dim[:, None]
+            own_peak = tl.load(peaks + here, mask=inside, other=float("-inf"), cache_modifier=".cg")
+            own_total = tl.load(sums + here, mask=inside, other=0.0, cache_modifier=".cg")
+            own_mixed = tl.load(parts + where, mask=inside[None, :] & real, other=0.0, cache_modifier=".cg")
+            peak, total, mixed = _merged(peak, total, mixed, own_peak, own_total, own_mixed)
+    if IN_TURN:
+        start = member * stride_member
+    else:
+        token = tl.load(groups + member * stride_member, mask=is_there, other=-1)
+        start, is_there = token * heads, is_there & (token >= 0)
+    at = (start + head)[None, :].to(tl.int64) * DIM + dim[:, None]
+    tl.store(out + at, (mixed / total[None, :]).to(out.dtype.element_ty), mask=is_there[None, :] & real)
+
+
+@triton.jit
+def _nothing(BLOCK: tl.constexpr, N: tl.constexpr):
+    return tl.full((N,), float("-inf"), tl.float32), tl.zeros((N,), tl.float32), tl.zeros((BLOCK, N), tl.float32)
+
+
+@triton.jit
+def _merged(peak, total, mixed, own_peak, own_total, own_mixed):
+    """Join what a softmax has so far and what it has of one more chunk."""
+    higher = tl.maximum(peak, own_peak)
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    kept, added = tl.exp(peak - safe), tl.exp(own_peak - safe)
+    total = tl.fma(total, kept, own_total * added)
+    return higher, total, tl.fma(mixed, kept[None, :], own_mixed * added[None, :])
+
+
+def attend(
+    attention: Attention, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, most: int
+) -> torch.Tensor:
+    """Return what the tokens of a pass see, (n, heads * head_dim); no token stands at a position beyond `most`."""
+    dim, kv_heads, card = attention.head_dim, keys.shape[1], card_of(queries.device)
+    heads, out, block = queries.shape[1] // dim, torch.empty_like(queries), max(16, triton.next_power_of_2(dim))
+    groups, in_turn = tokens.groups, isinstance(tokens.groups, int)
+    if in_turn:
+        count, together, places = groups, len(queries) // groups, (0, groups)
+    else:
+        groups = _alone(len(queries), queries.device) if groups is None else groups
+        (count, together), places = groups.shape, groups.stride()
+    shared, padded = heads // kv_heads, triton.next_power_of_2(heads // kv_heads)
+    wide = max(16, triton.next_power_of_2(together) * padded)
+    tile, chunks = attention_tile(card, block, wide, queries.element_size()), triton.cdiv(most, CHUNK)
+    if attention.window:
+        chunks = min(chunks, triton.cdiv(attention.window + together, CHUNK) + 1)
+    is_whole = chunks == 1 or keeps_busy(card, count * kv_heads)
+    room = 1 if is_whole else count * kv_heads * chunks * together * shared
+    parts = queries.new_empty(room, 1 if is_whole else dim, dtype=torch.float32)
+    peaks, sums = queries.new_empty(2, room, dtype=torch.float32)
+    _attend[(count, kv_heads, 1 if is_whole else chunks)](
+        queries, keys, values, tokens.rows, tokens.columns, tokens.positions, tokens.tables,
+        tokens.rows if in_turn else groups, out, parts, peaks, sums, _counters(queries.device), attention.scaling, chunks,
+        heads, kv_heads, *places, *strides(tokens, keys), attention.window, attention.cap, dim, block, shared, together,
+        padded, wide, tile.keys, CHUNK, MERGED, in_turn, is_whole,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def strides(tokens: Pass, keys: torch.Tensor) -> tuple[int, int, int, int, int]:
+    """Return the strides of tables, blocks, heads and columns, and the columns of a block: 0 if a block is a row."""
+    assert tokens.is_paged or len(tokens.tables) == len(keys), "with one block to a row, there are as many blocks as rows"
+    block, head, column = keys.stride()[:3]
+    size = keys.shape[2] if tokens.is_paged else 0
+    assert not size or CHUNK % size == 0, f"chunks of {CHUNK} keys are not whole blocks of {size}"
+    return tokens.tables.stride(0), block, head, column, size
+
+
+@functools.cache
+def _alone(count: int, device: torch.device) -> torch.Tensor:
+    """Return groups of one token each."""
+    return torch.arange(count, dtype=torch.int32, device=device)[:, None]
+
+
+@functools.cache
+def _counters(device: torch.device) -> torch.Tensor:
+    """Return counters of chunks that are done, which kernels leave at 0."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)

@@ -1,0 +1,83 @@
+"""Attention in Triton: tokens of a row read its K/V together, chunk by chunk. Without a GPU, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layers import DIM, KV_HEADS, ROWS, a_layer, a_pass, grouped, in_blocks, in_dtype, some_of
+from TIDE.kernels import reference
+
+triton_attention = pytest.importorskip("TIDE.kernels.triton_attention")
+
+pytestmark = [pytest.mark.invariant(7), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]  # the interpreter has no products of bf16
+CHUNK = 64
+STARTS = {0: 20, 1: 126, 2: 70}  # tokens of row 1 are on both sides of a chunk's end
+EACH = 4  # tokens of every row
+LENGTHS = [start + EACH for start in STARTS.values()]
+ROOM = 192
+FEATURES = [dict(), dict(window=75), dict(window=9, cap=0.8), dict(heads=3 * KV_HEADS)]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(triton_attention, "CHUNK", CHUNK)
+    monkeypatch.setattr(triton_attention, "MERGED", 2)
+
+
+def a_case(dtype, **features):
+    """Queries of three rows in turn, and their K/V in blocks."""
+    generator = torch.Generator().manual_seed(5)
+    attention = in_dtype(a_layer(generator, **features), dtype, DEVICE).attention
+    tokens = a_pass(generator, dict.fromkeys(STARTS, EACH), STARTS, origins=dict.fromkeys(STARTS, 0))
+    tokens = some_of(tokens, torch.arange(ROWS * EACH).view(ROWS, EACH).T.flatten())
+    cache = torch.randn(2, ROWS, KV_HEADS, ROOM, DIM, generator=generator).to(dtype)
+    queries = torch.randn(len(tokens.rows), len(attention.q), generator=generator).to(DEVICE, dtype)
+    tables, paged = in_blocks(cache, LENGTHS, generator)
+    tokens = in_dtype(tokens, dtype, DEVICE)
+    return attention, tokens._replace(tables=tables.to(DEVICE)), queries, paged.to(DEVICE)
+
+
+def attended(attention, tokens, queries, cache):
+    return triton_attention.attend(attention, tokens, queries, *cache, ROOM)
+
+
+def assert_same(found, expected):
+    """The same bits on a GPU. The interpreter's products are numpy's, whose bits depend on shapes."""
+    if DEVICE == "cuda":
+        assert torch.equal(found, expected)
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [ROWS, None, 1, 3])
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_tokens_that_read_together_see_what_the_reference_sees(features, groups):
+    attention, tokens, queries, cache = a_case(torch.float32, **features)
+    expected = reference.attend(attention, tokens, queries, *cache, ROOM)
+    tokens = tokens._replace(groups=groups) if groups in (ROWS, None) else grouped(tokens, groups)
+    torch.testing.assert_close(attended(attention, tokens, queries, cache), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_busy", [True, False])
+@pytest.mark.parametrize("features", FEATURES[:2], ids=str)
+def test_bits_depend_neither_on_company_nor_on_how_chunks_are_spread(features, is_busy, dtype, monkeypatch):
+    attention, tokens, queries, cache = a_case(dtype, **features)
+    some = [1, 2, 4, 10]  # the second row on both sides of a chunk's end, and others
+    apart = torch.cat([attended(attention, some_of(tokens, [at]), queries[at : at + 1], cache) for at in some])
+    monkeypatch.setattr(triton_attention, "keeps_busy", lambda card, programs: is_busy)
+    for own in (grouped(tokens, 4), grouped(tokens, 2), tokens._replace(groups=ROWS)):
+        assert_same(attended(attention, own, queries, cache)[some], apart)
+    assert not triton_attention._counters(queries.device).any()
+
+
+def test_groups_without_tokens_change_nothing():
+    attention, tokens, queries, cache = a_case(torch.float32)
+    tokens = grouped(tokens, 4)
+    none = torch.full_like(tokens.groups[:1], -1)
+    more = tokens._replace(groups=torch.cat([none, tokens.groups, none]))
+    assert_same(attended(attention, more, queries, cache), attended(attention, tokens, queries, cache))
