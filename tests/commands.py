@@ -14,6 +14,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,7 @@ class Terminal:
         command = [str(SCRIPT), *map(str, arguments)]
         self.process, self.keys = pty.fork()
         if not self.process:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background ignores it, and so would what starts there
             settings = termios.tcgetattr(0)
             settings[3] |= termios.NOFLSH  # or Ctrl-C throws away what is not read yet, even what is said to it
             termios.tcsetattr(0, termios.TCSANOW, settings)

@@ -73,8 +73,17 @@ def test_stretches_of_keys_are_joined(monkeypatch):
         assert_same_layer(a_layer(generator, **features), tokens, generator, torch.float32)
 
 
-@pytest.mark.parametrize("features", [dict(), dict(head_norms=True), dict(head_norms="all"), dict(window=3)], ids=str)
-@pytest.mark.parametrize("counts", [{1: 2}, {1: 5}, {0: 1, 1: 8}, {2: 3, 0: 1, 1: 4}], ids=str)
+MIXED = {2: 3, 0: 1, 1: 4}
+
+
+@pytest.mark.parametrize(
+    ("counts", "features"),
+    [
+        *((counts, dict()) for counts in ({1: 2}, {1: 5}, {0: 1, 1: 8}, MIXED)),
+        *((MIXED, features) for features in (dict(head_norms=True), dict(head_norms="all"), dict(window=3))),
+    ],
+    ids=str,
+)
 def test_a_token_has_the_same_bits_alone_and_among_others(counts, features):
     generator = torch.Generator().manual_seed(7)
     layer = in_dtype(a_layer(generator, **features), torch.float16)

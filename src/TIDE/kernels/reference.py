@@ -103,25 +103,28 @@ def attend(
     """(n, heads * dim) queries -> (n, heads * dim), the values that they attend to, mixed."""
     assert not tokens.is_paged or torch.equal(tokens.columns, tokens.positions), "rows in blocks begin at column 0"
     q = queries.view(len(queries), -1, attention.head_dim)
-    each = [_attend(attention, tokens, index, states, keys, values) for index, states in enumerate(q)]
-    return torch.stack(each).flatten(1)
-
-
-def _attend(
-    attention: Attention, tokens: Pass, index: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-) -> torch.Tensor:
-    """(heads, dim) queries of one token -> (heads, dim)"""
-    column = int(tokens.columns[index])
-    first = column - int(tokens.positions[index])
-    if attention.window:
-        first = max(first, column + 1 - attention.window)
-    columns, groups = torch.arange(first, column + 1, device=keys.device), len(q) // keys.shape[1]
-    blocks, places = _find(tokens.tables, tokens.rows[index].expand(len(columns)), columns, keys.shape[2])
-    seen, mixed = (own[blocks, :, places].transpose(0, 1).repeat_interleave(groups, 0) for own in (keys, values))
-    scores = seen @ q[..., None] * attention.scaling
+    sees, rows, columns = _seen(tokens, attention.window)
+    blocks, places = _find(tokens.tables, rows, columns, keys.shape[2])
+    groups = q.shape[1] // keys.shape[1]
+    seen, mixed = (each[blocks, :, places].transpose(0, 1).repeat_interleave(groups, 0) for each in (keys, values))
+    scores = q.transpose(0, 1) @ seen.mT * attention.scaling  # (heads, n, m)
     if attention.cap:
         scores = attention.cap * (scores / attention.cap).tanh()
-    return (scores.softmax(1) * mixed).sum(1)
+    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+    return (weights @ mixed).transpose(0, 1).flatten(1)
+
+
+def _seen(tokens: Pass, window: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what any of n tokens sees, (m,) rows and (m,) columns of them, and which token sees which, (n, m)."""
+    last = tokens.columns[:, None].long()
+    first = last - tokens.positions[:, None]
+    if window:
+        first = first.clamp(min=last + 1 - window)
+    columns = torch.arange(int(last.max()) + 1, device=last.device)
+    rows = torch.arange(len(tokens.tables), device=last.device)[:, None]
+    sees = (tokens.rows[:, None, None] == rows) & ((columns >= first) & (columns <= last))[:, None]  # (n, rows, columns)
+    rows, columns = sees.any(0).nonzero().unbind(1)
+    return sees[:, rows, columns], rows, columns
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
