@@ -406,6 +406,23 @@ def test_drafts_that_never_stand_are_tried_ever_more_rarely():
     assert gaps == sorted(gaps) and max(gaps) == LONGEST_REST
 
 
+def test_the_last_rows_of_a_batch_do_not_speak_for_the_next_batch():
+    """They are the ones in which drafts were rejected."""
+    length = DraftLength(Costs())
+    rows = [a_text(length) for _ in range(8)]
+
+    def a_round(own, score):
+        drafts = max(1, length.choose(own, 7, 8))
+        for row in own:
+            length.saw(row, Launched(list, drafts, rows=8), RoundResult([], drafts, 0, scores=[score], made=drafts), 1.0)
+
+    for _ in range(20):
+        a_round(rows, 0.9)
+    for _ in range(60):
+        a_round(rows[-1:], 0.1)
+    assert a_text(length).scores[0] > 0.7 > 0.3 > rows[-1].scores[0]
+
+
 def test_draft_length_adapts_quickly_to_a_new_prompt():
     _, length = lengths_after(0, lambda drafts: 1 + drafts / 10, 200)
     row, chosen = a_text(length), []

@@ -96,9 +96,9 @@ def test_rows_in_blocks_begin_at_column_0(name):
         ran(name, layer, tokens._replace(positions=tokens.positions - 1, tables=tables), paged)
 
 
-def test_blocks_are_whole_splits_of_keys():
+def test_chunks_of_keys_are_whole_blocks():
     layer, tokens, _, tables, paged = a_case("triton", torch.float32)
-    with pytest.raises(AssertionError, match="not whole splits"):
+    with pytest.raises(AssertionError, match="not whole blocks"):
         ran("triton", layer, tokens._replace(tables=tables), paged[:, :, :, :40].contiguous())
 
 

@@ -204,6 +204,7 @@ def attend(
     shared, padded = heads // kv_heads, triton.next_power_of_2(heads // kv_heads)
     wide = max(16, triton.next_power_of_2(together) * padded)
     tile, chunks = attention_tile(card, block, wide, queries.element_size()), triton.cdiv(most, CHUNK)
+    assert not tokens.is_paged or keys.shape[2] % tile.keys == 0, f"blocks of {keys.shape[2]} are not whole tiles of {tile.keys}"
     if attention.window:
         chunks = min(chunks, triton.cdiv(attention.window + together, CHUNK) + 1)
     is_whole = chunks == 1 or keeps_busy(card, count * kv_heads)

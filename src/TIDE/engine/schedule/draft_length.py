@@ -48,19 +48,21 @@ class DraftLength:
         self._rested = 0  # rounds
         self._rounds = 0
         self._is_trial = False  # the round before tried what does not seem to pay
-        self._together = 1  # rows of the round before
+        self._rows: Sequence[Row] = ()  # of the round before
+        self._crowd = 1  # most rows together since there were others
 
     def begin(self, row: Row) -> None:
-        """Start another text. Where others are being written, what was learnt from them holds for it."""
-        if self._together == 1:
-            self._rest.reset()
-            self._rested = 0
-            self.acceptance.fade()
+        """Start another text, with what was learnt from those before."""
         row.scores = list(self._scores)
 
     def choose(self, rows: Sequence[Row], most: int, slots: int = 1) -> int:
         """Choose the drafts of each row in the next round on so many slots, at most `most`."""
-        self._together = len(rows)
+        if rows[0] not in self._rows:  # the longest there: others are written now
+            self._rest.reset()
+            self._rested = 0
+            self.acceptance.fade()
+            self._crowd = 1
+        self._rows, self._crowd = list(rows), max(self._crowd, len(rows))
         self._rounds += 1
         if slots < MANY or self._rounds % EVERY == 0 or self._is_trial or self.chosen > most:
             self.chosen = self._choose(rows, most, slots)
@@ -98,10 +100,10 @@ class DraftLength:
         """Record a round; seconds None: it was compiled or captured, and its time says nothing about others."""
         if seconds is not None:
             self.costs.saw_round(round_.rows, round_.drafts or 0, seconds)
-        together = self._together
-        newest = NEWEST if together == 1 else NEWEST / LONGER
+        crowd = self._crowd
+        newest = NEWEST if crowd == 1 else NEWEST / LONGER
         for number in range(1, min(result.accepted + 1, result.made, len(self._scores)) + 1):
             score = result.scores[number - 1] if number <= len(result.scores) else 1.0
             row.scores[number - 1] += newest * (score - row.scores[number - 1])
-            self._scores[number - 1] += newest / together * (score - self._scores[number - 1])
-            self.acceptance.add(number, number <= result.accepted, score, together)
+            self._scores[number - 1] += newest / crowd * (score - self._scores[number - 1])
+            self.acceptance.add(number, number <= result.accepted, score, crowd)
