@@ -3,7 +3,7 @@
     tokens of a row with k drafts     1 + a1 + a1·a2 + … + a1·…·ak        a: probability that a draft is accepted, by number
     seconds of the round              measured, for so many slots and drafts
 
-The k with the most tokens per second is taken, of rows together for one in the slower quarter of them: they are waited for. If
+The k with the most tokens per second is taken, of rows together for one in the slowest eighth: they are waited for. If
 that is 0, a rest follows, and a round with the fewest drafts tries again.
 
 Routers score every draft, and the scores of the latest rounds say how easy a text is just now. So a is a short running mean of
@@ -93,7 +93,7 @@ class DraftLength:
         """Return, by the number of drafts, the tokens that a round is expected to give one of the slower rows."""
         shares = [self.acceptance.share(number) for number in range(1, max(LENGTHS) + 1)]
         chances = np.minimum(np.array([row.scores for row in rows]) * shares, 1.0)
-        accepted = np.sort(chances.cumprod(axis=1).cumsum(axis=1), axis=0)[len(rows) // 4]
+        accepted = np.sort(chances.cumprod(axis=1).cumsum(axis=1), axis=0)[len(rows) // 8]
         return [1.0, *(1.0 + accepted).tolist()]
 
     def saw(self, row: Row, round_: Launched, result: RoundResult, seconds: float | None) -> None:
