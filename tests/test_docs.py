@@ -10,6 +10,7 @@ import argparse
 import ast
 import contextlib
 import inspect
+import os
 import re
 import runpy
 import shlex
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import typer
@@ -225,7 +227,7 @@ def _parse_script(words: list[str]) -> None:
         _as_ever(self)
         raise _Parsed
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):  # a script may set variables of its own
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
         patch.setattr(sys, "argv", words)
         patch.syspath_prepend(ROOT / "benchmarks")

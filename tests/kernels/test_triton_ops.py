@@ -38,7 +38,7 @@ def assert_same_layer(layer, tokens, generator, dtype):
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 def test_every_feature(features):
     generator = torch.Generator().manual_seed(3)
-    assert_same_layer(a_layer(generator, **features), a_pass(generator, {2: 4, 0: 4}, 9), generator, torch.float32)
+    assert_same_layer(a_layer(generator, **features), a_pass(generator, {2: 2, 0: 1}, 9), generator, torch.float32)
 
 
 @pytest.mark.parametrize("counts", [{1: 1}, {1: 5}, {2: 5, 0: 5, 1: 5}, {2: 1, 0: 8, 1: 2}], ids=str)
@@ -53,7 +53,10 @@ def test_part_of_a_head_is_rotated():
     assert_same_layer(a_layer(generator), a_pass(generator, {1: 4}, 9, rotary_dim=6), generator, torch.float32)
 
 
-@pytest.mark.parametrize("features", FEATURES, ids=str)
+OF_KV = {"bias", "head_norms", "offset", "rotary", "eps", "layer_norm", "in_norms", "parallel"}  # all that keys and values see
+
+
+@pytest.mark.parametrize("features", [own for own in FEATURES if not own or OF_KV & own.keys()], ids=str)
 def test_kv_of_skipped_layers_in_one_launch(features):
     generator = torch.Generator().manual_seed(8)
     layers, tokens = [a_layer(generator, **features) for _ in range(3)], a_pass(generator, {2: 3, 0: 1}, {2: 9, 0: 14})

@@ -92,9 +92,10 @@ class HostStage:
     def join(self, rows: Sequence[Row]) -> None:
         """Take rows in before the next round. All their tokens run as a prompt does, those that were written before too."""
         assert len(self.rows) + len(rows) <= self.most_rows, f"{len(rows)} more rows than the {self.most_rows} there may be"
+        taken = {row.slot for row in self.rows}
+        free = (slot for slot in count() if slot not in taken)
         for row in rows:
-            taken = {other.slot for other in self.rows}
-            row.slot = next(slot for slot in count() if slot not in taken)
+            row.slot = next(free)
             row.drafts = []
             row.exits_in_a_row = 0
             self.rows.append(row)
@@ -155,7 +156,8 @@ class HostStage:
         Where no row is running, prompts run in the round. Otherwise a part of them runs before it, and rows whose prompts have
         run take part.
         """
-        self.is_prefill = all(row.finished or row in self.joining for row in self.rows)
+        joining = set(self.joining)
+        self.is_prefill = all(row.finished or row in joining for row in self.rows)
         self.clock.start(instead="prompt")
         with self.runner.grad_off(), self._timed():
             if self.joining and not self.is_prefill:

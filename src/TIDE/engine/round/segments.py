@@ -234,15 +234,18 @@ class Segments:
 def about_as_long(counts: dict[Row, int]) -> list[list[Row]]:
     """Return rows in groups whose passes compute little padding; all in one where more passes would take longer than that."""
     groups: list[list[Row]] = []
+    total = 0  # tokens of the newest group
     for row in sorted(counts, key=counts.__getitem__, reverse=True):
-        if groups and _pads_little([counts[other] for other in (*groups[-1], row)]):
+        total += counts[row]
+        if groups and _pads_little(total, counts[groups[-1][0]], len(groups[-1]) + 1):
             groups[-1].append(row)
         else:
             groups.append([row])
+            total = counts[row]
     apart = sum(len(rows) * counts[rows[0]] for rows in groups) + PASS_COST * (len(groups) - 1)
     return groups if apart < len(counts) * max(counts.values()) else [list(counts)]
 
 
-def _pads_little(counts: list[int]) -> bool:
-    """Return True if little of a pass of rows of these lengths, the longest first, is padding."""
-    return sum(counts) >= (1 - MOST_PADDING) * counts[0] * len(counts)
+def _pads_little(total: int, longest: int, rows: int) -> bool:
+    """Return True if little of a pass is padding: its rows have `total` tokens together, the longest `longest`."""
+    return total >= (1 - MOST_PADDING) * longest * rows
