@@ -1,4 +1,4 @@
-"""What the kernels of a fused layer take for 1 to 128 tokens, and the share of copy bandwidth at which they read weights or K/V.
+"""What the kernels of a fused layer take for 1 to 128 tokens, and the share of copy bandwidth at which they read.
 
     python benchmarks/bench_kernels.py                            the layers of a Llama-3.1-8B, bf16, for a GPU
     python benchmarks/bench_kernels.py --rows 32 --tokens 32 64   tokens of 32 rows, one or two each

@@ -30,22 +30,23 @@ COUNTERS = 4096  # more programs than a card needs to be busy
 
 @counted
 def _attend(
-    queries, keys, values, rows, columns, positions, tables, groups, out, parts, peaks, sums, arrived, scaling, chunks,
+    queries, keys, values, rows, columns, positions, tables, groups, out, parts, peaks, sums, arrived, scaling, chunks, together,
     heads, kv_heads, stride_group, stride_member, stride_table, stride_block, stride_head, stride_column, SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
-    TOGETHER: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
-    MERGED: tl.constexpr, IN_TURN: tl.constexpr, WHOLE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, MERGED: tl.constexpr,
+    IN_TURN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of a group that share a key head.
 
-    SHARED queries have one key head, padded to HEADS. Column n of a product is head n % HEADS of the token n // HEADS.
+    SHARED queries have one key head, padded to HEADS. Column n of a product is head n % HEADS of the token n // HEADS; of N
+    columns the first COLUMNS may be there.
     """
     group, own, column = tl.program_id(0), tl.program_id(1), tl.arange(0, N)
     member, head = column // HEADS, column % HEADS
     if IN_TURN:  # what is known is not loaded: a load that waits for another one takes as long as a tile
-        token, leader, row = tl.where(member < TOGETHER, member * stride_member + group, -1), group, group.to(tl.int64)
+        token, leader, row = tl.where(member < together, member * stride_member + group, -1), group, group.to(tl.int64)
     else:
-        token = tl.load(groups + group * stride_group + member * stride_member, mask=member < TOGETHER, other=-1)
+        token = tl.load(groups + group * stride_group + member * stride_member, mask=member < together, other=-1)
         leader = tl.load(groups + group * stride_group)
         if leader < 0:
             return
@@ -85,7 +86,7 @@ def _attend(
         if first == last:
             tl.store(out + at, (mixed / total[None, :]).to(out.dtype.element_ty), mask=known)
             return
-        counter, wide = group * kv_heads + own, TOGETHER * SHARED
+        counter, wide = group * kv_heads + own, together * SHARED
         part = counter.to(tl.int64) * chunks * wide
         here = part + (chunk - first) * wide + member * SHARED + head
         tl.store(parts + here[None, :] * DIM + dim[:, None], mixed, mask=known)
@@ -98,12 +99,12 @@ def _attend(
                 of_group = out + (group * heads + own * SHARED).to(tl.int64) * DIM
                 _merge(
                     of_group, groups, parts + part * DIM, peaks + part, sums + part, last - first + 1, stride_member * heads,
-                    heads, DIM, BLOCK, SHARED, TOGETHER, MERGED, IN_TURN,
+                    heads, together, DIM, BLOCK, SHARED, HEADS, COLUMNS, MERGED, IN_TURN,
                 )  # fmt: skip
             else:
                 _merge(
                     out + own.to(tl.int64) * SHARED * DIM, groups + group * stride_group, parts + part * DIM, peaks + part,
-                    sums + part, last - first + 1, stride_member, heads, DIM, BLOCK, SHARED, TOGETHER, MERGED, IN_TURN,
+                    sums + part, last - first + 1, stride_member, heads, together, DIM, BLOCK, SHARED, HEADS, COLUMNS, MERGED, IN_TURN,
                 )  # fmt: skip
 
 
@@ -147,19 +148,17 @@ def _chunk(
 
 @triton.jit
 def _merge(
-    out, groups, parts, peaks, sums, count, stride_member, heads, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
-    TOGETHER: tl.constexpr, MERGED: tl.constexpr, IN_TURN: tl.constexpr,
+    out, groups, parts, peaks, sums, count, stride_member, heads, together, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    SHARED: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr, MERGED: tl.constexpr, IN_TURN: tl.constexpr,
 ):  # fmt: skip
     """Merge the chunks of a group, which other programs have left in memory, in their order."""
-    WIDE: tl.constexpr = TOGETHER * SHARED
-    COLUMNS: tl.constexpr = triton.next_power_of_2(WIDE)
-    column, dim = tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
-    member, head = column // SHARED, column % SHARED
-    is_there, real = column < WIDE, (dim < DIM)[:, None]
+    column, dim, wide = tl.arange(0, COLUMNS), tl.arange(0, BLOCK), together * SHARED
+    member, head = column // HEADS, column % HEADS
+    is_there, real, own = (member < together) & (head < SHARED), (dim < DIM)[:, None], member * SHARED + head
     peak, total, mixed = _nothing(BLOCK, COLUMNS)
     for some in range(0, count, MERGED):
         for number in tl.static_range(MERGED):
-            inside, here = is_there & (column * 0 + some + number < count), (some + number) * WIDE + column
+            inside, here = is_there & (column * 0 + some + number < count), (some + number) * wide + own
             where = here[None, :].to(tl.int64) * DIM + dim[:, None]
             own_peak = tl.load(peaks + here, mask=inside, other=float("-inf"), cache_modifier=".cg")
             own_total = tl.load(sums + here, mask=inside, other=0.0, cache_modifier=".cg")
@@ -202,9 +201,12 @@ def attend(
         groups = _alone(len(queries), queries.device) if groups is None else groups
         (count, together), places = groups.shape, groups.stride()
     shared, padded = heads // kv_heads, triton.next_power_of_2(heads // kv_heads)
-    wide = max(16, triton.next_power_of_2(together) * padded)
+    columns = triton.next_power_of_2(together) * padded
+    wide = max(16, columns)
     tile, chunks = attention_tile(card, block, wide, queries.element_size()), triton.cdiv(most, CHUNK)
-    assert not tokens.is_paged or keys.shape[2] % tile.keys == 0, f"blocks of {keys.shape[2]} are not whole tiles of {tile.keys}"
+    assert not tokens.is_paged or keys.shape[2] % tile.keys == 0, (
+        f"blocks of {keys.shape[2]} are not whole tiles of {tile.keys}"
+    )
     if attention.window:
         chunks = min(chunks, triton.cdiv(attention.window + together, CHUNK) + 1)
     is_whole = chunks == 1 or keeps_busy(card, count * kv_heads)
@@ -214,8 +216,8 @@ def attend(
     _attend[(count, kv_heads, 1 if is_whole else chunks)](
         queries, keys, values, tokens.rows, tokens.columns, tokens.positions, tokens.tables,
         tokens.rows if in_turn else groups, out, parts, peaks, sums, _counters(queries.device), attention.scaling, chunks,
-        heads, kv_heads, *places, *strides(tokens, keys), attention.window, attention.cap, dim, block, shared, together,
-        padded, wide, tile.keys, CHUNK, MERGED, in_turn, is_whole,
+        together, heads, kv_heads, *places, *strides(tokens, keys), attention.window, attention.cap, dim, block, shared, padded,
+        columns, wide, tile.keys, CHUNK, MERGED, in_turn, is_whole,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
