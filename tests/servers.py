@@ -82,6 +82,13 @@ class Running:
     def post(self, path: str, **body: object) -> httpx.Response:
         return self.http.post(path, json=body)
 
+    def lines(self, count: int) -> list[str]:
+        """The access log, once it has so many lines: each is written after its answer."""
+        until = time.monotonic() + 5
+        while len(self.log.lines) < count and time.monotonic() < until:
+            time.sleep(0.005)
+        return self.log.lines
+
     def is_idle(self, seconds: float = 5.0) -> bool:
         """Whether nothing is left running, soon."""
         until = time.monotonic() + seconds

@@ -39,6 +39,7 @@ class Usage(Answer):
 class WrittenToken(Answer):
     """A token and the depth at which it was decided; `text` as it was written, before stop strings are cut off."""
 
+    id: int
     text: str
     depth: int
     score: float | None = None

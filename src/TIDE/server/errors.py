@@ -8,6 +8,7 @@ No path and no traceback is in an answer; they are in the log.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,13 +68,20 @@ def of_row(problem: Exception) -> APIError:
     return APIError(500, str(problem) if isinstance(problem, FloatingPointError) else INTERNAL)
 
 
+BRANCH = re.compile(r"[\[\]-]|^(str|int|bool|float|list|dict)$")  # how pydantic names the branches of a union
+
+
+def _closeness(problem: Mapping[str, Any]) -> tuple[bool, bool, int]:
+    """Return how near an error is to what was meant: of a union, each branch has its own."""
+    return problem["type"] == "extra_forbidden", not problem["type"].endswith("_type"), len(problem["loc"])
+
+
 def of_validation(problems: Sequence[Mapping[str, Any]]) -> APIError:
     """Return the first of pydantic's errors, with the name of the field."""
-    # of a union, the branch that came closest is the one with the longest way to the error
-    chosen = max(problems, key=lambda one: (one["type"] == "extra_forbidden", len(one["loc"]))) if problems else None
-    if chosen is None:
-        return refused("the request is not what was expected. See /docs.")
-    place = [str(part) for part in chosen["loc"] if part != "body"]
+    if not problems:
+        return refused("the request is not what was expected. See /openapi.json.")
+    chosen = max(problems, key=_closeness)
+    place = [str(part) for part in chosen["loc"] if part != "body" and not BRANCH.search(str(part))]
     name = place[0] if place else None
     if chosen["type"] == "json_invalid":
         reason = chosen.get("ctx", {}).get("error", "it cannot be read")

@@ -116,7 +116,7 @@ class Job:
         self.tokens += 1
         written = self._text.add(token) if is_text else ""
         burst.text += self._stops.add(written)
-        burst.tokens.append(WrittenToken(text=written, depth=decided.depth, score=decided.score))
+        burst.tokens.append(WrittenToken(id=token, text=written, depth=decided.depth, score=decided.score))
         if self.ask.logprobs is not None:
             burst.logprobs.append(logprob_of(self.row.kept.pop(place).logits, token, self.ask.logprobs))
 
