@@ -48,12 +48,16 @@ class Browser:
         return None
 
     def open(self, page: Path, width: int, height: int, *, dark: bool = False) -> None:
+        """A file in a window of so many CSS pixels."""
+        self.open_url(page.absolute().as_uri(), width, height, dark=dark)
+
+    def open_url(self, url: str, width: int, height: int, *, dark: bool = False) -> None:
         """A page in a window of so many CSS pixels."""
         metrics = dict(width=width, height=height, deviceScaleFactor=0, mobile=False)
         scheme = dict(name="prefers-color-scheme", value="dark" if dark else "light")
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", dict(features=[scheme]))
-        self.driver.get(page.absolute().as_uri())
+        self.driver.get(url)
 
     def hover(self, selector: str) -> None:
         from selenium.webdriver import ActionChains

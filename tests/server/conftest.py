@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router_files import made
+from policies import Everyone
 from servers import Running, tiny
 
 
@@ -14,10 +14,9 @@ def loaded():
 
 
 @pytest.fixture(scope="session")
-def router(loaded, tmp_path_factory):
-    path = tmp_path_factory.mktemp("server") / "router.safetensors"
-    made("memory", loaded.model).save(path)
-    return path
+def router():
+    """Exits after the first of four layers."""
+    return Everyone(1)
 
 
 @pytest.fixture(scope="session")
