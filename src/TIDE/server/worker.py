@@ -187,8 +187,6 @@ class Worker:
             else:
                 self._running.append(job)
                 self.metrics.started(job)
-        self.metrics.running.set(len(self._running))
-        self.metrics.waiting.set(len(self._waiting))
 
     def _end_late(self) -> None:
         limit = time.perf_counter() - self.settings.request_seconds
@@ -246,6 +244,8 @@ class Worker:
 
     def _send(self) -> None:
         """Hand what the round wrote to asyncio, all at once."""
+        self.metrics.running.set(len(self._running))
+        self.metrics.waiting.set(len(self._waiting))
         if self._outbox:
             sent, self._outbox = self._outbox, []
             self._call_soon(self._deliver, sent)
