@@ -28,6 +28,7 @@ TABLE = {
     "an image": (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'text'"),
     "a role the template refuses": (CHAT, {"messages": [{"role": "wrong", "content": ""}]}, "messages", "no such role"),
     "negative temperature": (CHAT, HI | {"temperature": -1}, "temperature", "greater than or equal to 0"),
+    "a penalty of next to nothing": (CHAT, HI | {"repetition_penalty": 5e-324}, "repetition_penalty", "equal to 0.01"),
     "top_p of nothing": (CHAT, HI | {"top_p": 0}, "top_p", "greater than 0"),
     "n of nothing": (CHAT, HI | {"n": 0}, "n", "greater than or equal to 1"),
     "n of hundreds": (CHAT, HI | {"n": 1000}, "n", "less than or equal to 64"),

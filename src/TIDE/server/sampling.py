@@ -12,6 +12,9 @@ from TIDE.kernels.noise import row_seed
 from TIDE.server.errors import refused
 from TIDE.server.requests import Sampling
 
+GREEDY = 1e-5  # temperatures below are 0, as in vLLM
+COLDEST = 0.01  # of those above: logits stay finite
+LEAST_TOP_P = 1e-6
 DEFAULTS = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
 
 
@@ -34,14 +37,16 @@ class SamplingDefaults:
         values = {name: own if (given := getattr(asked, name)) is None else given for name, own in self.values.items()}
         found: dict[str, Any] = dict(
             max_new_tokens=most_tokens,
-            do_sample=values["temperature"] > 0,
+            do_sample=values["temperature"] >= GREEDY,
             repetition_penalty=float(values["repetition_penalty"]),
             presence_penalty=asked.presence_penalty,
             frequency_penalty=asked.frequency_penalty,
             logit_bias=self._bias(asked.logit_bias),
         )
         if found["do_sample"]:
-            found |= dict(temperature=float(values["temperature"]), top_p=float(values["top_p"]), top_k=max(0, values["top_k"]))
+            found["temperature"] = max(COLDEST, float(values["temperature"]))
+            found["top_p"] = max(LEAST_TOP_P, float(values["top_p"]))
+            found["top_k"] = max(0, values["top_k"])
             found["min_p"] = float(values["min_p"]) or None
         ends = self._ends(asked)
         found["eos_token_id"] = ends or None

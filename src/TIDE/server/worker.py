@@ -3,8 +3,9 @@
     asyncio   submit ─►  inbox ─►  waiting ─►  rows of the engine  ─►  bursts  ─►  queue of each call   asyncio
     asyncio   cancel ─►  inbox                  one step, all rows      once a round
 
-Nothing else touches the engine. An error of one row ends that answer. An error of a step is fatal: every answer ends with an
-error, `problem` says why, and /health with it.
+Nothing else touches the engine. An error of one row ends that answer. If a step fails, the row that joined last is taken for
+the reason and ends with an error; the others go on from their texts. If none is left and the model fails on a prompt of our
+own, the worker is at its end: every request gets an error, `problem` says why, and /health with it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 
 from TIDE.config import TIDEConfig
 from TIDE.engine.engine import TIDE
-from TIDE.server.errors import APIError, of_row
+from TIDE.server.errors import INTERNAL, APIError, of_row
 from TIDE.server.job import Ask, Burst, Call, Job
 from TIDE.server.logprobs import Logprob, logprob_of
 from TIDE.server.metrics import Metrics
@@ -33,7 +34,7 @@ from TIDE.server.settings import ServerSettings
 logger = logging.getLogger(__name__)
 DEAD = "the model has failed and this server answers no more. It has to be started again."
 LEAVING = "this server is stopping. Ask another one, or again later."
-WARM_UP = (  # what compiled code is made for before the first request
+WARM_UP: tuple[tuple[str, dict[str, Any]], ...] = (  # what compiled code is made for before the first request
     ("greedy", dict(do_sample=False)),
     ("sampled", dict(do_sample=True, temperature=1.0, top_k=20, top_p=0.9, presence_penalty=0.1, seed=0)),
     ("with logprobs", dict(do_sample=False, return_dict_in_generate=True, output_logits=True)),
@@ -143,20 +144,24 @@ class Worker:
                 self._send()
             self._call_soon(self._abandon, LEAVING)
         except Exception as problem:
-            logger.exception("the worker failed")
+            logger.exception("the worker failed: %s: %s", type(problem).__name__, problem)
             self.problem = type(problem).__name__
+            self._send()
             self._call_soon(_settle, self._warm, None, problem)
             self._call_soon(self._abandon, DEAD)
 
     def _warm_up(self) -> None:
         """Compile what requests need, so that the first of them does not wait for it."""
-        prompt = self._prompt(list(range(8)))
         for name, options in WARM_UP:
             began = time.perf_counter()
-            row = self.engine.add(prompt, max_new_tokens=8, eos_token_id=None, **options)
-            while not row.finished:
-                self.engine.step()
+            self._decode_alone(**options)
             logger.info("warm-up: %s, %.1f s", name, time.perf_counter() - began)
+
+    def _decode_alone(self, **options: Any) -> None:
+        """Write a few tokens of no meaning while there are no other rows."""
+        row = self.engine.add(self._prompt(list(range(8))), max_new_tokens=8, eos_token_id=None, **options)
+        while not row.finished:
+            self.engine.step()
 
     def _take(self) -> bool:
         """Do what asyncio has asked for; wait for it if there is nothing else to do. False: the server stops."""
@@ -199,7 +204,11 @@ class Worker:
             self._fail(job, APIError(408, words, headers={"x-should-retry": "false"}))
 
     def _step(self) -> None:
-        self.engine.step()
+        try:
+            self.engine.step()
+        except Exception as problem:
+            self._blame(problem)
+            return
         now, tokens = time.perf_counter(), 0
         for job in list(self._running):
             before = job.tokens
@@ -217,6 +226,13 @@ class Worker:
         self.metrics.iteration.observe(tokens)
         used, there = self.engine.cache_use
         self.metrics.cache.set(used / there if there else 0.0)
+
+    def _blame(self, problem: Exception) -> None:
+        """End the answer that most likely made a step fail; without any other, see whether the model still works."""
+        logger.error("a step failed: %s: %s", type(problem).__name__, problem)
+        self._fail(max(self._running, key=lambda job: job.times.started), APIError(500, INTERNAL))
+        if not self._running:
+            self._decode_alone(do_sample=False)
 
     def _time(self, job: Job, before: int, now: float) -> None:
         """Note when tokens came."""
