@@ -56,6 +56,7 @@ class _Reply:
         self.prompt_tokens = len(ids)
         self.id = new_id("chatcmpl")
         self.created = int(time.time())
+        self.counts = [0] * len(call.jobs)  # tokens of each answer, as far as they were sent
         prompt = "" if service.template is None else service.tokenizer.decode(ids)
         wants_calls = bool(asked.tools) and asked.tool_choice != "none"
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()] if wants_calls else None
@@ -63,7 +64,7 @@ class _Reply:
 
     @property
     def usage(self) -> Usage:
-        return Usage.of(self.prompt_tokens, self.call.completion_tokens)
+        return Usage.of(self.prompt_tokens, sum(self.counts))
 
     def whole(self, bursts: list[list[Burst]]) -> ChatAnswer:
         choices = [self._choice(own) for own in bursts]
@@ -72,6 +73,7 @@ class _Reply:
 
     def _choice(self, bursts: list[Burst]) -> ChatChoice:
         last = bursts[-1]
+        self.counts[last.index] = last.count
         parts = self.parsers[last.index].feed("".join(burst.text for burst in bursts), is_last=True)
         choice = ChatChoice(index=last.index, message=joined(parts), logprobs=None, finish_reason=self._reason(last) or "stop")
         if self.asked.logprobs:
@@ -94,6 +96,7 @@ class _Reply:
 
     def chunks(self, burst: Burst) -> list[Answer]:
         """Return a chunk for each part of the message that a burst adds; the last one has what is said of tokens."""
+        self.counts[burst.index] = burst.count
         parts = self.parsers[burst.index].feed(burst.text, is_last=burst.is_last)
         wants_tokens = burst.tokens and (self.asked.logprobs or self.asked.tide.details)
         if not parts and not wants_tokens and not burst.is_last:

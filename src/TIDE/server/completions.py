@@ -74,10 +74,11 @@ class _Reply:
         self.offsets = [len(echo.text) for echo in self.echoes]
         self.id = new_id("cmpl")
         self.created = int(time.time())
+        self.counts = [0] * len(call.jobs)  # tokens of each answer, as far as they were sent
 
     @property
     def usage(self) -> Usage:
-        return Usage.of(self.prompt_tokens, self.call.completion_tokens)
+        return Usage.of(self.prompt_tokens, sum(self.counts))
 
     def whole(self, bursts: list[list[Burst]]) -> TextAnswer:
         if not bursts:  # nothing but the prompts was asked for
@@ -92,6 +93,7 @@ class _Reply:
 
     def _choice(self, bursts: list[Burst]) -> TextChoice:
         last = bursts[-1]
+        self.counts[last.index] = last.count
         echo = self.echoes[last.index]
         text = echo.text + "".join(burst.text for burst in bursts)
         choice = TextChoice(index=last.index, text=text, logprobs=None, finish_reason=last.reason)
@@ -117,6 +119,7 @@ class _Reply:
         ]
 
     def chunks(self, burst: Burst) -> list[Answer]:
+        self.counts[burst.index] = burst.count
         wants_tokens = burst.tokens and (self.asked.logprobs is not None or self.asked.tide.details)
         if not burst.text and not wants_tokens and not burst.is_last:
             return []

@@ -52,9 +52,14 @@ class Times:
 
 @dataclass
 class Burst:
-    """What a round added to an answer; with a reason or an error it is the last one."""
+    """What a round added to an answer; with a reason or an error it is the last one.
+
+    Attributes:
+        count: tokens of the answer so far.
+    """
 
     index: int
+    count: int = 0
     text: str = ""
     tokens: list[WrittenToken] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
@@ -94,9 +99,10 @@ class Job:
         new = row.tokens[row.prompt + self.tokens :]
         if not new and not row.finished:
             return None
-        burst = Burst(self.index)
+        burst = Burst(self.index, self.tokens)
         ends = row.finished and bool(new) and new[-1] in row.stop.end_tokens
         for number, token in enumerate(new):
+            burst.count = self.tokens + 1
             self._add(burst, token, is_text=not (ends and number == len(new) - 1))
             if self._stops.found:
                 burst.reason = "stop"
