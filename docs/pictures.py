@@ -3,6 +3,7 @@
     demo.svg                             the terminal after `tide demo`
     report-light.png, report-dark.png    the report it wrote, in a browser, with the mouse on a token
     depths.png                           depth by token over a text, for the README
+    chat-wide.png, chat-phone.png        the page of `tide serve`, exits on and off, on a screen and on a phone
 
 Needs the extras plots and dev, and Debian's chromium and chromium-driver. Speeds are as measured: a busy
 machine shows in the pictures.
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 PICTURES = Path(__file__).parent / "pictures"
@@ -48,12 +51,16 @@ class Browser:
         return None
 
     def open(self, page: Path, width: int, height: int, *, dark: bool = False) -> None:
+        """A file in a window of so many CSS pixels."""
+        self.open_url(page.absolute().as_uri(), width, height, dark=dark)
+
+    def open_url(self, url: str, width: int, height: int, *, dark: bool = False) -> None:
         """A page in a window of so many CSS pixels."""
         metrics = dict(width=width, height=height, deviceScaleFactor=0, mobile=False)
         scheme = dict(name="prefers-color-scheme", value="dark" if dark else "light")
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", dict(features=[scheme]))
-        self.driver.get(page.absolute().as_uri())
+        self.driver.get(url)
 
     def hover(self, selector: str) -> None:
         from selenium.webdriver import ActionChains
@@ -110,6 +117,27 @@ def depths(path: Path) -> None:
     plot_depths(max(runs, key=lambda run: run.tokens_per_second), path)
 
 
+def chat() -> None:
+    """The page of a server: one question, with exits and without."""
+    command = [Path(sys.executable).with_name("tide"), "serve", "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"]
+        for name, width, height, dark in (("wide", 1280, 720, False), ("phone", 390, 780, True)):
+            browser = Browser(1.5)
+            browser.open_url(url, width, height, dark=dark)
+            browser.driver.execute_script(
+                "document.getElementById('both').click(); document.getElementById('tokens').value = 64"
+            )
+            browser.driver.find_element("id", "prompt").send_keys("Why is the sky blue?\n")
+            while not browser.driver.find_elements("css selector", ".compared"):
+                time.sleep(0.2)
+            browser.driver.execute_script("document.getElementById('log').scrollTop = 0")
+            browser.picture(PICTURES / f"chat-{name}.png")
+            browser.close()
+        process.terminate()
+
+
 def main() -> None:
     if missing := Browser.missing():
         raise SystemExit(missing)
@@ -121,6 +149,7 @@ def main() -> None:
         terminal(f"$ tide demo\n{done.stdout}", PICTURES / "demo.svg")
         report(Path(folder) / "tide-demo.html")
     depths(PICTURES / "depths.png")
+    chat()
 
 
 if __name__ == "__main__":

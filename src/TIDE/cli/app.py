@@ -16,10 +16,11 @@ from TIDE.cli.generate import generate
 from TIDE.cli.inspect import inspect
 from TIDE.cli.quiet import quiet
 from TIDE.cli.report import report
+from TIDE.cli.serve import serve
 from TIDE.cli.tune import tune
 
 app = typer.Typer(cls=Commands, pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (demo, calibrate, generate, chat, tune, certify, analyze, bench, inspect, report):
+for command in (demo, calibrate, generate, chat, serve, tune, certify, analyze, bench, inspect, report):
     app.command()(command)
 
 

@@ -69,7 +69,7 @@ def with_model(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def load(name: str, dtype: str | None = None) -> Loaded:
+def load(name: str, dtype: str | None = None, trust_remote_code: bool = False) -> Loaded:
     """Load the model and its tokenizer, without a loading bar. Fail at once if the hub is needed and not reachable."""
     if name != "default" and not name.endswith(".gguf"):
         model_source(name)
@@ -79,4 +79,5 @@ def load(name: str, dtype: str | None = None) -> Loaded:
     import TIDE
 
     without_loading_bars()
-    return TIDE.load_model(name, dtype=None if dtype is None else getattr(torch, dtype))
+    wanted = None if dtype is None else getattr(torch, dtype)
+    return TIDE.load_model(name, dtype=wanted, trust_remote_code=trust_remote_code)

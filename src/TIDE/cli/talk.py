@@ -14,14 +14,11 @@ from TIDE.cli.colours import Pieces
 from TIDE.cli.files import check_target
 
 
-class Talk:
-    """A chat with an engine, in the model's chat template. A turn without an answer is dropped."""
+class Messages:
+    """The messages of a chat. A turn without an answer is dropped."""
 
-    def __init__(self, engine: Any, tokenizer: Any, system: str | None) -> None:
-        import TIDE
-
-        self.engine, self.tokenizer, self.system = engine, tokenizer, system
-        self.conversation = TIDE.Conversation(engine)
+    def __init__(self, system: str | None) -> None:
+        self.system = system
         self.file: Path | None = None  # where this chat was saved
         self.reset()
 
@@ -30,19 +27,14 @@ class Talk:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.file = None
 
-    def ask(self, said: str, pieces: Pieces, options: dict[str, Any]) -> Iterator[int]:
-        """Yield the tokens of the answer until its end or Ctrl-C; then keep the text in `pieces` as the answer."""
-        messages = [*self.messages, {"role": "user", "content": said}]
-        with interrupts() as were_noted:
-            inputs = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            ).to(self.engine.model.device)
-            for token in self.conversation.stream(**inputs, **options):
-                yield token
-                if were_noted():
-                    break
-        if pieces.shown:
-            self.messages = [*messages, {"role": "assistant", "content": pieces.shown}]
+    def asked(self, said: str) -> list[dict[str, str]]:
+        """Return the messages with one more of the user's."""
+        return [*self.messages, {"role": "user", "content": said}]
+
+    def keep(self, said: str, answer: str) -> None:
+        """Add a turn, if there is an answer."""
+        if answer:
+            self.messages = [*self.asked(said), {"role": "assistant", "content": answer}]
 
     def save(self, name: str = "") -> Path:
         """Write the messages as JSON: to a new file, or again to the file of this chat."""
@@ -55,6 +47,35 @@ class Talk:
         path.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         self.file = path
         return path
+
+
+class Talk(Messages):
+    """A chat with an engine, in the model's chat template."""
+
+    def __init__(self, engine: Any, tokenizer: Any, system: str | None) -> None:
+        import TIDE
+
+        super().__init__(system)
+        self.engine, self.tokenizer = engine, tokenizer
+        self.conversation = TIDE.Conversation(engine)
+
+    def ask(self, said: str, pieces: Pieces, options: dict[str, Any]) -> Iterator[int]:
+        """Yield the tokens of the answer until its end or Ctrl-C; then keep the text in `pieces` as the answer."""
+        with interrupts() as were_noted:
+            inputs = self.tokenizer.apply_chat_template(
+                self.asked(said), add_generation_prompt=True, return_tensors="pt", return_dict=True
+            ).to(self.engine.model.device)
+            for token in self.conversation.stream(**inputs, **options):
+                yield token
+                if were_noted():
+                    break
+        self.keep(said, pieces.shown)
+
+    @property
+    def stats(self) -> str:
+        """Where the tokens of the last answer were decided; empty before the first."""
+        found = self.engine.last_stats
+        return found.summary() if found.total_tokens else ""
 
 
 @contextmanager

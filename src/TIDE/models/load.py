@@ -18,7 +18,11 @@ class Loaded(NamedTuple):
 
 
 def load_model(
-    name: str | Path = "default", *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+    name: str | Path = "default",
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
 ) -> Loaded:
     """Load a causal LM in eval mode and its tokenizer, set to pad on the left.
 
@@ -26,10 +30,11 @@ def load_model(
         name: "default" (SmolLM2-135M-Instruct, fetched once), a hub id, a folder, or a .gguf file.
         dtype: None: fp32 on a CPU and for GGUF files, otherwise the dtype of the stored weights.
         device: None: the GPU if there is one.
+        trust_remote_code: run code that comes with the model.
     """
     place = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted: Any = dtype or (torch.float32 if place.type == "cpu" else "auto")
-    model, tokenizer = _read(str(name), wanted)
+    model, tokenizer = _read(str(name), wanted, trust_remote_code)
     tokenizer.padding_side = "left"
     return Loaded(model.to(place).eval(), tokenizer)
 
@@ -53,7 +58,7 @@ def check_gguf(name: str) -> None:
         raise ImportError(f"reading {name} needs {' and '.join(missing)}. Install with: pip install {' '.join(missing)}")
 
 
-def _read(name: str, dtype: Any) -> Loaded:
+def _read(name: str, dtype: Any, trust_remote_code: bool = False) -> Loaded:
     if name.endswith(".gguf"):
         if not Path(name).is_file():
             raise FileNotFoundError(
@@ -66,6 +71,7 @@ def _read(name: str, dtype: Any) -> Loaded:
         name = str(default_model_path())
     source = model_source(name)
     try:
-        return Loaded(AutoModelForCausalLM.from_pretrained(source, dtype=dtype), AutoTokenizer.from_pretrained(source))
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
+        return Loaded(model, AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
     except OSError as problem:
         raise OSError(f"cannot load {name!r}: {EXPECTED}. ({problem})") from problem

@@ -1,0 +1,117 @@
+"""A chat with a server: any that speaks OpenAI's API. Depths are shown where it is one of ours."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from TIDE.cli.colours import painted
+from TIDE.cli.talk import Messages, interrupts
+
+
+class RemoteTalk(Messages):
+    """A chat with a server.
+
+    Args:
+        url: of the server, with or without /v1.
+        model: the name to ask for; "default": the first that the server has.
+        depth: ask for the depth of every token, and colour them.
+    """
+
+    def __init__(
+        self, url: str, model: str, system: str | None, max_tokens: int, temperature: float, depth: bool = False
+    ) -> None:
+        super().__init__(system)
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.model = self._first_model() if model == "default" else model
+        self.depth = depth
+        self.options = dict(max_tokens=max_tokens, temperature=temperature)
+        self.record: dict[str, Any] = {}  # of the last answer
+
+    @property
+    def stats(self) -> str:
+        """What is known of the last answer; empty before the first."""
+        found = {name: value for name, value in self.record.items() if name not in ("prompt", "answer", "depths")}
+        return "\n".join(f"{name}: {round(value, 2)}" for name, value in found.items())
+
+    def ask(self, said: str) -> Iterator[str]:
+        """Yield the answer as it comes, until its end or Ctrl-C; then keep it."""
+        body = dict(self.options, model=self.model, messages=self.asked(said), stream=True)
+        body["stream_options"] = {"include_usage": True}
+        if self.depth:
+            body["tide"] = {"details": True}
+        began, answer, tokens, depths = time.perf_counter(), "", 0, []
+        with interrupts() as were_noted, self._open("/v1/chat/completions", body) as response:
+            for chunk in _chunks(response):
+                tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+                for choice in chunk["choices"]:
+                    own = choice.get("tide") or {}
+                    depths += [token["depth"] for token in own.get("tokens", ())]
+                    answer += (piece := choice["delta"].get("content") or "")
+                    yield _coloured(own) if self.depth and own else "" if self.depth and depths else piece
+                if were_noted():
+                    break
+        seconds = time.perf_counter() - began
+        self.record = dict(prompt=said, answer=answer, tokens=tokens, seconds=seconds, tokens_per_second=tokens / seconds)
+        if depths:
+            self.record |= dict(mean_depth=sum(depths) / len(depths), depths=depths)
+        self.keep(said, answer)
+
+    def _first_model(self) -> str:
+        with self._open("/v1/models") as response:
+            found = json.load(response).get("data") or []
+        if not found:
+            raise ValueError(f"the server at {self.url} has no model. Name one: tide chat MODEL --url {self.url}")
+        return str(found[0]["id"])
+
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
+        """Send a request; raise an error that says what the server said."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("TIDE_API_KEY"):
+            headers["Authorization"] = f"Bearer {key.split(',')[0]}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            found: http.client.HTTPResponse = urllib.request.urlopen(
+                urllib.request.Request(self.url + path, data, headers), timeout=600
+            )
+        except urllib.error.HTTPError as problem:
+            raise ValueError(f"the server at {self.url} answered with status {problem.code}: {_said(problem.read())}") from None
+        except (urllib.error.URLError, ValueError) as problem:
+            reason = getattr(problem, "reason", problem)
+            raise ConnectionError(f"there is no server at {self.url} ({reason}). Start one: tide serve") from None
+        return found
+
+
+def _chunks(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """Yield the chunks of a stream of server-sent events."""
+    for line in response:
+        data = line.decode("utf-8", "replace").strip()
+        if not data.startswith("data:"):
+            continue
+        data = data.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise ValueError(f"the server broke off: {_said(data.encode())}")
+        yield chunk
+
+
+def _coloured(details: dict[str, Any]) -> str:
+    return "".join(painted(token["text"], token["depth"], details["num_layers"]) for token in details["tokens"])
+
+
+def _said(body: bytes) -> str:
+    """Return the message of an error, in whichever shape it came."""
+    try:
+        found = json.loads(body)
+        error = found.get("error", found)
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, AttributeError):
+        return body.decode("utf-8", "replace")[:200] or "nothing"

@@ -1,0 +1,122 @@
+"""/v1/chat/completions: messages in, a message out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from TIDE.server.answers import Answer, ChatAnswer, ChatChoice, ChatChunk, ChatDelta, ChatMessage, Reason, Usage
+from TIDE.server.errors import refused
+from TIDE.server.job import Burst, Call
+from TIDE.server.logprobs import for_chat
+from TIDE.server.parsing import MessageParser, joined
+from TIDE.server.requests import ChatRequest
+from TIDE.server.service import Service, new_id, note
+from TIDE.server.stream import collected, streamed
+
+
+async def chat(service: Service, request: Request, asked: ChatRequest) -> Response:
+    """Answer a chat, at once or as it is written."""
+    service.check_model(asked.model)
+    _check(asked, service.template)
+    ids = service.prompts.of_messages(asked)
+    note(request, model=service.names[0], stream=bool(asked.stream), prompt_tokens=len(ids))
+    keeps_special = service.template is not None
+    asks = await asyncio.to_thread(
+        service.asks, asked, [ids], asked.asked_tokens, asked.asked_logprobs, keeps_special=keeps_special
+    )
+    reply = _Reply(service, asked, service.worker.submit(asks), ids)
+    if asked.stream:
+        return await streamed(request, reply.call, reply.begin(), reply.chunks, reply.end)
+    return reply.whole(await collected(request, reply.call)).response()
+
+
+def _check(asked: ChatRequest, template: dict[str, Any] | None) -> None:
+    if asked.top_logprobs and not asked.logprobs:
+        raise refused("top_logprobs goes with logprobs=true only.", "top_logprobs")
+    if asked.stream_options and not asked.stream:
+        raise refused("stream_options goes with stream=true only.", "stream_options")
+    if asked.tools and template is None and asked.tool_choice != "none":
+        raise refused("it is not known how this model calls tools: its tokenizer has no response template.", "tools")
+    if asked.tool_choice == "auto" and not asked.tools:
+        raise refused("tool_choice goes with tools only.", "tool_choice")
+
+
+class _Reply:
+    """The answers of one request, as they are sent."""
+
+    def __init__(self, service: Service, asked: ChatRequest, call: Call, ids: list[int]) -> None:
+        self.service = service
+        self.asked = asked
+        self.call = call
+        self.prompt_tokens = len(ids)
+        self.id = new_id("chatcmpl")
+        self.created = int(time.time())
+        self.counts = [0] * len(call.jobs)  # tokens of each answer, as far as they were sent
+        prompt = "" if service.template is None else service.tokenizer.decode(ids)
+        wants_calls = bool(asked.tools) and asked.tool_choice != "none"
+        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()] if wants_calls else None
+        self.parsers = [MessageParser(service.template, prompt, tools, f"{self.id[9:33]}_{job.index}") for job in call.jobs]
+
+    @property
+    def usage(self) -> Usage:
+        return Usage.of(self.prompt_tokens, sum(self.counts))
+
+    def whole(self, bursts: list[list[Burst]]) -> ChatAnswer:
+        choices = [self._choice(own) for own in bursts]
+        name = self.service.names[0]
+        return ChatAnswer(id=self.id, created=self.created, model=name, choices=choices, usage=self.usage)
+
+    def _choice(self, bursts: list[Burst]) -> ChatChoice:
+        last = bursts[-1]
+        self.counts[last.index] = last.count
+        parts = self.parsers[last.index].feed("".join(burst.text for burst in bursts), is_last=True)
+        choice = ChatChoice(index=last.index, message=joined(parts), logprobs=None, finish_reason=self._reason(last) or "stop")
+        if self.asked.logprobs:
+            choice.logprobs = for_chat(self.service.tokenizer, [one for burst in bursts for one in burst.logprobs])
+        if self.asked.tide.details:
+            tokens = [token for burst in bursts for token in burst.tokens]
+            choice.tide = self.call.jobs[last.index].details(tokens, is_last=True)
+        return choice
+
+    def _reason(self, burst: Burst) -> Reason | None:
+        called = burst.reason == "stop" and self.parsers[burst.index].calls
+        return "tool_calls" if called else burst.reason
+
+    def begin(self) -> list[Answer]:
+        deltas = [
+            ChatDelta(index=job.index, delta=ChatMessage(role="assistant", content=""), finish_reason=None)
+            for job in self.call.jobs
+        ]
+        return [self._chunk([delta]) for delta in deltas]
+
+    def chunks(self, burst: Burst) -> list[Answer]:
+        """Return a chunk for each part of the message that a burst adds; the last one has what is said of tokens."""
+        self.counts[burst.index] = burst.count
+        parts = self.parsers[burst.index].feed(burst.text, is_last=burst.is_last)
+        wants_tokens = burst.tokens and (self.asked.logprobs or self.asked.tide.details)
+        if not parts and not wants_tokens and not burst.is_last:
+            return []
+        deltas = [ChatDelta(index=burst.index, delta=part, finish_reason=None) for part in parts or [ChatMessage()]]
+        last = deltas[-1]
+        if self.asked.logprobs:
+            last.logprobs = for_chat(self.service.tokenizer, burst.logprobs)
+        if self.asked.tide.details:
+            last.tide = self.call.jobs[burst.index].details(burst.tokens, burst.is_last)
+        last.finish_reason = self._reason(burst)
+        return [self._chunk([delta]) for delta in deltas]
+
+    def end(self) -> list[Answer]:
+        if not self.asked.sends_usage:
+            return []
+        return [ChatChunk(id=self.id, created=self.created, model=self.service.names[0], choices=[], usage=self.usage)]
+
+    def _chunk(self, choices: list[ChatDelta]) -> ChatChunk:
+        chunk = ChatChunk(id=self.id, created=self.created, model=self.service.names[0], choices=choices)
+        if self.asked.sends_usage:
+            chunk.usage = self.usage if self.asked.sends_usage_always else None
+        return chunk

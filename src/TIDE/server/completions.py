@@ -1,0 +1,152 @@
+"""/v1/completions: a text in, its continuation out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from TIDE.server.answers import Answer, TextAnswer, TextChoice, TextLogprobs, Usage
+from TIDE.server.errors import refused
+from TIDE.server.job import Burst, Call
+from TIDE.server.logprobs import Logprob, for_text
+from TIDE.server.requests import CompletionRequest
+from TIDE.server.service import Service, new_id, note
+from TIDE.server.stream import collected, streamed, unless_gone
+
+
+async def complete(service: Service, request: Request, asked: CompletionRequest) -> Response:
+    """Continue texts, at once or as they are written."""
+    service.check_model(asked.model)
+    if asked.stream_options and not asked.stream:
+        raise refused("stream_options goes with stream=true only.", "stream_options")
+    if asked.max_tokens == 0 and not asked.echo:
+        raise refused("max_tokens=0 goes with echo=true only.", "max_tokens")
+    prompts = [service.prompts.of_text(prompt, asked.add_special_tokens) for prompt in asked.prompts]
+    note(request, model=service.names[0], stream=bool(asked.stream), prompt_tokens=sum(map(len, prompts)))
+    for ids in prompts:
+        service.prompts.room(ids, asked.max_tokens, "prompt")
+    asks = []
+    if asked.max_tokens != 0:
+        asks = await asyncio.to_thread(service.asks, asked, prompts, asked.max_tokens, asked.logprobs)
+    echoes = [Echo("", None)] * len(prompts)
+    if asked.echo:
+        echoes = await unless_gone(request, _echoes(service, asked, prompts))
+    reply = _Reply(service, asked, service.worker.submit(asks), prompts, echoes)
+    if asked.stream and asks:
+        return await streamed(request, reply.call, reply.begin(), reply.chunks, reply.end)
+    return reply.whole(await collected(request, reply.call)).response()
+
+
+class Echo:
+    """A prompt as part of the answer: its text and, if asked for, the logprobs of its tokens."""
+
+    def __init__(self, text: str, logprobs: TextLogprobs | None) -> None:
+        self.text = text
+        self.logprobs = logprobs
+
+
+async def _echoes(service: Service, asked: CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
+    found = []
+    for given, ids in zip(asked.prompts, prompts, strict=True):
+        text = given if isinstance(given, str) else service.tokenizer.decode(ids)
+        logprobs = None
+        if asked.logprobs is not None:
+            scored = await service.worker.logprobs_of(ids, asked.logprobs)
+            logprobs = for_text(service.tokenizer, scored, 0)
+        found.append(Echo(text, logprobs))
+    return found
+
+
+class _Reply:
+    """The answers of one request, as they are sent."""
+
+    def __init__(
+        self, service: Service, asked: CompletionRequest, call: Call, prompts: list[list[int]], echoes: list[Echo]
+    ) -> None:
+        self.service = service
+        self.asked = asked
+        self.call = call
+        self.prompt_tokens = sum(map(len, prompts))
+        self.echoes = [echo for echo in echoes for _ in range(asked.n or 1)]
+        self.offsets = [len(echo.text) for echo in self.echoes]
+        self.id = new_id("cmpl")
+        self.created = int(time.time())
+        self.counts = [0] * len(call.jobs)  # tokens of each answer, as far as they were sent
+
+    @property
+    def usage(self) -> Usage:
+        return Usage.of(self.prompt_tokens, sum(self.counts))
+
+    def whole(self, bursts: list[list[Burst]]) -> TextAnswer:
+        if not bursts:  # nothing but the prompts was asked for
+            choices = [self._echoed(place) for place in range(len(self.echoes))]
+        else:
+            choices = [self._choice(own) for own in bursts]
+        return self._answer(choices, self.usage)
+
+    def _echoed(self, place: int) -> TextChoice:
+        echo = self.echoes[place]
+        return TextChoice(index=place, text=echo.text, logprobs=echo.logprobs, finish_reason="length")
+
+    def _choice(self, bursts: list[Burst]) -> TextChoice:
+        last = bursts[-1]
+        self.counts[last.index] = last.count
+        echo = self.echoes[last.index]
+        text = echo.text + "".join(burst.text for burst in bursts)
+        choice = TextChoice(index=last.index, text=text, logprobs=None, finish_reason=last.reason)
+        if self.asked.logprobs is not None:
+            own = self._logprobs([one for burst in bursts for one in burst.logprobs], last.index)
+            choice.logprobs = _after(echo.logprobs, own)
+        if self.asked.tide.details:
+            tokens = [token for burst in bursts for token in burst.tokens]
+            choice.tide = self.call.jobs[last.index].details(tokens, is_last=True)
+        return choice
+
+    def _logprobs(self, found: list[Logprob], index: int) -> TextLogprobs:
+        """Return logprobs of the next tokens of an answer."""
+        made = for_text(self.service.tokenizer, found, self.offsets[index])
+        self.offsets[index] += sum(map(len, made.tokens))
+        return made
+
+    def begin(self) -> list[Answer]:
+        return [
+            self._answer([TextChoice(index=place, text=echo.text, logprobs=echo.logprobs, finish_reason=None)], None)
+            for place, echo in enumerate(self.echoes)
+            if echo.text
+        ]
+
+    def chunks(self, burst: Burst) -> list[Answer]:
+        self.counts[burst.index] = burst.count
+        wants_tokens = burst.tokens and (self.asked.logprobs is not None or self.asked.tide.details)
+        if not burst.text and not wants_tokens and not burst.is_last:
+            return []
+        choice = TextChoice(index=burst.index, text=burst.text, logprobs=None, finish_reason=burst.reason)
+        if self.asked.logprobs is not None:
+            choice.logprobs = self._logprobs(burst.logprobs, burst.index)
+        if self.asked.tide.details:
+            choice.tide = self.call.jobs[burst.index].details(burst.tokens, burst.is_last)
+        return [self._answer([choice], self.usage if self.asked.sends_usage_always else None)]
+
+    def end(self) -> list[Answer]:
+        return [self._answer([], self.usage)] if self.asked.sends_usage else []
+
+    def _answer(self, choices: list[TextChoice], usage: Usage | None) -> TextAnswer:
+        answer = TextAnswer(id=self.id, created=self.created, model=self.service.names[0], choices=choices)
+        if usage is not None or self.asked.sends_usage:
+            answer.usage = usage
+        return answer
+
+
+def _after(first: TextLogprobs | None, rest: TextLogprobs) -> TextLogprobs:
+    """Return logprobs of a prompt and of what follows as one."""
+    if first is None:
+        return rest
+    return TextLogprobs(
+        tokens=first.tokens + rest.tokens,
+        token_logprobs=first.token_logprobs + rest.token_logprobs,
+        top_logprobs=(first.top_logprobs or []) + (rest.top_logprobs or []),
+        text_offset=first.text_offset + rest.text_offset,
+    )

@@ -1,0 +1,104 @@
+"""JSON answers: tokens that would leave a JSON schema are not allowed.
+
+llguidance says which tokens may follow a text. It walks along the text token by token; where a text is not the one it has
+walked (drafts were rejected, or a row was put back), it goes back to where both agree.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LogitsProcessor
+
+from TIDE.server.errors import APIError, refused
+from TIDE.server.requests import ResponseFormat
+
+ANY_OBJECT = {"type": "object"}
+
+
+class Grammars:
+    """Makes processors for answers of a format.
+
+    Args:
+        vocabulary: tokens that the model has logits for.
+        ends: tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: list[int]) -> None:
+        self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
+        self.ends = ends
+
+    def processor(self, asked: ResponseFormat | None, prompt: int) -> GrammarProcessor | None:
+        """Return the processor of an answer after a prompt of so many tokens; None: it may be any text."""
+        if asked is None or asked.type == "text":
+            return None
+        if asked.type == "json_object":
+            return GrammarProcessor(self._matcher(json.dumps(ANY_OBJECT)), prompt)
+        schema = None if asked.json_schema is None else asked.json_schema.schema_
+        if schema is None:
+            raise refused("expected response_format.json_schema.schema, found none.", "response_format")
+        return GrammarProcessor(self._matcher(json.dumps(schema)), prompt)
+
+    def _matcher(self, schema: str) -> Any:
+        words = self._words
+        import llguidance
+
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": " ?"})
+        matcher = llguidance.LLMatcher(words, grammar, log_level=0)
+        if matcher.is_error():
+            problem = " ".join(matcher.get_error().split())[:300]
+            raise refused(f"this JSON schema cannot be followed: {problem}", "response_format")
+        if not any(matcher.compute_logit_bias()):
+            raise refused("this JSON schema allows no answer at all. Allow one.", "response_format")
+        return matcher
+
+    @functools.cached_property
+    def _words(self) -> Any:
+        """The vocabulary as llguidance reads it: about a second for a large one, once."""
+        if importlib.util.find_spec("llguidance") is None:
+            raise APIError(400, "this server has no JSON answers: its operator may install llguidance.", "response_format")
+        import llguidance.hf
+
+        try:
+            return llguidance.hf.from_tokenizer(self.tokenizer, n_vocab=self.vocabulary, eos_token=self.ends or None)
+        except ValueError as problem:
+            reason = " ".join(str(problem).split())[:200]
+            raise refused(f"there are no JSON answers with this model's tokenizer: {reason}", "response_format") from problem
+
+
+class GrammarProcessor(LogitsProcessor):
+    """Forbids tokens that leave the grammar.
+
+    Args:
+        prompt: tokens before the answer.
+    """
+
+    def __init__(self, matcher: Any, prompt: int) -> None:
+        self.matcher = matcher
+        self.prompt = prompt
+        self.walked: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._walk(input_ids[0, self.prompt :].tolist())
+        allowed = np.frombuffer(self.matcher.compute_logit_bias(), dtype=np.uint8)
+        if self.matcher.is_error():
+            raise RuntimeError(f"the grammar of an answer failed: {self.matcher.get_error()}")
+        mask = torch.zeros(scores.shape[-1], dtype=torch.bool)
+        mask[: len(allowed)] = torch.from_numpy(allowed[: len(mask)] > 0)
+        return scores.masked_fill(~mask.to(scores.device), -torch.inf)
+
+    def _walk(self, text: list[int]) -> None:
+        """Bring the matcher to the end of a text."""
+        pairs = zip(self.walked, text, strict=False)
+        alike = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(self.walked), len(text)))
+        if alike < len(self.walked):
+            self.matcher.rollback(len(self.walked) - alike)
+        if text[alike:]:
+            self.matcher.consume_tokens(text[alike:])
+        self.walked = text

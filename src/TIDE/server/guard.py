@@ -1,0 +1,145 @@
+"""What every request passes: an id, the key, the size of its body, and one line of log when it is over.
+
+{"time": …, "id": "…", "method": "POST", "path": "/v1/chat/completions", "status": 200, "seconds": 0.41, "client": …,
+ "model": …, "prompt_tokens": 12, "completion_tokens": 64, …}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from datetime import UTC, datetime
+from typing import Any
+
+from TIDE.server.errors import INTERNAL, APIError
+from TIDE.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+access = logging.getLogger("TIDE.server.access")
+access.propagate = False  # its lines are JSON, and go where `log_to` says
+OPEN = ("/", "/health")  # paths that need no key
+SANE_ID = re.compile(rb"[\w.-]{1,64}")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class Guard:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: Any, settings: ServerSettings) -> None:
+        self.app = app
+        self.settings = settings
+        self._keys = [_digest(key.encode()) for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        request_id = given.decode() if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+        line = _Line(scope, request_id)
+        scope["tide"] = line.facts
+
+        async def answer(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                line.facts["status"] = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self._guarded(scope, receive, answer, headers)
+        except Exception as problem:
+            logger.exception("request %s failed", request_id)
+            line.facts |= dict(error=type(problem).__name__)
+            if "status" not in line.facts:
+                await APIError(500, INTERNAL).response()(scope, receive, answer)
+        finally:
+            line.write()
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
+        try:
+            if scope["path"] not in OPEN:
+                self._check_key(headers.get(b"authorization", b""))
+            body = await self._body(receive, headers.get(b"content-length", b"0"))
+        except APIError as error:
+            scope["tide"]["error"] = error.message
+            await error.response()(scope, receive, send)
+            return
+        if body is None:
+            scope["tide"]["status"] = 499
+            return
+        read = [dict(type="http.request", body=body, more_body=False)]
+
+        async def replay() -> MutableMapping[str, Any]:
+            return read.pop() if read else await receive()
+
+        await self.app(scope, replay, send)
+
+    def _check_key(self, given: bytes) -> None:
+        """Compare with every key, in a time that tells nothing about them."""
+        if not self._keys:
+            return
+        scheme, _, key = given.partition(b" ")
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, own) for own in self._keys]
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise APIError(
+                401, "expected a valid API key as 'Authorization: Bearer KEY'.", headers={"WWW-Authenticate": "Bearer"}
+            )
+
+    async def _body(self, receive: Receive, announced: bytes) -> bytes | None:
+        """Return the body, if it is not too large; None: the client went away."""
+        most = self.settings.max_body
+        too_large = APIError(413, f"a request may have {most} bytes at most. Send less.", headers={"Connection": "close"})
+        if announced.isdigit() and int(announced) > most:
+            raise too_large
+        found, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            found += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(found) > most:
+                raise too_large
+        return found
+
+
+class _Line:
+    """A line of the access log: facts that the parts of the server add to."""
+
+    def __init__(self, scope: Scope, request_id: str) -> None:
+        self.began = time.perf_counter()
+        client = scope.get("client")
+        self.facts: dict[str, Any] = dict(
+            time=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            id=request_id,
+            method=scope["method"],
+            path=scope["path"][:200],
+            client=client[0] if client else None,
+        )
+
+    def write(self) -> None:
+        self.facts.setdefault("status", 499)  # nothing was sent: the client went away
+        self.facts["seconds"] = round(time.perf_counter() - self.began, 4)
+        access.info(json.dumps(self.facts))
+
+
+def log_to(handler: logging.Handler) -> None:
+    """Write the access log to a handler, a JSON object a line."""
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    access.handlers = [handler]
+    access.setLevel(logging.INFO)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,170 @@
+"""A job: one answer, from its prompt to its last token. A call: the answers of one request.
+
+The worker's thread reads the tokens of a job's row and turns them into bursts: what a round added. A call takes the bursts of
+its jobs out of one queue, on the side of asyncio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from TIDE.engine.row import Row
+from TIDE.server.answers import Details, Reason, Timings, WrittenToken
+from TIDE.server.errors import APIError, of_row
+from TIDE.server.logprobs import Logprob, logprob_of
+from TIDE.server.text import Detokenizer, StopStrings
+
+if TYPE_CHECKING:
+    from TIDE.server.worker import Worker
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What an answer is to be.
+
+    Attributes:
+        options: keywords of `engine.add`.
+        logprobs: alternatives that each token comes with; None: no logprobs.
+        keeps_special: special tokens are part of the text, for a parser.
+    """
+
+    ids: list[int]
+    options: dict[str, Any]
+    stops: Sequence[str] = ()
+    logprobs: int | None = None
+    exits: bool = True
+    keeps_special: bool = False
+
+
+@dataclass
+class Times:
+    """When things happened, by the clock of `time.perf_counter`."""
+
+    arrived: float = field(default_factory=time.perf_counter)
+    started: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+
+
+@dataclass
+class Burst:
+    """What a round added to an answer; with a reason or an error it is the last one.
+
+    Attributes:
+        count: tokens of the answer so far.
+    """
+
+    index: int
+    count: int = 0
+    text: str = ""
+    tokens: list[WrittenToken] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    reason: Reason | None = None
+    error: APIError | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.reason is not None or self.error is not None
+
+
+class Job:
+    """One answer.
+
+    Attributes:
+        tokens: written so far, up to the one that completed a stop string.
+        row: in the engine, once it has one.
+        cancelled: nobody waits for it any more.
+    """
+
+    def __init__(self, ask: Ask, index: int, call: Call, tokenizer: Any) -> None:
+        self.ask = ask
+        self.index = index
+        self.call = call
+        self.times = Times()
+        self.row: Row | None = None
+        self.tokens = 0
+        self.cancelled = False
+        self.is_over = False
+        self._text = Detokenizer(tokenizer, ask.ids, ask.keeps_special)
+        self._stops = StopStrings(ask.stops)
+
+    def read(self) -> Burst | None:
+        """Return what the row has got since the last time; None: nothing."""
+        row = self.row
+        assert row is not None
+        new = row.tokens[row.prompt + self.tokens :]
+        if not new and not row.finished:
+            return None
+        burst = Burst(self.index, self.tokens)
+        ends = row.finished and bool(new) and new[-1] in row.stop.end_tokens
+        for number, token in enumerate(new):
+            burst.count = self.tokens + 1
+            self._add(burst, token, is_text=not (ends and number == len(new) - 1))
+            if self._stops.found:
+                burst.reason = "stop"
+                return burst
+        if row.error is not None:
+            burst.error = of_row(row.error)
+        elif row.finished:
+            burst.text += self._stops.add(self._text.rest())
+            burst.reason = "stop" if ends or self._stops.found else "length"
+            burst.text += self._stops.rest()
+        return burst
+
+    def _add(self, burst: Burst, token: int, is_text: bool) -> None:
+        assert self.row is not None
+        place = self.row.prompt + self.tokens
+        decided = self.row.decided[self.tokens]
+        self.tokens += 1
+        written = self._text.add(token) if is_text else ""
+        burst.text += self._stops.add(written)
+        burst.tokens.append(WrittenToken(id=token, text=written, depth=decided.depth, score=decided.score))
+        if self.ask.logprobs is not None:
+            burst.logprobs.append(logprob_of(self.row.kept.pop(place).logits, token, self.ask.logprobs))
+
+    def details(self, tokens: list[WrittenToken], is_last: bool) -> Details:
+        """Return what TIDE did: for some tokens, with the counts of the whole answer behind the last."""
+        assert self.row is not None
+        found = Details(tokens=tokens, num_layers=self.row.num_layers)
+        if is_last:
+            stats, times = self.row.stats, self.times
+            found.drafted, found.accepted, found.layers_run = stats.drafted, stats.accepted, stats.layers_run
+            found.seed = stats.seed
+            found.timings = Timings(
+                queue=times.started - times.arrived,
+                prompt=times.first - times.started,
+                decode=times.last - times.first,
+                tokens_per_second=self.tokens / max(times.last - times.started, 1e-9),
+            )
+        return found
+
+
+class Call:
+    """The answers of one request."""
+
+    def __init__(self, worker: Worker, asks: Sequence[Ask]) -> None:
+        self.worker = worker
+        self.jobs = [Job(ask, index, self, worker.tokenizer) for index, ask in enumerate(asks)]
+        self.bursts_of: asyncio.Queue[Burst] = asyncio.Queue()
+
+    async def bursts(self) -> AsyncIterator[Burst]:
+        """Yield what is written, until all answers have ended. An error of one is the error of the request."""
+        left = len(self.jobs)
+        while left:
+            burst = await self.bursts_of.get()
+            if burst.error is not None:
+                raise burst.error
+            left -= burst.is_last
+            yield burst
+
+    def cancel(self) -> None:
+        """Give up what is not written yet."""
+        self.worker.cancel(self.jobs)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(job.tokens for job in self.jobs)

@@ -1,0 +1,64 @@
+"""Logprobs of tokens: of the model's raw logits, before temperature, penalties and biases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from TIDE.server.answers import ChatLogprobs, ContentLogprob, TextLogprobs, TokenLogprob
+
+
+class Logprob(NamedTuple):
+    """The logprob of a token, and the best tokens of its place with theirs."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def logprob_of(logits: torch.Tensor, token: int, top: int) -> Logprob:
+    """Return the logprob of a token by (vocabulary,) logits."""
+    found = torch.log_softmax(logits.float(), -1)
+    best = found.topk(min(top, len(found))) if top else None
+    pairs = [] if best is None else list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return Logprob(token, float(found[token]), pairs)
+
+
+def for_chat(tokenizer: Any, found: Sequence[Logprob]) -> ChatLogprobs:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.decode([token])
+        return dict(token=text, logprob=_finite(logprob), bytes=list(text.encode()))
+
+    return ChatLogprobs(
+        content=[
+            ContentLogprob(**entry(one.token, one.logprob), top_logprobs=[TokenLogprob(**entry(*pair)) for pair in one.top])
+            for one in found
+        ]
+    )
+
+
+def for_text(tokenizer: Any, found: Sequence[Logprob | int], offset: int) -> TextLogprobs:
+    """Return logprobs of tokens whose text begins at an offset; a token without any is the first of a prompt."""
+    tokens: list[str] = []
+    offsets: list[int] = []
+    for one in found:
+        tokens.append(tokenizer.decode([one if isinstance(one, int) else one.token]))
+        offsets.append(offset)
+        offset += len(tokens[-1])
+    known = [None if isinstance(one, int) else one for one in found]
+    return TextLogprobs(
+        tokens=tokens,
+        token_logprobs=[None if one is None else _finite(one.logprob) for one in known],
+        top_logprobs=[
+            None if one is None else {tokenizer.decode([token]): _finite(value) for token, value in (*one.top, one[:2])}
+            for one in known
+        ],
+        text_offset=offsets,
+    )
+
+
+def _finite(value: float) -> float:
+    """Return a number that JSON has."""
+    return max(value, -9999.0)

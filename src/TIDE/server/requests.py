@@ -1,0 +1,187 @@
+"""Requests as clients send them. A field that is not here is refused by its name; those in `Accepted` have no effect."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_LOGPROBS = 20
+Tokens = Annotated[list[int], Field(min_length=1)]
+
+
+class Fields(BaseModel):
+    """A JSON object: types are not converted, and unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Accepted(Fields):
+    """Fields that clients send and that have no effect here."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+
+
+class StreamOptions(Fields):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JSONSchema(Fields):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
+class TIDEOptions(Fields):
+    """TIDE's own: `details` adds depths, drafts and times to the answer; `exits` False runs all layers for every token."""
+
+    details: bool = False
+    exits: bool = True
+
+
+class Sampling(Accepted):
+    """How answers are written: the same for chats and completions."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(default=None, ge=1, le=64)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=1024)
+    min_tokens: int | None = Field(default=None, ge=0)
+    ignore_eos: bool | None = None
+    stop: str | Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=32)] | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=1024)
+    response_format: ResponseFormat | None = None
+    tide: TIDEOptions = TIDEOptions()
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        found = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [one for one in found if one]
+
+    @property
+    def sends_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def sends_usage_always(self) -> bool:
+        return bool(self.sends_usage and self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class TextPart(Fields):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a chat. What else it holds is shown to the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Fields):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(Sampling):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        """How many alternatives each token comes with; None: no logprobs."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(Sampling):
+    """The body of /v1/completions."""
+
+    prompt: str | Tokens | Annotated[list[str], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)]
+    max_tokens: int | None = Field(default=16, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    echo: bool | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+class TokenizeRequest(Fields):
+    """The body of /tokenize: a text, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Fields):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]

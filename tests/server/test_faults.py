@@ -1,0 +1,211 @@
+"""What goes wrong around a server: clients that go, that are slow, or too many; a model that fails; a signal to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from families import build
+from servers import SPECIAL, Running, bytewise, tiny
+from TIDE.server import ServerSettings
+from TIDE.server.job import Job
+
+LONG = dict(prompt="Hello", max_tokens=900, ignore_eos=True, temperature=0)
+
+
+def events(answer) -> list:
+    lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def hang_up(url: str, stream: bool) -> None:
+    """Ask for much, and go away after a fifth of a second."""
+    until = time.monotonic() + 0.2
+    with (
+        contextlib.suppress(httpx.ReadTimeout),
+        httpx.Client(base_url=url, timeout=0.2) as client,
+        client.stream("POST", "/v1/completions", json=LONG | {"stream": stream}) as answer,
+    ):
+        for _ in answer.iter_lines():
+            if time.monotonic() > until:
+                return
+
+
+def test_rows_of_clients_that_hang_up_are_given_up(server):
+    server.log.lines.clear()
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(lambda number: hang_up(server.url, stream=number % 2 == 0), range(40)))
+    began = time.monotonic()
+    assert server.post("/v1/completions", prompt="Hello", max_tokens=4).status_code == 200
+    assert time.monotonic() - began < 5
+    assert server.is_idle()
+    assert sum('"status": 499' in line for line in server.lines(41)) >= 10  # those that were not streamed
+
+
+def test_a_slow_reader_holds_up_nobody_and_loses_nothing(server):
+    asked = LONG | {"max_tokens": 300}
+    whole = server.post("/v1/completions", **asked).json()["choices"][0]["text"]
+    body = json.dumps(asked | {"stream": True, "tide": {"details": True}}).encode()
+    slow = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    slow.sendall(f"{head}Connection: close\r\n\r\n".encode() + body)
+    began = time.monotonic()
+    assert server.post("/v1/completions", prompt="Hello", max_tokens=4).status_code == 200
+    assert time.monotonic() - began < 5
+    received = b""
+    while part := slow.recv(65536):
+        received += part
+    slow.close()
+    lines = [line[6:] for line in received.decode().splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1]) == whole
+
+
+def test_a_full_queue_says_when_to_come_again(another):
+    small = another(ServerSettings(max_rows=1, max_queue=2))
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: small.post("/v1/completions", **LONG | {"max_tokens": 200}), range(8)))
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert 1 <= len(refused) <= 5 and {answer.status_code for answer in answers} == {200, 429}
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+    assert refused[0].json()["error"]["type"] == "RateLimitError"
+    assert len({answer.json()["choices"][0]["text"] for answer in answers if answer.status_code == 200}) == 1
+    assert small.post("/v1/completions", prompt="x", n=4).status_code == 400, "more than there can ever be"
+    assert small.is_idle()
+
+
+def test_a_request_past_its_time_ends_with_an_error(another):
+    hasty = another(ServerSettings(request_seconds=0.2))
+    late = hasty.post("/v1/completions", **LONG)
+    assert late.status_code == 408 and late.headers["x-should-retry"] == "false"
+    assert late.json()["error"]["message"] == "the answer took longer than 0.2 s. Ask for fewer tokens."
+    with hasty.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
+        *chunks, error, done = events(answer)
+    assert chunks and error["error"]["code"] == 408 and done == "[DONE]"
+    assert hasty.is_idle() and hasty.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+
+
+def failing(after: int, kind: type[Exception] = RuntimeError):
+    """A model whose layers fail after so many passes; the engine runs them by its own modules."""
+    loaded = tiny(attention_dropout=0.0)
+    layer, passes = loaded.model.model.layers[0], []
+    forward = layer.mlp.forward
+
+    def run(states):
+        passes.append(states)
+        if len(passes) > after:
+            raise kind("the card fell off /dev/bus")
+        return forward(states)
+
+    layer.mlp.forward = run
+    return loaded
+
+
+def test_a_model_that_fails_in_mid_stream_ends_every_request_with_an_error(another, monkeypatch):
+    monkeypatch.setenv("TIDE_BACKEND", "modules")
+    broken = another(model=failing(after=120), router=None)
+    with ThreadPoolExecutor(3) as threads:
+        whole = [threads.submit(broken.post, "/v1/completions", **LONG) for _ in range(2)]
+        with broken.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
+            *chunks, error, done = events(answer)
+    assert chunks and done == "[DONE]" and error["error"]["code"] == 500
+    assert "/dev/bus" not in json.dumps(error)
+    assert {one.result().status_code for one in whole} == {500}
+    health, after = broken.http.get("/health"), broken.post("/v1/completions", prompt="x")
+    assert health.status_code == after.status_code == 503 and after.headers["retry-after"]
+
+
+@pytest.mark.parametrize("backend", ["modules", "numba"])
+def test_an_answer_that_breaks_a_step_fails_alone(another, monkeypatch, backend):
+    """The logits of one are NaN. By the model's modules that is an error of its row, in compiled layers of the step."""
+    monkeypatch.setenv("TIDE_BACKEND", backend)
+    loaded = tiny()
+    weights = loaded.model.get_input_embeddings().weight
+    poisoned = loaded.tokenizer("~", add_special_tokens=False)["input_ids"][0]
+    weights.data[poisoned] = float("nan")
+    server = another(model=loaded, router=None)
+    asked = LONG | {"max_tokens": 200, "logit_bias": {str(poisoned): -100}}
+    with ThreadPoolExecutor(1) as threads:
+        good = threads.submit(server.post, "/v1/completions", **asked)
+        while not server.worker._running:
+            time.sleep(0.005)
+        bad = server.post("/v1/completions", prompt="~", max_tokens=4)
+    assert bad.status_code == 500 and "/" not in bad.json()["error"]["message"]
+    assert good.result().status_code == 200 and good.result().json()["usage"]["completion_tokens"] == 200
+    assert server.http.get("/health").status_code == 200
+    assert server.post("/v1/completions", prompt="~", max_tokens=4).status_code == 500, "and alone"
+    assert server.http.get("/health").status_code == 200 and server.post("/v1/completions", prompt="x").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [dict(temperature=5e-324), dict(temperature=100), dict(top_p=5e-324), dict(min_p=1), dict(repetition_penalty=0.01)],
+)
+def test_extreme_settings_are_answered(server, extreme):
+    assert server.post("/v1/completions", prompt="Hello", max_tokens=8, **extreme).status_code == 200
+
+
+def test_a_stop_finishes_what_is_there_and_takes_nothing_new(router):
+    running = Running(tiny(), router, ServerSettings(drain_seconds=20))
+    with ThreadPoolExecutor(6) as threads:
+        asked = [threads.submit(running.post, "/v1/completions", **LONG | {"max_tokens": 150}) for _ in range(6)]
+        while len(running.worker._open) < 6:
+            time.sleep(0.005)
+        running.server.should_exit = True
+        answers = [one.result() for one in asked]
+    assert {answer.status_code for answer in answers} == {200}
+    assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {150}
+    running.close()
+    assert not running.worker._thread.is_alive()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{running.url}/health")
+
+
+def test_a_signal_under_load_drains_and_ends_the_process(tmp_path):
+    """The command itself, with a drain that is too short for one of its requests."""
+    model = build("llama", vocab_size=len(SPECIAL) + 256, max_position_embeddings=8192)
+    model.save_pretrained(tmp_path)
+    bytewise().save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "TIDE.cli.app", "serve", str(tmp_path), "--no-exits", "--port", "0", "--json"]
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"TIDE_API_KEY": "k"})
+    with subprocess.Popen([*command, "--drain-seconds", "1.5"], **options) as process:
+        told = json.loads(process.stdout.readline())
+        assert told["model"] == str(tmp_path)
+        with (
+            httpx.Client(base_url=told["url"], timeout=60, headers={"Authorization": "Bearer k"}) as client,
+            ThreadPoolExecutor(1) as threads,
+            client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 8000}) as long,
+        ):
+            lines = long.iter_lines()
+            next(lines)
+            short = threads.submit(client.post, "/v1/completions", json=LONG | {"max_tokens": 20})
+            time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            *_, error, done = (line.removeprefix("data: ") for line in lines if line)
+            assert short.result().json()["usage"]["completion_tokens"] == 20
+        assert "this server is stopping" in error and done == "[DONE]"
+        out, log = process.communicate(timeout=20)
+    assert process.returncode in (0, -signal.SIGTERM) and out == "" and "Traceback" not in log
+    assert [json.loads(line)["status"] for line in log.splitlines() if line.startswith("{")] == [200, 200]
+    assert any(line.startswith("warm-up: ") for line in log.splitlines())
+
+
+def test_many_short_requests_leave_nothing_behind(server):
+    for _ in range(60):
+        assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+    assert server.is_idle()
+    gc.collect()
+    assert sum(type(one) is Job for one in gc.get_objects()) < 10
+    assert not server.worker._outbox and not server.worker._asked
