@@ -92,14 +92,14 @@ def check(number: int, card: Card, args: argparse.Namespace) -> bool:
 
 def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[object, dict[str, object], Any]]:
     """Return kernel, constants and tile by name, as `triton_ops` and its neighbours launch them."""
-    size = BYTES[dtype]
+    size, queries = BYTES[dtype], max(16, 4 * tokens)
     linear = cards.linear_tile(card, HEIGHT, WIDTH, size, tokens)
     tall = cards.linear_tile(card, 28672, WIDTH, size, tokens)
     gated, head = cards.gated_tile(card, 14336, WIDTH, size, tokens), cards.head_tile(card, 128256, WIDTH, size, tokens)
     project = cards.project_tile(card, HEIGHT, WIDTH, dim, size, tokens)
     spread, seen = (
         cards.propagate_tile(card, dim // 2, WIDTH, size, tokens),
-        cards.attention_tile(card, dim, max(16, 4 * tokens), size),
+        cards.attention_tile(card, dim, queries, size),
     )
     no_bias = {"HAS_BIAS": False}
     plain, rotated = {**no_bias, "HAS_BASE": True, "HAS_PLACES": False, "ACTIVATION": -1}, dict(SIZE=0, DIM=dim, ROTARY=dim)
@@ -113,7 +113,8 @@ def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[o
         "attend": (
             triton_attention._attend,
             dict(
-                SIZE=0, WINDOW=0, CAP=0.0, DIM=dim, BLOCK=dim, SHARED=4, HEADS=4, COLUMNS=4 * tokens, N=max(16, 4 * tokens), TILE=seen.keys,
+                SIZE=0, WINDOW=0, CAP=0.0, DIM=dim, BLOCK=dim, SHARED=4, HEADS=4, COLUMNS=4 * tokens, N=queries,
+                TILE=seen.keys,
                 CHUNK=triton_attention.CHUNK, MERGED=triton_attention.MERGED, IN_TURN=True, WHOLE=False,
             ),
             seen,

@@ -121,7 +121,7 @@ class Pass(NamedTuple):
     positions: Any  # (n,) tokens of its row before it: it attends to the columns from column - position to column
     angles: Any  # (n,) its row of cos and sin (usually the same array as positions)
     tables: Any  # (rows, blocks) the blocks with a row's K/V; with one block to a row, that of row r is block r
-    # Tokens of one row may read its K/V together: (groups, most) their numbers, -1 for none. A number n: token i is of row i % n.
+    # Tokens of a row may read its K/V together: (groups, most) their numbers, -1: none. An int n: token i is of row i % n.
     groups: Any = None
 
     @property

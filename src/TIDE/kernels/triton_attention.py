@@ -30,10 +30,10 @@ COUNTERS = 4096  # more programs than a card needs to be busy
 
 @counted
 def _attend(
-    queries, keys, values, rows, columns, positions, tables, groups, out, parts, peaks, sums, arrived, scaling, chunks, together,
-    heads, kv_heads, stride_group, stride_member, stride_table, stride_block, stride_head, stride_column, SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr,
-    COLUMNS: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, MERGED: tl.constexpr,
+    queries, keys, values, rows, columns, positions, tables, groups, out, parts, peaks, sums, arrived, scaling, chunks,
+    together, heads, kv_heads, stride_group, stride_member, stride_table, stride_block, stride_head, stride_column,
+    SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
+    HEADS: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, MERGED: tl.constexpr,
     IN_TURN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of a group that share a key head.
@@ -104,7 +104,8 @@ def _attend(
             else:
                 _merge(
                     out + own.to(tl.int64) * SHARED * DIM, groups + group * stride_group, parts + part * DIM, peaks + part,
-                    sums + part, last - first + 1, stride_member, heads, together, DIM, BLOCK, SHARED, HEADS, COLUMNS, MERGED, IN_TURN,
+                    sums + part, last - first + 1, stride_member, heads, together, DIM, BLOCK, SHARED, HEADS, COLUMNS, MERGED,
+                    IN_TURN,
                 )  # fmt: skip
 
 
@@ -121,7 +122,7 @@ def _chunk(
     if SIZE != 0:
         number = tl.arange(0, CHUNK // SIZE)
         blocks = tl.load(table + first // SIZE + number, mask=first // SIZE + number < stride_table, other=0).to(tl.int64)
-    peak, total, mixed = _nothing(BLOCK, N)
+    peak, _, mixed = _nothing(BLOCK, N)
     spread = tl.zeros((TILE, N), tl.float32)  # the sum of weights, before its parts are added up
     for tile in range(first, stop, TILE):
         position = tile + inside
@@ -204,9 +205,7 @@ def attend(
     columns = triton.next_power_of_2(together) * padded
     wide = max(16, columns)
     tile, chunks = attention_tile(card, block, wide, queries.element_size()), triton.cdiv(most, CHUNK)
-    assert not tokens.is_paged or keys.shape[2] % tile.keys == 0, (
-        f"blocks of {keys.shape[2]} are not whole tiles of {tile.keys}"
-    )
+    assert not tokens.is_paged or keys.shape[2] % tile.keys == 0, f"a tile of {tile.keys} keys is in more than one block"
     if attention.window:
         chunks = min(chunks, triton.cdiv(attention.window + together, CHUNK) + 1)
     is_whole = chunks == 1 or keeps_busy(card, count * kv_heads)
