@@ -196,6 +196,7 @@ def attend(
     dim, kv_heads, card = attention.head_dim, keys.shape[1], card_of(queries.device)
     heads, out, block = queries.shape[1] // dim, torch.empty_like(queries), max(16, triton.next_power_of_2(dim))
     groups, in_turn = tokens.groups, isinstance(tokens.groups, int)
+    places: tuple[int, ...]
     if in_turn:
         count, together, places = groups, len(queries) // groups, (0, groups)
     else:

@@ -184,9 +184,10 @@ class Slots:
 
     def of(self, own: slice) -> Tokens:
         """Return the tokens of some steps of a round."""
-        after = slice(own.start + 1, own.stop + 1)
-        tables = self.tokens[own], self.row_ids[own], self.starts[own], self.places[own], self.places[after]
-        return Tokens(*(table.flatten() for table in tables), self.rows)
+        later = slice(own.start + 1, own.stop + 1)
+        tables = self.tokens[own], self.row_ids[own], self.starts[own], self.places[own], self.places[later]
+        ids, rows, positions, places, after = (table.flatten() for table in tables)
+        return Tokens(ids, rows, positions, places, after, groups=self.rows)
 
     def states_of(self, own: slice) -> torch.Tensor:
         """Return the (n, hidden) states of some steps of a round."""
