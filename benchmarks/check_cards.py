@@ -49,6 +49,7 @@ SIZES = {
     "blocks",
     "chunks",
     "together",
+    "each",
     "stride_group",
     "stride_member",
     "stride_table",

@@ -75,6 +75,15 @@ def test_bits_depend_neither_on_company_nor_on_how_chunks_are_spread(features, i
     assert not triton_attention._counters(queries.device).any()
 
 
+@pytest.mark.parametrize("groups", [ROWS, 4])
+def test_a_small_card_takes_fewer_tokens_side_by_side(groups, monkeypatch):
+    attention, tokens, queries, cache = a_case(torch.float32)
+    tokens = tokens._replace(groups=groups) if groups == ROWS else grouped(tokens, groups)
+    expected = attended(attention, tokens, queries, cache)
+    monkeypatch.setattr(triton_attention, "most_queries", lambda card, dim, size: 2 * len(attention.q) // len(attention.k))
+    assert_same(attended(attention, tokens, queries, cache), expected)
+
+
 def test_groups_without_tokens_change_nothing():
     attention, tokens, queries, cache = a_case(torch.float32)
     tokens = grouped(tokens, 4)

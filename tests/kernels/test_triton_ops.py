@@ -10,7 +10,7 @@ from TIDE.kernels import reference
 
 pytest.importorskip("triton")
 from TIDE.engine.cache.slots import score_params
-from TIDE.kernels import triton_exits, triton_ops, triton_propagate
+from TIDE.kernels import triton_attention, triton_exits, triton_ops, triton_propagate
 from TIDE.kernels.layer import GELU, no_norm
 from TIDE.kernels.result import ACCEPTED, FIELDS, IS_NAN, NOTHING_LEFT
 from TIDE.routing.heads import EPS
@@ -69,7 +69,7 @@ def test_kv_of_skipped_layers_in_one_launch(features):
 
 
 def test_stretches_of_keys_are_joined(monkeypatch):
-    monkeypatch.setattr(triton_ops, "SPLIT", 16)
+    monkeypatch.setattr(triton_attention, "CHUNK", 16)
     for features in (dict(), dict(window=5)):
         generator = torch.Generator().manual_seed(6)
         tokens = a_pass(generator, {2: 3, 0: 4}, 21, origins={2: 2, 0: 17})

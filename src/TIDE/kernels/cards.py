@@ -20,6 +20,7 @@ import torch
 SMALLEST = 16  # rows, columns or tokens of a tile that tensor cores take
 MOST = 128  # tokens of a tile
 WIDEST = 512  # bytes of a tile's columns
+SUMS = 128 * 128  # numbers that programs of attention sum up
 
 
 class Card(NamedTuple):
@@ -141,6 +142,14 @@ def attention_tile(card: Card, dim: int, queries: int, size: int) -> AttentionTi
         else:
             break
     return AttentionTile(keys, stages, 8 if dim * queries > MOST * 64 else 4)
+
+
+def most_queries(card: Card, dim: int, size: int) -> int:
+    """Return how many queries of `dim` numbers attention takes side by side: sums stay in registers, tiles in shared memory."""
+    queries = SUMS // dim
+    while queries > SMALLEST and attention_memory(SMALLEST, 1, dim, queries, size) > card.shared_memory:
+        queries //= 2
+    return queries
 
 
 def product_memory(rows: int, columns: int, stages: int, size: int, weights: int, tokens: int) -> int:

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from TIDE.kernels.cards import attention_tile, card_of, keeps_busy
+from TIDE.kernels.cards import attention_tile, card_of, keeps_busy, most_queries
 from TIDE.kernels.layer import Attention, Pass
 from TIDE.kernels.triton_products import counted
 
@@ -31,7 +31,7 @@ COUNTERS = 4096  # more programs than a card needs to be busy
 @counted
 def _attend(
     queries, keys, values, rows, columns, positions, tables, groups, out, parts, peaks, sums, arrived, scaling, chunks,
-    together, heads, kv_heads, stride_group, stride_member, stride_table, stride_block, stride_head, stride_column,
+    together, each, heads, kv_heads, stride_group, stride_member, stride_table, stride_block, stride_head, stride_column,
     SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
     HEADS: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, MERGED: tl.constexpr,
     IN_TURN: tl.constexpr, WHOLE: tl.constexpr,
@@ -44,9 +44,13 @@ def _attend(
     group, own, column = tl.program_id(0), tl.program_id(1), tl.arange(0, N)
     member, head = column // HEADS, column % HEADS
     if IN_TURN:  # what is known is not loaded: a load that waits for another one takes as long as a tile
-        token, leader, row = tl.where(member < together, member * stride_member + group, -1), group, group.to(tl.int64)
+        row, before = (group % stride_member).to(tl.int64), group // stride_member * each
+        leader = before * stride_member + group % stride_member
+        there = tl.minimum(each, together - before)
+        token = tl.where(member < there, leader + member * stride_member, -1)
     else:
-        token = tl.load(groups + group * stride_group + member * stride_member, mask=member < together, other=-1)
+        there = each
+        token = tl.load(groups + group * stride_group + member * stride_member, mask=member < each, other=-1)
         leader = tl.load(groups + group * stride_group)
         if leader < 0:
             return
@@ -86,7 +90,7 @@ def _attend(
         if first == last:
             tl.store(out + at, (mixed / total[None, :]).to(out.dtype.element_ty), mask=known)
             return
-        counter, wide = group * kv_heads + own, together * SHARED
+        counter, wide = group * kv_heads + own, each * SHARED
         part = counter.to(tl.int64) * chunks * wide
         here = part + (chunk - first) * wide + member * SHARED + head
         tl.store(parts + here[None, :] * DIM + dim[:, None], mixed, mask=known)
@@ -96,16 +100,16 @@ def _attend(
         if tl.atomic_add(arrived + counter, 1) == last - first:
             tl.store(arrived + counter, 0)
             if IN_TURN:
-                of_group = out + (group * heads + own * SHARED).to(tl.int64) * DIM
+                of_group = out + (leader * heads + own * SHARED).to(tl.int64) * DIM
                 _merge(
                     of_group, groups, parts + part * DIM, peaks + part, sums + part, last - first + 1, stride_member * heads,
-                    heads, together, DIM, BLOCK, SHARED, HEADS, COLUMNS, MERGED, IN_TURN,
+                    heads, there, wide, DIM, BLOCK, SHARED, HEADS, COLUMNS, MERGED, IN_TURN,
                 )  # fmt: skip
             else:
                 _merge(
                     out + own.to(tl.int64) * SHARED * DIM, groups + group * stride_group, parts + part * DIM, peaks + part,
-                    sums + part, last - first + 1, stride_member, heads, together, DIM, BLOCK, SHARED, HEADS, COLUMNS, MERGED,
-                    IN_TURN,
+                    sums + part, last - first + 1, stride_member, heads, there, wide, DIM, BLOCK, SHARED, HEADS, COLUMNS,
+                    MERGED, IN_TURN,
                 )  # fmt: skip
 
 
@@ -149,13 +153,13 @@ def _chunk(
 
 @triton.jit
 def _merge(
-    out, groups, parts, peaks, sums, count, stride_member, heads, together, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    out, groups, parts, peaks, sums, count, stride_member, heads, there, wide, DIM: tl.constexpr, BLOCK: tl.constexpr,
     SHARED: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr, MERGED: tl.constexpr, IN_TURN: tl.constexpr,
 ):  # fmt: skip
     """Merge the chunks of a group, which other programs have left in memory, in their order."""
-    column, dim, wide = tl.arange(0, COLUMNS), tl.arange(0, BLOCK), together * SHARED
+    column, dim = tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
     member, head = column // HEADS, column % HEADS
-    is_there, real, own = (member < together) & (head < SHARED), (dim < DIM)[:, None], member * SHARED + head
+    is_there, real, own = (member < there) & (head < SHARED), (dim < DIM)[:, None], member * SHARED + head
     peak, total, mixed = _nothing(BLOCK, COLUMNS)
     for some in range(0, count, MERGED):
         for number in tl.static_range(MERGED):
@@ -195,29 +199,32 @@ def attend(
     """Return what the tokens of a pass see, (n, heads * head_dim); no token stands at a position beyond `most`."""
     dim, kv_heads, card = attention.head_dim, keys.shape[1], card_of(queries.device)
     heads, out, block = queries.shape[1] // dim, torch.empty_like(queries), max(16, triton.next_power_of_2(dim))
-    groups, in_turn = tokens.groups, isinstance(tokens.groups, int)
-    places: tuple[int, ...]
-    if in_turn:
-        count, together, places = groups, len(queries) // groups, (0, groups)
-    else:
-        groups = _alone(len(queries), queries.device) if groups is None else groups
-        (count, together), places = groups.shape, groups.stride()
     shared, padded = heads // kv_heads, triton.next_power_of_2(heads // kv_heads)
-    columns = triton.next_power_of_2(together) * padded
+    groups, in_turn = tokens.groups, isinstance(tokens.groups, int)
+    if groups is None:
+        groups = _alone(len(queries), queries.device)
+    together = len(queries) // groups if in_turn else groups.shape[1]
+    each = min(together, max(1, most_queries(card, block, queries.element_size()) // padded))
+    if in_turn:
+        count, places = groups * triton.cdiv(together, each), (0, groups)
+    else:
+        groups = groups.reshape(-1, each)
+        count, places = len(groups), groups.stride()
+    columns = triton.next_power_of_2(each) * padded
     wide = max(16, columns)
     tile, chunks = attention_tile(card, block, wide, queries.element_size()), triton.cdiv(most, CHUNK)
     assert not tokens.is_paged or keys.shape[2] % tile.keys == 0, f"a tile of {tile.keys} keys is in more than one block"
     if attention.window:
         chunks = min(chunks, triton.cdiv(attention.window + together, CHUNK) + 1)
     is_whole = chunks == 1 or keeps_busy(card, count * kv_heads)
-    room = 1 if is_whole else count * kv_heads * chunks * together * shared
+    room = 1 if is_whole else count * kv_heads * chunks * each * shared
     parts = queries.new_empty(room, 1 if is_whole else dim, dtype=torch.float32)
     peaks, sums = queries.new_empty(2, room, dtype=torch.float32)
     _attend[(count, kv_heads, 1 if is_whole else chunks)](
         queries, keys, values, tokens.rows, tokens.columns, tokens.positions, tokens.tables,
         tokens.rows if in_turn else groups, out, parts, peaks, sums, _counters(queries.device), attention.scaling, chunks,
-        together, heads, kv_heads, *places, *strides(tokens, keys), attention.window, attention.cap, dim, block, shared, padded,
-        columns, wide, tile.keys, CHUNK, MERGED, in_turn, is_whole,
+        together, each, heads, kv_heads, *places, *strides(tokens, keys), attention.window, attention.cap, dim, block, shared,
+        padded, columns, wide, tile.keys, CHUNK, MERGED, in_turn, is_whole,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

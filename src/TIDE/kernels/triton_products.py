@@ -25,7 +25,17 @@ from TIDE.kernels.layer import MLP, Norm
 EMPTY = torch.zeros(0)
 # One binary for any number of tokens, and for any place of a round's small buffers.
 counted = triton.jit(
-    do_not_specialize=["tokens", "drafts", "all_rows", "stride_table", "stride_group", "stride_member", "chunks", "together"],
+    do_not_specialize=[
+        "tokens",
+        "drafts",
+        "all_rows",
+        "stride_table",
+        "stride_group",
+        "stride_member",
+        "chunks",
+        "together",
+        "each",
+    ],
     do_not_specialize_on_alignment=[
         "places",
         "groups",
