@@ -155,3 +155,18 @@ def test_signals_are_those_of_the_router():
     logits[3] = 0
     expected = signals_of(logits)
     torch.testing.assert_close(torch.from_numpy(cpu_exits.signals(logits.numpy())), expected, rtol=1e-3, atol=2e-4)
+
+
+def test_the_caller_s_number_of_threads_is_kept():
+    """numba starts as many threads as there are cores, in the library that torch has its threads from."""
+    code = """
+import torch
+torch.set_num_threads(1)
+import sys
+sys.path[:0] = ["tests"]
+from families import build
+import TIDE
+with TIDE.TIDE(build("llama")) as engine:
+    assert "numba" in engine.backend and torch.get_num_threads() == 1, torch.get_num_threads()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

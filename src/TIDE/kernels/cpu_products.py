@@ -12,6 +12,7 @@ quarter of the memory.
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numba import config, njit, prange, set_num_threads, types
 from numba.extending import overload
 
@@ -23,7 +24,9 @@ ZERO = np.float32(0)
 # numba caches compiled code until this file changes, so this file states the types it was compiled for.
 assert (Int8Weight._fields, GROUP) == (("values", "scales"), 64)
 
+_threads = torch.get_num_threads()
 set_num_threads(config.NUMBA_NUM_THREADS)  # starts the threads: code that is kept compiled relies on it
+torch.set_num_threads(_threads)  # both may have their threads from one library, where the newest number counts
 
 
 @njit(cache=True)
