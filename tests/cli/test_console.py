@@ -64,6 +64,7 @@ WRONG = {
     "bench": (["hi", "--model", "nobody/nothing"], "give --router FILE, or make one: tide calibrate nobody/nothing"),
     "inspect": (["nowhere.safetensors"], "'nowhere.safetensors' does not exist"),
     "report": ([], "Missing argument"),
+    "serve": (["--port", "abc"], "Invalid value for '--port'"),
 }
 
 
