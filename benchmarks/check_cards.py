@@ -98,10 +98,8 @@ def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[o
     tall = cards.linear_tile(card, 28672, WIDTH, size, tokens)
     gated, head = cards.gated_tile(card, 14336, WIDTH, size, tokens), cards.head_tile(card, 128256, WIDTH, size, tokens)
     project = cards.project_tile(card, HEIGHT, WIDTH, dim, size, tokens)
-    spread, seen = (
-        cards.propagate_tile(card, dim // 2, WIDTH, size, tokens),
-        cards.attention_tile(card, dim, queries, size),
-    )
+    spread = cards.propagate_tile(card, dim // 2, WIDTH, size, tokens)
+    seen = cards.attention_tile(card, dim, queries, size)
     no_bias = {"HAS_BIAS": False}
     plain, rotated = {**no_bias, "HAS_BASE": True, "HAS_PLACES": False, "ACTIVATION": -1}, dict(SIZE=0, DIM=dim, ROTARY=dim)
     products, ops = triton_products, triton_ops

@@ -18,6 +18,7 @@ LEVEL = {
     "stats": 0,
     "run": 0,
     "hub": 0,
+    "version": 0,
     "kernels": 0,
     "adapters": 1,
     "routing": 2,

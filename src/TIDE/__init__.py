@@ -11,7 +11,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    __version__: str
     from TIDE.calibration.analyze import analyze
     from TIDE.calibration.calibrate import calibrate
     from TIDE.calibration.certify import certify
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from TIDE.routing.router_file import RouterFile
     from TIDE.run import Run
     from TIDE.stats import ExitStats
+    from TIDE.version import __version__
 
 _HOME = {
     "TIDE": "TIDE.engine.engine",
@@ -48,6 +48,7 @@ _HOME = {
     "pipeline": "TIDE.integrations.huggingface",
     "record": "TIDE.integrations.record",
     "Run": "TIDE.run",
+    "__version__": "TIDE.version",
 }
 
 __all__ = [
@@ -74,19 +75,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME and name != "__version__":
+    if name not in _HOME:
         raise AttributeError(f"module 'TIDE' has no attribute {name!r}. It has {__all__}.")
-    value = globals()[name] = _version() if name == "__version__" else getattr(import_module(_HOME[name]), name)
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
     return value
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("tide-inference")
-    except PackageNotFoundError:  # run from a source tree
-        return "0+source"
 
 
 def __dir__() -> list[str]:

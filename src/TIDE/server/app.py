@@ -26,6 +26,7 @@ from TIDE.server.guard import Guard
 from TIDE.server.metrics import CONTENT_TYPE
 from TIDE.server.service import Service
 from TIDE.server.settings import ServerSettings
+from TIDE.version import __version__
 
 
 def create_app(
@@ -64,7 +65,7 @@ def app_of(service: Service) -> FastAPI:
 
     app = FastAPI(
         title="TIDE",
-        version=_version(),
+        version=__version__,
         lifespan=lifespan,
         responses=answers.ERRORS,
         docs_url=None,  # its page loads scripts from elsewhere
@@ -142,7 +143,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/version", response_model=answers.Version)
     async def version() -> Response:
         """Return the version of TIDE."""
-        return answers.Version(version=_version()).response()
+        return answers.Version(version=__version__).response()
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -174,12 +175,3 @@ def _tokenized(service: Service, body: requests.TokenizeRequest) -> answers.Toke
     if body.return_token_strs:
         found.token_strs = service.tokenizer.convert_ids_to_tokens(ids)
     return found
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("tide-inference")
-    except PackageNotFoundError:  # run from a source tree
-        return "0+source"
