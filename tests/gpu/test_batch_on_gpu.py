@@ -94,3 +94,21 @@ def test_long_prompts_go_through_modules_into_blocks(prompt):
         while any(not row.finished for row in rows):
             engine.step()
         assert all(row.tokens == expected[0].tolist() for row in rows)
+
+
+def test_rows_come_and_go_without_waiting_for_the_device():
+    """The host reads results of rounds and waits for nothing else: not when a row joins, ends or moves to other slots."""
+    model = build("llama").cuda()
+    texts = [Text(5 + 7 * index, 20 + index, list(KINDS)[index % 3], arrives=index % 5) for index in range(12)]
+    with TIDE.TIDE(model, with_exit(model, 0, "memory")) as engine:
+        engine.scheduler = Recording(then=2)
+        expected = [decoded(engine, texts) for _ in range(3)][-1]
+        waiting = [engine.add(text.ids, **text.options) for text in texts]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            while any(not row.finished for row in waiting):
+                engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert engine.runner.failed is None
+        assert [row.tokens for row in waiting] == expected

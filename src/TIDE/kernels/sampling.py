@@ -108,9 +108,8 @@ class Settings:
             self.seen = self._made(self.seen)
             seen = self.seen[row].zero_()
             if features.penalties:
-                seen[[token for token in set(prompt) if token < self.vocabulary]] = GIVEN
-                times = torch.full((len(new),), NEW, dtype=seen.dtype, device=seen.device)
-                seen.index_add_(0, torch.tensor(new, dtype=torch.long, device=seen.device), times)
+                seen.index_fill_(0, _ids([token for token in set(prompt) if token < self.vocabulary], seen), GIVEN)
+                seen.index_add_(0, _ids(new, seen), seen.new_full((len(new),), NEW))
 
     def take_over(self, other: Settings, rows: torch.Tensor) -> None:
         """Copy rows of other settings; they come first here."""
@@ -134,7 +133,12 @@ def _add(row: torch.Tensor, bias: tuple[tuple[int, float], ...]) -> None:
     """Add a bias to a (vocabulary,) row; ids that the model does not have change nothing."""
     known = [(token, value) for token, value in bias if 0 <= token < len(row)]
     tokens, values = [token for token, _ in known], [value for _, value in known]
-    row.index_add_(0, torch.tensor(tokens, dtype=torch.long).to(row.device), torch.tensor(values).to(row))
+    row.index_add_(0, _ids(tokens, row), torch.tensor(values).to(row.device, row.dtype, non_blocking=True))
+
+
+def _ids(tokens: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Return token ids where another tensor is, without waiting for the device."""
+    return torch.tensor(list(tokens), dtype=torch.long).to(like.device, non_blocking=True)
 
 
 def _signed(word: int) -> int:

@@ -11,7 +11,8 @@
 The tokens of a round are flattened step by step, so those of one step, and of the first steps, are views. There are slots for
 1, 2, 4, … rows; rows that go on in others take along what only the device knows of them.
 
-What the host writes is copied without waiting: otherwise it would wait for the round that is running.
+What the host writes is filled in, or copied without waiting: otherwise it would wait for the round that is running, and so would
+the device, later, for the host. `tensor[i] = number` waits.
 """
 
 from __future__ import annotations
@@ -210,10 +211,10 @@ class Slots:
 
     def stand_at(self, place: int, token: int, position: int) -> None:
         """Put the newest token of a row at a position; all before it have run."""
-        self.tokens[0, place] = token
+        self.tokens[0, place].fill_(token)
         torch.add(self.steps[:, place], position, out=self.starts[:, place])
         if self.memory is not None:
-            self.memory.fed[place] = position
+            self.memory.fed[place].fill_(position)
 
     def write_blocks(self, place: int, first: int, blocks: list[int]) -> None:
         """Note the blocks of a row from its number `first` on."""
@@ -222,10 +223,10 @@ class Slots:
 
     def clear(self, place: int) -> None:
         """Let a slot stand still; what is written for it belongs to nobody."""
-        self.active[place] = 0
-        self.limits[place] = 0
+        self.active[place].fill_(0)
+        self.limits[place].fill_(0)
         if not self.store.is_dense:
-            self.tables[place] = NOBODY
+            self.tables[place].fill_(NOBODY)
 
     def take_over(self, other: Slots, places: list[int]) -> None:
         """Go on with rows of other slots, which are given in the order they have here."""

@@ -104,7 +104,7 @@ class Seats:
         done = [own for own in self.entering if own.is_done]
         self.entering = [own for own in self.entering if not own.is_done]
         for own in done:
-            self.slots.active[own.place] = 1
+            self.slots.active[own.place].fill_(1)
         self.just_seated = len(done)
 
     def leave(self, row: Row) -> None:
