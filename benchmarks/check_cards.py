@@ -93,7 +93,8 @@ def check(number: int, card: Card, args: argparse.Namespace) -> bool:
 
 def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[object, dict[str, object], Any]]:
     """Return kernel, constants and tile by name, as `triton_ops` and its neighbours launch them."""
-    size, queries = BYTES[dtype], max(16, 4 * tokens)
+    size = BYTES[dtype]
+    queries = max(16, min(4 * tokens, cards.most_queries(card, dim, size)))
     linear = cards.linear_tile(card, HEIGHT, WIDTH, size, tokens)
     tall = cards.linear_tile(card, 28672, WIDTH, size, tokens)
     gated, head = cards.gated_tile(card, 14336, WIDTH, size, tokens), cards.head_tile(card, 128256, WIDTH, size, tokens)
@@ -101,7 +102,7 @@ def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[o
     spread = cards.propagate_tile(card, dim // 2, WIDTH, size, tokens)
     seen = cards.attention_tile(card, dim, queries, size)
     no_bias = {"HAS_BIAS": False}
-    plain, rotated = {**no_bias, "HAS_BASE": True, "HAS_PLACES": False, "ACTIVATION": -1}, dict(SIZE=0, DIM=dim, ROTARY=dim)
+    plain, rotated = {**no_bias, "HAS_BASE": True, "TIMES": False, "HAS_PLACES": False, "ACTIVATION": -1}, dict(SIZE=0, DIM=dim, ROTARY=dim)
     products, ops = triton_products, triton_ops
     return {
         "linear": (products._linear, {**plain, **tile_constants(linear)}, linear),

@@ -24,7 +24,7 @@ from router_files import a_file
 from runners import Recording, on_references
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.blocks import BLOCK
-from TIDE.engine.cache.slots import Prompts
+from TIDE.engine.cache.prompts import Prompts
 from TIDE.engine.round.device_drafter import exit_of
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.host_stage import HostStage
@@ -348,7 +348,13 @@ def test_many_requests_through_sixteen_slots_and_few_blocks():
 @pytest.mark.parametrize("lengths", [(5, 50), (30, 300, 90, 200, 31, 299, 64, 128), (1, 10)])
 def test_prompts_that_differ_tenfold_have_hardly_any_padding(lengths, monkeypatch):
     computed, write = [], Prompts.write
-    monkeypatch.setattr(Prompts, "write", lambda self, given: (computed.append(write(self, given)), computed[-1])[1])
+
+    def noting(self, given, blocks):
+        found = write(self, given, blocks)
+        computed.append(len(found.ids))
+        return found
+
+    monkeypatch.setattr(Prompts, "write", noting)
     with on_references(TIDE.TIDE(model())) as engine:
         engine.generate(Text(3, 4, "greedy").ids, **Text(3, 4, "greedy").options)
         computed.clear()

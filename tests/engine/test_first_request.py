@@ -11,7 +11,8 @@ import TIDE
 from families import build
 from router_files import a_file
 from runners import Recording, on_modules, on_references
-from TIDE.engine.round.prefill import Prefill, padded_length
+from TIDE.engine.round.module_prefill import padded_length
+from TIDE.engine.round.prefill import Prefill
 from TIDE.engine.round.round import Launched
 from TIDE.engine.row import RoundResult, Row
 from TIDE.engine.runners.graphs import Graphs
@@ -108,9 +109,9 @@ def test_seconds_of_whole_rounds_are_those_of_prompt_and_deep_passes(ids):
 def test_a_prompt_does_not_count_as_a_slow_round(ids, monkeypatch):
     run, seen = Prefill.run, []
 
-    def slowly(self, entering, most):
+    def slowly(self, *given):
         time.sleep(0.3)
-        return run(self, entering, most)
+        return run(self, *given)
 
     monkeypatch.setattr(Prefill, "run", slowly)
     monkeypatch.setattr(Costs, "saw_round", lambda self, slots, drafts, seconds: seen.append(seconds))
@@ -137,4 +138,4 @@ def test_a_request_without_memory_for_slots_is_decoded_on_the_host_and_others_ar
         assert torch.equal(engine.generate(ids, **options), model.generate(ids, **options))
         assert "there is no memory for 1 rows" in caplog.text
         assert torch.equal(engine.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
-        assert asked == [2048, 1024] and engine.runner.why_not(engine.last_rows[0]) is None
+        assert asked == [2048, 1024, 1024] and engine.runner.why_not(engine.last_rows[0]) is None

@@ -23,7 +23,7 @@ from runners import Recording, on_modules, on_references, why_on_the_host
 from TIDE.config import TIDEConfig
 from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.round.device_stage import DeviceStage
-from TIDE.engine.round.prefill import LONGEST, MIN_PREFILL, padded_length
+from TIDE.engine.round.module_prefill import LONGEST, SHORTEST, padded_length
 from TIDE.engine.round.round import Launched
 from TIDE.engine.row import RoundResult, Row
 from TIDE.engine.runners.snapshot import ModelSnapshot
@@ -71,10 +71,10 @@ def test_prompts_are_padded_and_nothing_sees_it(tokens, depth):
 
 
 def test_there_are_four_lengths_to_each_doubling():
-    asked = (1, MIN_PREFILL, 33, 64, 65, 80, 81, 1025, LONGEST)
+    asked = (1, SHORTEST, 33, 64, 65, 80, 81, 1025, LONGEST)
     assert [padded_length(n) for n in asked] == [32, 32, 40, 64, 80, 80, 96, 1280, LONGEST]
     assert padded_length(LONGEST + 1) == LONGEST + 1
-    assert all(n <= padded_length(n) <= max(MIN_PREFILL, 1.25 * n) for n in range(1, LONGEST))
+    assert all(n <= padded_length(n) <= max(SHORTEST, 1.25 * n) for n in range(1, LONGEST))
 
 
 @functools.cache

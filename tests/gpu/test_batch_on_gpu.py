@@ -83,7 +83,7 @@ def test_rows_in_graphs_write_what_they_write_alone(dtype):
 
 
 @pytest.mark.parametrize("prompt", [700, 1300])
-def test_long_prompts_go_through_modules_into_blocks(prompt):
+def test_long_prompts_run_in_long_passes(prompt):
     model = build("llama", max_position_embeddings=2048).cuda()
     text = Text(prompt, 30, "greedy")
     with TIDE.TIDE(model, with_exit(model, 0, "memory")) as engine:

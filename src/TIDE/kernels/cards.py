@@ -4,10 +4,10 @@ A kernel keeps `stages` tiles of its weights and of the tokens in shared memory,
 multiplied. The tiles wanted here are those that are fastest on cards with 227 KB (compute capability 9.0). Cards with less
 get fewer stages, then narrower tiles. Cards with fewer multiprocessors get tall tiles sooner.
 
-A tile is as wide as the tokens: 16, 32, 64 or 128 of them; more are several tiles. Its rows, columns and stages follow that
-width. A token's bits do not depend on the tokens beside it, because they do not depend on the tile: products are summed in the
-order of a weight's columns, whatever the step. What is summed over rows would depend on it, so an LM head's tile has the same
-rows for any number of tokens, and the tile of skipped layers is always 16 tokens wide.
+A tile is as wide as the tokens: 16, 32, 64 or 128 of them; more are several tiles, of 256 tokens each where there are many. Its
+rows, columns and stages follow that width. A token's bits do not depend on the tokens beside it, because they do not depend on
+the tile: products are summed in the order of a weight's columns, whatever the step. What is summed over rows would depend on
+it, so an LM head's tile has the same rows for any number of tokens, and the tile of skipped layers is always 16 tokens wide.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 SMALLEST = 16  # rows, columns or tokens of a tile that tensor cores take
 MOST = 128  # tokens of a tile
+MANY = 256  # and where there are many tiles of them
 WIDEST = 512  # bytes of a tile's columns
 SUMS = 128 * 128  # numbers that programs of attention sum up
 
@@ -68,6 +69,7 @@ class Shape(NamedTuple):
 # the rows, so that their sums stay in registers.
 LINEAR = {16: Shape(32, 512, 5), 32: Shape(64, 256, 4), 64: Shape(128, 128, 4), 128: Shape(128, 128, 3)}
 GATED = {16: Shape(64, 256, 3), 32: Shape(64, 128, 5), 64: Shape(64, 128, 4), 128: Shape(64, 128, 3)}
+MANY_TOKENS = Shape(128, 128, 3)
 HEAD = {16: Shape(64, 512, 4), 32: Shape(64, 256, 4), 64: Shape(64, 256, 4), 128: Shape(64, 256, 3)}
 PROJECT = {16: Shape(32, 512, 4), 32: Shape(32, 256, 4), 64: Shape(32, 256, 3), 128: Shape(32, 128, 4)}
 INTERPRETED = Card((9, 0), 227 * 1024, 132)  # Triton's interpreter runs the tiles of an H200
@@ -96,8 +98,15 @@ def why_not(card: Card, dtype: torch.dtype) -> str | None:
 
 def linear_tile(card: Card, height: int, width: int, size: int, tokens: int) -> Tile:
     """Return the tile of one product with a (height, width) weight; `size` is bytes per number."""
+    if _many_tiles(card, height, size, tokens) >= _programs(card):
+        return _tile(card, MANY_TOKENS, MANY_TOKENS.rows, width, size, tokens, weights=1, wide=MANY)
     shape = LINEAR[tile_width(tokens)]
     return _tile(card, shape, _rows(card, height, shape, tile_width(tokens) // 2), width, size, tokens, weights=1)
+
+
+def are_quicker_apart(card: Card, height: int, size: int, tokens: int) -> bool:
+    """Return True if gate and up are two products: there are so many tokens that wide tiles save more than a launch costs."""
+    return _many_tiles(card, height, size, tokens) >= 4 * card.processors
 
 
 def gated_tile(card: Card, height: int, width: int, size: int, tokens: int) -> Tile:
@@ -116,7 +125,10 @@ def project_tile(card: Card, height: int, width: int, dim: int, size: int, token
     """Return the tile of q, k and v: two sets of rows of one head, which are rotated together."""
     shape = PROJECT[tile_width(tokens)]
     is_tall = dim >= 64 and (height >= 16 * _programs(card) or tokens > SMALLEST)
-    return _tile(card, shape, shape.rows if is_tall else SMALLEST, width, size, tokens, weights=2)
+    rows = shape.rows if is_tall else SMALLEST
+    if size == 2 and dim >= MOST and tokens >= 4 * MOST:
+        rows = MOST // 2  # a whole head
+    return _tile(card, shape, rows, width, size, tokens, weights=2)
 
 
 def propagate_tile(card: Card, rows: int, width: int, size: int, tokens: int) -> Tile:
@@ -176,10 +188,19 @@ def _rows(card: Card, height: int, shape: Shape, least: int) -> int:
     return rows
 
 
-def _tile(card: Card, shape: Shape, rows: int, width: int, size: int, tokens: int, weights: int) -> Tile:
+def _many_tiles(card: Card, height: int, size: int, tokens: int) -> int:
+    """Return how many of the widest tiles a product has; 0: they do not suit the card, the dtype or so few tokens."""
+    if card.capability[0] not in (9, 10) or size != 2 or tokens < 2 * MANY:
+        return 0
+    return -(-tokens // MANY) * -(-height // MANY_TOKENS.rows)
+
+
+def _tile(
+    card: Card, shape: Shape, rows: int, width: int, size: int, tokens: int, weights: int, wide: int | None = None
+) -> Tile:
     """Fit a tile to a card. Wide ones have more columns for fewer rows, and more warps where there is much to sum; products of
     fp32, which keep more in registers, do without the columns and have the warps sooner."""
-    wide, columns = tile_width(tokens), shape.columns
+    wide, columns = wide or tile_width(tokens), shape.columns
     if wide > SMALLEST and size == 2:
         columns = min(WIDEST, columns * shape.rows // rows)
     fitting, stages = _fit(card, rows, columns // size, shape.stages, size, weights, wide)

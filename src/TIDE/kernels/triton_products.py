@@ -1,7 +1,7 @@
 """Products and norms on a GPU, in Triton. Functions of the same names in `reference.py` define them.
 
 A program multiplies a block of a weight's rows with all tokens of a pass, padded to 16, 32, 64 or 128; beyond 128, with a group
-of so many. Groups are the first dimension of the grid, so programs that need the same rows run side by side and one of them
+of 128 or 256. Groups are the first dimension of the grid, so programs that need the same rows run side by side and one of them
 reads the rows from memory. Whatever the tile, products are summed in the order of columns, so a token's bits do not depend on
 the tokens beside it.
 
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from TIDE.kernels.cards import card_of, gated_tile, linear_tile
+from TIDE.kernels.cards import are_quicker_apart, card_of, gated_tile, linear_tile
 from TIDE.kernels.layer import MLP, Norm
 
 EMPTY = torch.zeros(0)
@@ -79,7 +79,7 @@ def _product(
 @counted
 def _linear(
     x, weight, bias, out, places, tokens, height, width, scale,
-    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_PLACES: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, TIMES: tl.constexpr, HAS_PLACES: tl.constexpr, ACTIVATION: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     rows, place = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, TN)
@@ -104,6 +104,8 @@ def _linear(
     if HAS_BASE:
         added = (total.to(kind).to(tl.float32) * scale).to(kind).to(tl.float32)
         total = tl.load(out + at, mask=known, other=0.0).to(tl.float32) + added
+    if TIMES:
+        total = tl.load(out + at, mask=known, other=0.0).to(tl.float32) * total.to(kind).to(tl.float32)
     tl.store(out + at, total.to(kind), mask=known)
 
 
@@ -228,13 +230,15 @@ def _launch_linear(
     places: torch.Tensor | None = None,
     scale: float = 1.0,
     has_base: bool = False,
+    times: bool = False,
     activation: int | None = None,
 ) -> None:
+    """Write products to `out`: in place of what is there, added to it, or times it."""
     height, width = weight.shape
     tile = linear_tile(card_of(weight.device), height, width, weight.element_size(), len(x))
     _linear[(tile.groups, triton.cdiv(height, tile.rows))](
         x, weight, bias if len(bias) else x, out, x if places is None else places, len(x), height, width, scale,
-        len(bias) > 0, has_base, places is not None, -1 if activation is None else activation,
+        len(bias) > 0, has_base, times, places is not None, -1 if activation is None else activation,
         *tile.constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -243,7 +247,12 @@ def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:
     if not len(mlp.gate):
         return linear(x, mlp.up, mlp.up_bias, mlp.activation)
     (height, width), has_bias = mlp.gate.shape, len(mlp.up_bias) > 0
-    tile = gated_tile(card_of(mlp.gate.device), height, width, mlp.gate.element_size(), len(x))
+    card, size = card_of(mlp.gate.device), mlp.gate.element_size()
+    if are_quicker_apart(card, height, size, len(x)):
+        out = linear(x, mlp.gate, mlp.gate_bias, mlp.activation)
+        _launch_linear(x, mlp.up, mlp.up_bias, out, times=True)
+        return out
+    tile = gated_tile(card, height, width, size, len(x))
     out = x.new_empty(len(x), height)
     _gated[(tile.groups, triton.cdiv(height, tile.rows))](
         x, mlp.gate, mlp.up, mlp.gate_bias if has_bias else x, mlp.up_bias if has_bias else x, out, len(x), height, width,

@@ -11,8 +11,8 @@
 The tokens of a round are flattened step by step, so those of one step, and of the first steps, are views. There are slots for
 1, 2, 4, … rows; rows that go on in others take along what only the device knows of them.
 
-What the host writes is filled in, or copied without waiting: otherwise it would wait for the round that is running, and so would
-the device, later, for the host. `tensor[i] = number` waits.
+What the host writes is filled in, or copied without waiting: otherwise it would wait for the round that is running, and the
+device then for the host. `tensor[i] = number` waits.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ from TIDE.routing.heads import MemoryHead
 from TIDE.routing.router import Router
 
 MOST_ROUND = 256  # tokens of a round, drafts included
-CHUNK = 256  # tokens of a pass of prompts
-PROMPT_STEP = 16  # it has so many, or twice as many, and so on
-TOGETHER = 16  # tokens of a prompt that read K/V together
 
 
 def slots_for(rows: int) -> int:
@@ -53,50 +50,6 @@ class Tokens(NamedTuple):
     places: torch.Tensor  # (n,) where a memory head has what belongs to them
     after: torch.Tensor  # (n,) and to the tokens after them
     groups: torch.Tensor | int | None = None  # those of one row: see `Pass`
-
-
-class Prompts:
-    """Fixed buffers for prompts.
-
-    Attributes:
-        text: (1, columns) of a pass of modules.
-        blocks: (blocks,) of its row.
-    """
-
-    def __init__(self, rows: int, columns: int, blocks: int, device: torch.device) -> None:
-        self.nobody = rows
-        self.text = torch.zeros(1, columns, dtype=torch.long, device=device)
-        self.blocks = torch.zeros(blocks, dtype=torch.long, device=device)
-        self._short = torch.zeros(2, CHUNK, dtype=torch.int32, device=device)
-        self._long = torch.zeros(3, CHUNK, dtype=torch.long, device=device)
-        self._groups = torch.zeros(CHUNK, TOGETHER, dtype=torch.int32, device=device)
-
-    def write(self, given: list[tuple[int, int, int, int, int]]) -> int:
-        """Take the fields of tokens, as `Tokens` has them. Return how many there are with padding, which is nobody's."""
-        count = -(-len(given) // PROMPT_STEP) * PROMPT_STEP
-        table = torch.tensor([*given, *[(0, self.nobody, 0, 0, 0)] * (count - len(given))]).T.contiguous()
-        self._short[:, :count].copy_(table[1:3], non_blocking=True)
-        self._long[:, :count].copy_(table[[0, 3, 4]], non_blocking=True)
-        self._groups[: self._most_groups(count)].copy_(self._grouped(table[1].tolist()), non_blocking=True)
-        return count
-
-    def _most_groups(self, count: int) -> int:
-        """Return how many groups so many tokens have at most: each row may have one that is not full."""
-        return min(count, count // TOGETHER + self.nobody + 1)
-
-    def _grouped(self, rows: list[int]) -> torch.Tensor:
-        groups: list[list[int]] = []
-        for number, row in enumerate(rows):
-            if not number or row != rows[number - 1] or len(groups[-1]) == TOGETHER:
-                groups.append([])
-            groups[-1].append(number)
-        groups += [[]] * (self._most_groups(len(rows)) - len(groups))
-        return torch.tensor([own + [-1] * (TOGETHER - len(own)) for own in groups], dtype=torch.int32)
-
-    def first(self, count: int) -> Tokens:
-        """Return so many of the tokens."""
-        (rows, positions), (ids, places, after) = self._short[:, :count], self._long[:, :count]
-        return Tokens(ids, rows, positions, places, after, self._groups[: self._most_groups(count)])
 
 
 class Memory:
@@ -177,7 +130,7 @@ class Slots:
         self.states = like.new_zeros(MOST_TOKENS * rows, len(like))
         self.columns_ids = torch.arange(columns, device=like.device)
         self.positions = self.columns_ids.clamp(max=(context or columns) - 1)  # of the tokens at each column
-        self.prompts = Prompts(rows, columns, width, like.device)
+        self.text = torch.zeros(1, columns if store.is_dense else 0, **long)  # of a pass of modules
         self.like = like
         self._logits: torch.Tensor | None = None
         self._settings: Settings | None = None

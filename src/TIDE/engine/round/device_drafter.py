@@ -6,6 +6,7 @@ drafts. Tokens the memory head has missed are buffered and fed to it sixteen at 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -59,10 +60,18 @@ class DeviceDrafter:
         self.waiting = 0  # tokens that the memory head was not fed, of the row that has most of them
         self.has_memory = isinstance(exit_.head, MemoryHead)
         self.depths = memory_depths(runner.num_layers, exit_.sizes.memories) if self.has_memory else []
+        self._slots: Slots | None = None
 
     @property
     def slots(self) -> Slots:
-        return self.choice.slots
+        """Those of the round, if not others."""
+        return self.choice.slots if self._slots is None else self._slots
+
+    def on(self, slots: Slots) -> DeviceDrafter:
+        """Return the same on other slots."""
+        found = copy.copy(self)
+        found._slots = slots
+        return found
 
     @property
     def memory(self) -> Memory | None:

@@ -18,6 +18,7 @@ from TIDE.engine.plan import Plan
 from TIDE.engine.round import sampler as host
 from TIDE.engine.round.device_choice import DeviceChoice
 from TIDE.engine.round.device_drafter import DeviceDrafter, exit_of
+from TIDE.engine.round.module_prefill import ModulePrefill
 from TIDE.engine.round.prefill import Prefill
 from TIDE.engine.round.round import Launched, run_passes, run_round
 from TIDE.engine.round.seats import Seats
@@ -133,14 +134,20 @@ class DeviceStage:
         """Run texts of rows that joined: one pass if others wait for their next round, otherwise all."""
         is_typical = True
         while self.seats.entering:
-            prefill = Prefill(self.runner, self.slots, self.depth, self.drafter)
+            others_wait = bool(self.seats.running)
             with device_errors():
                 self._plan_columns()
-                is_typical &= prefill.run(self.seats.entering, self._most)
+                is_typical &= self._texts().run(self.seats.entering, self._most, others_wait)
                 self.seats.seat()
-            if len(self.seats.running) > self.seats.just_seated:
+            if others_wait:
                 break
         return is_typical
+
+    def _texts(self) -> Prefill | ModulePrefill:
+        """Return what runs texts of rows that joined."""
+        if not self.runner.has_compiled_layers:
+            return ModulePrefill(self.runner, self.slots, self.depth)
+        return Prefill(self.runner, self.runner.prompts(self.seats.exit, self.slots.columns), self.depth, self.drafter)
 
     def _plan_columns(self) -> None:
         longest = max(row.size for row in self.seats.rows) + 2 * MOST_TOKENS

@@ -38,7 +38,6 @@ class Seats:
         self.cache_gib = cache_gib
         self.places: dict[int, Row] = {}  # by slot
         self.entering: list[Entering] = []
-        self.just_seated = 0
         self._blocks: dict[Row, list[int]] = {}  # in the order of joining
         self._slots: Slots | None = None
 
@@ -105,7 +104,6 @@ class Seats:
         self.entering = [own for own in self.entering if not own.is_done]
         for own in done:
             self.slots.active[own.place].fill_(1)
-        self.just_seated = len(done)
 
     def leave(self, row: Row) -> None:
         self.store.give_back(self._blocks.pop(row))
@@ -162,6 +160,7 @@ class Seats:
         self.entering = []
         if self._slots is not None:
             self.runner.drop_graphs(self._slots)
+            self.runner.drop_prompts(self.exit)
             self._slots = None
 
     def can_ever_fit(self, row: Row) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 
 from TIDE.adapters.adapter import PassInputs
 from TIDE.engine.cache.blocks import KVBlocks
+from TIDE.engine.cache.prompts import ROWS, Prompts
 from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.graphs import Graphs
@@ -68,6 +69,7 @@ class DeviceRunner(Runner):
         self._sampling = sampling
         self.failed: str | None = None
         self._stores: list[tuple[Exit | None, KVBlocks]] = []
+        self._prompts: list[tuple[Exit | None, Prompts]] = []
         self._free: list[Slots] = []  # that wait for their next rows
         self._graphs: dict[Slots, Graphs] = {}
         self._dropped_seconds = 0.0
@@ -170,7 +172,23 @@ class DeviceRunner(Runner):
         for slots in alike:  # too narrow for what is asked now
             self._free.remove(slots)
             self.drop_graphs(slots)
-        return self.make_slots(rows, max(COLUMNS, 1 << (columns - 1).bit_length()), exit_)
+        return self.make_slots(rows, _rounded(columns), exit_)
+
+    def prompts(self, exit_: Exit | None, columns: int) -> Prompts:
+        """Return buffers for texts of up to `columns` tokens, on slots that no row is decoded on."""
+        found = next((prompts for known, prompts in self._prompts if known is exit_), None)
+        if found is None or found.slots.columns < columns:
+            self.drop_prompts(exit_)
+            found = Prompts(self.make_slots(ROWS, _rounded(columns), exit_))
+            self._prompts.append((exit_, found))
+        return found
+
+    def drop_prompts(self, exit_: Exit | None) -> None:
+        """Give up buffers for texts, and what was captured on them."""
+        for known, prompts in list(self._prompts):
+            if known is exit_:
+                self._prompts.remove((known, prompts))
+                self.drop_graphs(prompts.slots)
 
     def release(self, slots: Slots) -> None:
         """Take slots back, for rows that come later."""
@@ -230,3 +248,7 @@ class DeviceRunner(Runner):
         if logits is not None:
             logits.copy_(found)
         reference.best_of(found, best, token, signals, vocabulary)
+
+
+def _rounded(columns: int) -> int:
+    return max(COLUMNS, 1 << (columns - 1).bit_length())
