@@ -102,7 +102,10 @@ def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[o
     spread = cards.propagate_tile(card, dim // 2, WIDTH, size, tokens)
     seen = cards.attention_tile(card, dim, queries, size)
     no_bias = {"HAS_BIAS": False}
-    plain, rotated = {**no_bias, "HAS_BASE": True, "TIMES": False, "HAS_PLACES": False, "ACTIVATION": -1}, dict(SIZE=0, DIM=dim, ROTARY=dim)
+    plain, rotated = (
+        {**no_bias, "HAS_BASE": True, "TIMES": False, "HAS_PLACES": False, "ACTIVATION": -1},
+        dict(SIZE=0, DIM=dim, ROTARY=dim),
+    )
     products, ops = triton_products, triton_ops
     return {
         "linear": (products._linear, {**plain, **tile_constants(linear)}, linear),

@@ -90,3 +90,27 @@ def test_groups_without_tokens_change_nothing():
     none = torch.full_like(tokens.groups[:1], -1)
     more = tokens._replace(groups=torch.cat([none, tokens.groups, none]))
     assert_same(attended(attention, more, queries, cache), attended(attention, tokens, queries, cache))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16])
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_long_passes_of_prompts_have_a_kernel_with_the_same_bits(features, dtype, monkeypatch):
+    """Two rows: one from its first token on, over the ends of chunks, and one behind a text; the last group is not full."""
+    generator = torch.Generator().manual_seed(6)
+    attention = in_dtype(a_layer(generator, **features), dtype, DEVICE).attention
+    starts, counts = {0: 0, 1: 50, 2: 3}, {0: 100, 1: 70, 2: 1}
+    tokens = a_pass(generator, counts, starts, origins=dict.fromkeys(starts, 0))
+    cache = torch.randn(2, ROWS, KV_HEADS, ROOM, DIM, generator=generator).to(dtype)
+    queries = torch.randn(len(tokens.rows), len(attention.q), generator=generator).to(DEVICE, dtype)
+    tables, paged = in_blocks(cache, [starts[row] + counts[row] for row in starts], generator)
+    tokens = in_dtype(tokens, dtype, DEVICE)._replace(tables=tables.to(DEVICE))
+    asked, kernel = [], triton_attention.attend_prompts
+    monkeypatch.setattr(triton_attention, "attend_prompts", lambda *given: (asked.append(1), kernel(*given))[1])
+    found = attended(attention, grouped(tokens, 64), queries, paged.to(DEVICE))
+    assert asked
+    expected = reference.attend(attention, tokens, queries, *paged.to(DEVICE), ROOM)
+    torch.testing.assert_close(found, expected, rtol=4e-3, atol=4e-3)
+    some = [0, 1, 62, 63, 64, 99, 100, 150, 169, 170]
+    apart = [attended(attention, some_of(tokens, [at]), queries[at : at + 1], paged.to(DEVICE)) for at in some]
+    if DEVICE == "cuda":
+        assert torch.equal(found[some], torch.cat(apart))

@@ -57,6 +57,15 @@ class AttentionTile(NamedTuple):
     warps: int
 
 
+class PromptTile(NamedTuple):
+    """The queries of a program of attention over long passes, and the keys that it loads at a time."""
+
+    queries: int
+    keys: int
+    stages: int
+    warps: int
+
+
 class Shape(NamedTuple):
     """A tile of a tall weight on a card with 227 KB."""
 
@@ -154,6 +163,19 @@ def attention_tile(card: Card, dim: int, queries: int, size: int) -> AttentionTi
         else:
             break
     return AttentionTile(keys, stages, 8 if dim * queries > MOST * 64 else 4)
+
+
+def prompt_tile(card: Card, dim: int) -> PromptTile:
+    """Return the tile of attention over long passes of prompts, for heads of `dim` numbers of half precision."""
+    queries, keys, stages = MOST, 64, min(3, _most_stages(card))
+    while attention_memory(keys, stages, dim, queries, 2) > card.shared_memory:
+        if stages > 1:
+            stages -= 1
+        elif queries > SMALLEST:
+            queries //= 2
+        else:
+            break
+    return PromptTile(queries, keys, stages, 8 if queries * dim > MOST * 64 else 4)
 
 
 def most_queries(card: Card, dim: int, size: int) -> int:

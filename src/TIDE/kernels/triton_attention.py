@@ -22,6 +22,7 @@ import triton.language as tl
 from TIDE.kernels.cards import attention_tile, card_of, keeps_busy, most_queries
 from TIDE.kernels.layer import Attention, Pass
 from TIDE.kernels.triton_products import counted
+from TIDE.kernels.triton_prompt_attention import attend_prompts, suits
 
 CHUNK = 512
 MERGED = 16  # chunks whose parts are loaded at a time
@@ -127,7 +128,7 @@ def _chunk(
         number = tl.arange(0, CHUNK // SIZE)
         blocks = tl.load(table + first // SIZE + number, mask=first // SIZE + number < stride_table, other=0).to(tl.int64)
     peak, _, mixed = _nothing(BLOCK, N)
-    spread = tl.zeros((TILE, N), tl.float32)  # the sum of weights, before its parts are added up
+    totals, ones = tl.zeros((16, N), tl.float32), tl.full((16, TILE), 1.0, asked.dtype)  # sums of weights, in one order
     for tile in range(first, stop, TILE):
         position = tile + inside
         where = position.to(tl.int64) * stride_column
@@ -144,11 +145,11 @@ def _chunk(
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 0))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weights, kept = tl.exp(scores - safe[None, :]), tl.exp(peak - safe)
-        spread = tl.fma(spread, kept[None, :], weights)
-        mixed = tl.dot(tl.trans(value), weights.to(value.dtype), mixed * kept[None, :], input_precision="ieee")
+        weights, kept = tl.exp(scores - safe[None, :]).to(value.dtype), tl.exp(peak - safe)
+        totals = tl.dot(ones, weights, totals * kept[None, :], input_precision="ieee")
+        mixed = tl.dot(tl.trans(value), weights, mixed * kept[None, :], input_precision="ieee")
         peak = higher
-    return peak, tl.sum(spread, 0), mixed
+    return peak, tl.max(totals, 0), mixed
 
 
 @triton.jit
@@ -200,6 +201,8 @@ def attend(
     dim, kv_heads, card = attention.head_dim, keys.shape[1], card_of(queries.device)
     heads, out, block = queries.shape[1] // dim, torch.empty_like(queries), max(16, triton.next_power_of_2(dim))
     shared, padded = heads // kv_heads, triton.next_power_of_2(heads // kv_heads)
+    if tokens.is_paged and suits(tokens, queries, padded):
+        return attend_prompts(attention, tokens, queries, keys, values, strides(tokens, keys), CHUNK)
     groups, in_turn = tokens.groups, isinstance(tokens.groups, int)
     if groups is None:
         groups = _alone(len(queries), queries.device)
