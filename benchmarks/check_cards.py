@@ -21,7 +21,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from TIDE.kernels import cards, triton_attention, triton_exits, triton_ops, triton_products, triton_propagate
+from TIDE.kernels import (
+    cards,
+    triton_attention,
+    triton_exits,
+    triton_ops,
+    triton_products,
+    triton_prompt_attention,
+    triton_propagate,
+)
 from TIDE.kernels.cards import Card
 
 LIMITS = {  # compute capability -> KB of shared memory for a block, multiprocessors
@@ -101,11 +109,10 @@ def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[o
     project = cards.project_tile(card, HEIGHT, WIDTH, dim, size, tokens)
     spread = cards.propagate_tile(card, dim // 2, WIDTH, size, tokens)
     seen = cards.attention_tile(card, dim, queries, size)
+    long = cards.prompt_tile(card, dim)
     no_bias = {"HAS_BIAS": False}
-    plain, rotated = (
-        {**no_bias, "HAS_BASE": True, "TIMES": False, "HAS_PLACES": False, "ACTIVATION": -1},
-        dict(SIZE=0, DIM=dim, ROTARY=dim),
-    )
+    plain = {**no_bias, "HAS_BASE": True, "TIMES": False, "HAS_PLACES": False, "ACTIVATION": -1}
+    rotated = dict(SIZE=0, DIM=dim, ROTARY=dim)
     products, ops = triton_products, triton_ops
     return {
         "linear": (products._linear, {**plain, **tile_constants(linear)}, linear),
@@ -116,11 +123,19 @@ def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[o
         "attend": (
             triton_attention._attend,
             dict(
-                SIZE=0, WINDOW=0, CAP=0.0, DIM=dim, BLOCK=dim, SHARED=4, HEADS=4, COLUMNS=4 * tokens, N=queries,
+                SIZE=0, WINDOW=0, CAP=0.0, DIM=dim, BLOCK=dim, SHARED=4, HEADS=4, COLUMNS=min(4 * tokens, queries), N=queries,
                 TILE=seen.keys,
                 CHUNK=triton_attention.CHUNK, MERGED=triton_attention.MERGED, IN_TURN=True, WHOLE=False,
             ),
             seen,
+        ),
+        "attend prompts": (
+            triton_prompt_attention._attend_prompts,
+            dict(
+                SIZE=64, WINDOW=0, CAP=0.0, DIM=dim, BLOCK=dim, SHARED=4, HEADS=4, M=long.queries, TILE=long.keys,
+                CHUNK=triton_attention.CHUNK,
+            ),
+            long,
         ),
         "propagate": (
             triton_propagate._propagate,
