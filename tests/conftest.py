@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import os
 import shutil
@@ -18,6 +19,10 @@ from characters import TEMPLATE, characters
 from families import FAMILIES, VOCAB, build
 
 torch.set_num_threads(1)
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    from interpreter import once_per_launch
+
+    once_per_launch()
 
 
 SLOW = (  # files that take longest, the longest last

@@ -26,7 +26,7 @@ def saved(file: RouterFile, folder) -> str:
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_exact_mode_writes_the_models_text_with_memory_heads_in_every_family(name, prompts):
     model, (ids, mask) = build(name), prompts
-    options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
     expected = model.generate(ids, **options)
     adapter = ModelAdapter(model)
     layers = adapter.num_layers

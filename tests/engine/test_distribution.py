@@ -23,7 +23,7 @@ pytestmark = pytest.mark.invariant(3)
 
 VOCAB, NEW = 40, 2
 PROMPT = [3, 1]
-ROWS, CALLS, MANY = 2000, 2, 9  # rows of a call, and calls: as a rule, and to notice little
+ROWS, MANY = 2000, 5  # rows of a call, and calls to notice little
 RIGHT, WRONG = 1e-3, 1e-7  # p-values: seeds are pinned, so a right rule that passes once passes always
 
 
@@ -81,6 +81,7 @@ SAMPLING: dict[str, dict] = {
     "bias before a penalty": dict(top_k=0, sequence_bias=[[[1], 1.5]], repetition_penalty=1.4),
     "the user's own": dict(temperature=1.3, top_k=5, logits_processor=[Shy()]),
 }
+CALLS = {"penalties of the text": 2}  # few texts repeat a token; a call says enough about the others
 ON_HOST = {"typical", "no repeated pairs", "longer bad words", "bias before a penalty", "the user's own"}
 
 
@@ -97,11 +98,11 @@ def options(name: str, new: int = NEW, **changed) -> dict:
     return {**given, **SAMPLING[name], **changed}
 
 
-def drawn(name: str, calls: int = CALLS, **changed) -> list[tuple[int, ...]]:
+def drawn(name: str, calls: int = 0, **changed) -> list[tuple[int, ...]]:
     """Texts that the engine draws, up to an end token."""
     ids, found = torch.tensor([PROMPT]).expand(ROWS, -1), []
     with TIDE(model()) as engine:
-        for seed in range(calls):
+        for seed in range(calls or CALLS.get(name, 1)):
             engine.generate(ids, attention_mask=torch.ones_like(ids), seed=seed, **options(name, **changed))
             found += [tuple(row.new_tokens) for row in engine.last_rows]
             assert all(bool(row.sampling.custom) == (name in ON_HOST) for row in engine.last_rows)

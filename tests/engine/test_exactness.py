@@ -14,7 +14,7 @@ from policies import ByState, Everyone, Knowing, Nobody, texts_of
 from properties import examples
 from TIDE import TIDE, TIDEConfig
 
-NEW = 12
+NEW = 8
 
 
 def greedy(model, ids, mask=None, **options):
@@ -76,11 +76,10 @@ def test_exits_always_taken_and_checked_write_what_generate_writes(any_model, pr
 @pytest.mark.invariant(3)
 def test_random_drafts_right_and_wrong_write_what_generate_writes(any_model, prompts, expected):
     ids, mask = prompts
-    for seed in range(2):
-        policy = Knowing(texts_of(expected, mask), (1, 2, 3), seed, leaves=0.6, right=0.7)
-        with TIDE(any_model, policy, TIDEConfig(max_pending=5, compaction_threshold=0.5)) as engine:
-            assert torch.equal(greedy(engine, ids, mask), expected)
-            assert 0 < engine.last_stats.accepted < engine.last_stats.drafted
+    policy = Knowing(texts_of(expected, mask), (1, 2, 3), seed=0, leaves=0.6, right=0.7)
+    with TIDE(any_model, policy, TIDEConfig(max_pending=5, compaction_threshold=0.5)) as engine:
+        assert torch.equal(greedy(engine, ids, mask), expected)
+        assert 0 < engine.last_stats.accepted < engine.last_stats.drafted
 
 
 tiny = functools.cache(build)
@@ -131,10 +130,10 @@ def test_nobody_leaving_is_exits_off(llama, prompts):
 @pytest.mark.invariant(5)
 def test_a_row_in_a_batch_is_the_row_alone_whatever_its_neighbours_do(any_model, prompts):
     ids, mask = prompts
-    alone = [greedy(any_model, row[keep.bool()][None], max_new_tokens=8) for row, keep in zip(ids, mask, strict=True)]
+    alone = [greedy(any_model, row[keep.bool()][None], max_new_tokens=6) for row, keep in zip(ids, mask, strict=True)]
     known = [text[0].tolist() for text in alone]
     with TIDE(any_model, Knowing(known, (0, 2), seed=5, leaves=0.7, right=0.6), TIDEConfig(compaction_threshold=1.0)) as engine:
-        together = greedy(engine, ids, mask, max_new_tokens=8)
+        together = greedy(engine, ids, mask, max_new_tokens=6)
     for row, text in enumerate(alone):
         own = together[row, int((mask[row] == 0).sum()) :]
         assert own[: text.shape[1]].tolist() == text[0].tolist()

@@ -59,6 +59,7 @@ def test_prompts_may_be_embeddings(any_model, prompts):
         with TIDE(any_model) as engine, pytest.raises(ValueError, match="looks up token ids in every layer"):
             engine.generate(inputs_embeds=embeds, **options)
         return
+    options["max_new_tokens"] = 6
     expected = any_model.generate(inputs_embeds=embeds, **options)
     for policy in (None, Everyone(0, 2)):
         with TIDE(any_model, policy) as engine:

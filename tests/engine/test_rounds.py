@@ -33,7 +33,7 @@ from TIDE.engine.schedule.draft_length import DraftLength
 from TIDE.engine.stop import StopRule
 from TIDE.kernels import reference
 
-OPTIONS = dict(max_new_tokens=24, do_sample=False, eos_token_id=None)
+OPTIONS = dict(max_new_tokens=16, do_sample=False, eos_token_id=None)
 
 
 @pytest.fixture

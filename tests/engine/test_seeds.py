@@ -14,7 +14,7 @@ from TIDE.kernels.noise import row_seed
 
 pytestmark = pytest.mark.invariant(9)
 
-SAMPLED = dict(do_sample=True, max_new_tokens=10, eos_token_id=None, pad_token_id=0)
+SAMPLED = dict(do_sample=True, max_new_tokens=6, eos_token_id=None, pad_token_id=0)
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def model():
     return build("llama")
 
 
-@pytest.fixture(params=["host", "device"])
+@pytest.fixture(params=["host", "device"], scope="module")
 def engine(request, model):
     with TIDE(model, Everyone(1) if request.param == "host" else None) as made:
         yield on_references(made) if request.param == "device" else made

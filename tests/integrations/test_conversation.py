@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given
@@ -18,11 +20,14 @@ TEXT = torch.randint(3, 100, (1, 90), generator=torch.Generator().manual_seed(0)
 
 
 def policies(model):
-    yield None
-    yield Everyone(2)
     with TIDE.TIDE(model) as engine:
-        policy = a_file(model, "memory", (2,), 0.0).policy(engine.adapter)
-    yield policy
+        return None, Everyone(2), a_file(model, "memory", (2,), 0.0).policy(engine.adapter)
+
+
+@functools.cache
+def known():
+    model = build("llama")
+    return model, policies(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_next"])
@@ -42,8 +47,8 @@ def test_turns_are_answered_as_if_they_stood_alone(name):
 @examples(20)
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 20)), min_size=2, max_size=5), st.sampled_from([0, 1, 2]))
 def test_texts_may_part_anywhere(turns, which):
-    model = build("llama")
-    with TIDE.TIDE(model, list(policies(model))[which]) as engine:
+    model, own = known()
+    with TIDE.TIDE(model, own[which]) as engine:
         conversation, before = TIDE.Conversation(engine), TEXT[:, :30]
         for kept, new in turns:
             ids = torch.cat([before[:, :kept], TEXT[:, 60 : 60 + new]], 1)

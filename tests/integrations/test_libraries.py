@@ -21,7 +21,7 @@ from TIDE.engine import engine as engine_module
 from TIDE.engine.runners.snapshot import ModelSnapshot
 
 has_numba = importlib.util.find_spec("numba") is not None
-OPTIONS = dict(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+OPTIONS = dict(max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
 def assert_writes_what_the_model_writes(engine, prompts):
@@ -200,7 +200,7 @@ def test_a_model_whose_tokens_are_not_alone_is_named(llama, monkeypatch, caplog)
     llama.model.layers[2].mlp.up_proj.__class__ = Together
     monkeypatch.setattr(engine_module, "is_quantized", lambda model: True)
     with caplog.at_level(logging.WARNING), TIDE.TIDE(llama) as engine:
-        assert engine.generate(torch.tensor([[5, 6, 7]]), **OPTIONS).shape == (1, 23)
+        assert engine.generate(torch.tensor([[5, 6, 7]]), **OPTIONS).shape == (1, 13)
     assert "layer 2 (LlamaDecoderLayer) of this quantized LlamaForCausalLM gives a token other states" in caplog.text
 
 

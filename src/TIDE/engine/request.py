@@ -93,11 +93,11 @@ class Request:
         do_sample = bool(self.config.do_sample)
         seeds = row_seeds(self.seed, len(self.padding)) if do_sample else [None] * len(self.padding)
         unseen = self.prompt_columns - self.ids.shape[1]
-        found = []
-        for pad, seed in zip(self.padding, seeds, strict=True):
-            params, custom = read(self.processors, do_sample, unseen - pad)
-            found.append(Sampling(params, self.processors, custom, seed, self.keeps_scores))
-        return found
+        known = {pad: read(self.processors, do_sample, unseen - pad) for pad in set(self.padding)}
+        return [
+            Sampling(known[pad][0], self.processors, known[pad][1], seed, self.keeps_scores)
+            for pad, seed in zip(self.padding, seeds, strict=True)
+        ]
 
     def final_columns(self, rows: list[Row]) -> int:
         """Return how many columns are final in every row."""

@@ -90,16 +90,20 @@ class Settings:
 
     def write(self, rows: Sequence[tuple[Params, int, Sequence[int]]]) -> None:
         """Set what rows need: their params, seeds, and prompts, whose ids count as text for penalties."""
-        for row, own in enumerate(rows):
-            self.write_row(row, *own)
+        asked = [(params, seed) for params, seed, _ in rows]
+        for table, values in zip((self.numbers, self.whole, self.bans), _fields(asked), strict=True):
+            table[: len(rows)].copy_(values, non_blocking=True)
+        for row, (params, _, prompt) in enumerate(rows):
+            self._write_tables(row, params, prompt)
 
     def write_row(self, row: int, params: Params, seed: int, prompt: Sequence[int], new: Sequence[int] = ()) -> None:
         """Set what one row needs; it has the new tokens already."""
-        self.numbers[row].copy_(torch.tensor(params.numbers), non_blocking=True)
-        words = [_signed(seed & WORD), _signed(seed >> 32 & WORD), params.top_k, *params.forced]
-        self.whole[row].copy_(torch.tensor(words, dtype=torch.int32), non_blocking=True)
-        bans = [*params.bans, *[(NOWHERE, NOWHERE, NOWHERE)] * (MOST_BANS - len(params.bans))]
-        self.bans[row].copy_(torch.tensor(bans, dtype=torch.int32), non_blocking=True)
+        for table, values in zip((self.numbers, self.whole, self.bans), _fields([(params, seed)]), strict=True):
+            table[row].copy_(values[0], non_blocking=True)
+        self._write_tables(row, params, prompt, new)
+
+    def _write_tables(self, row: int, params: Params, prompt: Sequence[int], new: Sequence[int] = ()) -> None:
+        """Set what a row has a number for each token of: its bias, and what was written before."""
         features = params.features
         if self.bias.shape[1] or features.bias:
             self.bias = self._made(self.bias)
@@ -127,6 +131,15 @@ class Settings:
 
     def _made(self, table: torch.Tensor) -> torch.Tensor:
         return table if table.shape[1] else table.new_zeros(len(table), self.vocabulary)
+
+
+def _fields(asked: Sequence[tuple[Params, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the numbers, whole numbers and bans of rows with params and seeds."""
+    nowhere = (NOWHERE, NOWHERE, NOWHERE)
+    words = [(_signed(seed & WORD), _signed(seed >> 32 & WORD), own.top_k, *own.forced) for own, seed in asked]
+    bans = [[*own.bans, *[nowhere] * (MOST_BANS - len(own.bans))] for own, _ in asked]
+    numbers = torch.tensor([own.numbers for own, _ in asked])
+    return numbers, torch.tensor(words, dtype=torch.int32), torch.tensor(bans, dtype=torch.int32)
 
 
 def _add(row: torch.Tensor, bias: tuple[tuple[int, float], ...]) -> None:
