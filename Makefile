@@ -2,6 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 OLDEST := .venv-oldest
+# bytecode is kept, so that a test process does not compile every module again
+export PYTHONDONTWRITEBYTECODE :=
 PIP := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test test-newest test-oldest test-long test-wheel check bench wheel clean

@@ -13,13 +13,6 @@ from TIDE.kernels.noise import noise
 PROMPTS = ["Why is the sea salty?", "Write a short email to a friend about a bicycle.", "What is 17 + 25?"]
 
 
-def short_questions() -> list[str]:
-    """Of all kinds; a long one takes longer to read than to answer, and says no more."""
-    found = {kind: [text for text in own if "{text}" not in text and len(text) < 60] for kind, own in builtin_prompts().items()}
-    assert sum(map(bool, found.values())) > 5
-    return [text for own in found.values() for text in own]
-
-
 def asked(tokenizer, texts: list[str]):
     """Questions side by side, after fewer words of the system than the template has: half of the time is theirs."""
     chats = [[{"role": "system", "content": "Help."}, {"role": "user", "content": text}] for text in texts]
@@ -44,9 +37,10 @@ def test_its_exits_are_right_more_often_than_not_and_the_text_stays_the_models(e
     drafted = accepted = 0
     with TIDE.TIDE(model, TIDE.default_router(), TIDE.TIDEConfig(exit_threshold=0.5, max_pending=3)) as engine:
         for prompt in PROMPTS:
-            inputs = asked(tokenizer, [prompt])
-            found = engine.generate(**inputs, max_new_tokens=20, do_sample=False)
-            assert torch.equal(found, model.generate(**inputs, max_new_tokens=20, do_sample=False))
+            messages = [{"role": "user", "content": prompt}]
+            inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+            found = engine.generate(**inputs, max_new_tokens=32, do_sample=False)
+            assert torch.equal(found, model.generate(**inputs, max_new_tokens=32, do_sample=False))
             drafted += engine.last_stats.drafted
             accepted += engine.last_stats.accepted
     assert drafted > 20
@@ -54,24 +48,24 @@ def test_its_exits_are_right_more_often_than_not_and_the_text_stays_the_models(e
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", range(4))
 def test_forty_prompts_are_answered_as_the_model_answers_them(embedded, part):
     """Of all kinds, one by one, drafting as it pays on this machine; the model answers them side by side, which is quicker.
 
-    Two parts, for the sake of two workers.
+    Parts, for the sake of several workers.
     """
     model, tokenizer = embedded
-    texts = short_questions()[part * 5 :: 10][:20]
+    texts = [text for own in builtin_prompts().values() for text in own if "{text}" not in text][part * 13 :: 53][:10]
     inputs = asked(tokenizer, texts)
-    expected, drafted = model.generate(**inputs, max_new_tokens=7, do_sample=False), 0
+    expected, drafted = model.generate(**inputs, max_new_tokens=9, do_sample=False), 0
     with TIDE.TIDE(model, TIDE.default_router()) as engine:
         for text, ids, mask, own in zip(texts, inputs["input_ids"], inputs["attention_mask"], expected, strict=True):
-            found = engine.generate(ids[mask.bool()][None], max_new_tokens=7, do_sample=False)[0]
+            found = engine.generate(ids[mask.bool()][None], max_new_tokens=9, do_sample=False)[0]
             written = own[mask.argmax() :]
             assert torch.equal(found, written[: len(found)]), text
             assert set(written[len(found) :].tolist()) <= {tokenizer.pad_token_id}
             drafted += engine.last_stats.drafted
-    assert len(texts) == 20
+    assert len(texts) == 10
     assert drafted > 0
 
 
@@ -87,9 +81,9 @@ def test_another_model_is_refused_by_name(llama):
 def test_twenty_prompts_are_sampled_alike_with_exits_and_without(embedded, temperature):
     """At 0.7 those with exits are alone, which takes longer. Near-ties may then fall either way: they are counted and shown."""
     model, tokenizer = embedded
-    texts = short_questions()[7::10][:20]
+    texts = [text for own in builtin_prompts().values() for text in own if "{text}" not in text][7::25][:20]
     inputs = asked(tokenizer, texts)
-    options = dict(do_sample=True, temperature=temperature, top_p=0.9, top_k=0, max_new_tokens=6)
+    options = dict(do_sample=True, temperature=temperature, top_p=0.9, top_k=0, max_new_tokens=8)
     ties, accepted = 0, 0
     with TIDE.TIDE(model, TIDE.default_router()) as engine:
         with engine.using(engine.config, exits=False):
