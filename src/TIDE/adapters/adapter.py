@@ -158,6 +158,10 @@ class ModelAdapter:
     def is_open(self) -> bool:
         return bool(self._fitted)
 
+    def check_open(self) -> None:
+        if not self.is_open:
+            raise RuntimeError("this engine is closed. Make a new one with TIDE.TIDE(model, ...).")
+
     def close(self) -> None:
         """Remove the patches, which leaves the model as it was before."""
         while self._fitted:

@@ -142,8 +142,8 @@ class TIDE:
                 inputs_embeds (rows, tokens, hidden).
             streamer: gets the prompts, then every token once it is final.
             options: `GenerationConfig` fields, logits_processor, stopping_criteria, stop_strings and tokenizer. Also seed (an
-                integer, or one for each row), presence_penalty and frequency_penalty of new tokens, and logit_bias
-                {token: number}.
+                integer, or one for each row), presence_penalty and frequency_penalty of new tokens, logit_bias
+                {token: number}, and cache_salt: prompts that begin alike share K/V if they have the same one.
 
         Returns:
             (rows, tokens) prompts and continuations (after inputs_embeds alone, continuations only); with
@@ -242,7 +242,7 @@ class TIDE:
 
     def step(self) -> list[Row]:
         """Give every row of the batch a round, and return the rows that got tokens or ended. Threads take turns."""
-        self._check_usable()
+        self.adapter.check_open()  # the rest is checked when a row is added: it takes as long as a round
         batch, began = self._shared_batch(), time.perf_counter()
         rows, changed = batch.rows, batch.step()
         for row in rows:
@@ -359,8 +359,7 @@ class TIDE:
         return request
 
     def _check_usable(self) -> None:
-        if not self.adapter.is_open:
-            raise RuntimeError("this engine is closed. Make a new one with TIDE.TIDE(model, ...).")
+        self.adapter.check_open()
         if self.model.training:
             raise ValueError("the model is in train mode, where dropout makes every run different. Call model.eval() first.")
         self.adapter.follow()

@@ -43,6 +43,7 @@ class Request:
     criteria: StoppingCriteriaList
     config: GenerationConfig
     seed: int | Sequence[int] | None = None  # of sampling; one for each row, or one for all
+    salt: str | None = None  # K/V are shared with texts of the same salt only
 
     @property
     def prompt_columns(self) -> int:
@@ -83,6 +84,7 @@ class Request:
                 embeds=None if self.embeds is None else self.embeds[index, pad:],
                 unseen=unseen,
                 sampling=samplings[index],
+                salt=self.salt,
                 seconds=seconds,
             )
             for index, (ids, pad) in enumerate(zip(self.ids.tolist(), self.padding, strict=True))
@@ -141,13 +143,14 @@ def prepare(
     configs = [config for config in (generation_config, model.generation_config) if config is not None]
     options = dict(options)
     check(options, configs)
+    salt = _checked_salt(options.pop("cache_salt", None))
     seed, processors = take_own(options, vocabulary)
     options["stopping_criteria"] = _with_stop_strings(configs, options)
     if processors:
         options["logits_processor"] = LogitsProcessorList([*processors, *(options.get("logits_processor") or ())])
     with _no_stop_strings(configs):
         request: Request = model.generate(ids, generation_config=generation_config, custom_generate=_capture, **options)
-    request.seed = seed
+    request.seed, request.salt = seed, salt
     return _accepted(request)
 
 
@@ -157,6 +160,12 @@ def captured(model: PreTrainedModel, *given: Any, seed: int | Sequence[int] | No
     check({}, [request.config])
     request.seed = seed
     return _accepted(request)
+
+
+def _checked_salt(salt: Any) -> str | None:
+    if salt is not None and not isinstance(salt, str):
+        raise ValueError(f"cache_salt must be a string, found {salt!r}. Texts of other salts share no K/V with it.")
+    return salt
 
 
 def _accepted(request: Request) -> Request:

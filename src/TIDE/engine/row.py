@@ -68,6 +68,7 @@ class Row:
     embeds: torch.Tensor | None = None  # (prompt, hidden) the prompt as embeddings
     unseen: int = 0  # tokens of the prompt without ids: processors, criteria and the output leave them out
     sampling: Sampling = field(default_factory=Sampling)
+    salt: str | None = None  # K/V are shared with rows of the same salt only
     seconds: InitVar[Seconds | None] = None  # of the request, shared by its rows
     drafts: list[Draft] = field(init=False, default_factory=list)
     wanted: int | None = field(init=False, default=None)  # drafts to make in this round; None: scores decide

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from TIDE.engine.cache.prefixes import Prefixes
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import MemoryHead
 
@@ -48,6 +49,7 @@ class KVBlocks:
         self.keys: list[torch.Tensor] = [self._nothing(shape.heads, shape.key_dim) for shape in self._all_shapes]
         self.values: list[torch.Tensor] = [self._nothing(shape.heads, shape.value_dim) for shape in self._all_shapes]
         self.before = like.new_zeros(0, len(like))
+        self.prefixes = Prefixes(size)
         self._free: list[int] = []
         self.grow(blocks)
 
@@ -69,8 +71,8 @@ class KVBlocks:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody has."""
-        return len(self._free)
+        """Blocks that nobody has, those included that are kept for texts that begin alike."""
+        return len(self._free) + self.prefixes.idle
 
     @property
     def block_bytes(self) -> int:
@@ -83,12 +85,18 @@ class KVBlocks:
         return -(-tokens // self.size)
 
     def take(self, count: int) -> list[int]:
-        """Return blocks that were free."""
+        """Return blocks that were free: unused ones first."""
         assert count <= self.free, f"{count} blocks are asked for, and {self.free} are free"
+        while len(self._free) < count:
+            self._free.insert(0, self.prefixes.evict())
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, blocks: list[int]) -> None:
         self._free += reversed(blocks)
+
+    def forget_prefixes(self) -> None:
+        """Share nothing that was made so far: the model has changed, or something went wrong. What rows have they keep."""
+        self.give_back(self.prefixes.drop())
 
     def copy(self, other: KVBlocks) -> None:
         """Take over the only block of others, which may be shorter."""

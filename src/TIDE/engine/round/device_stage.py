@@ -89,6 +89,7 @@ class DeviceStage:
     def leave(self, row: Row) -> None:
         """Free the slot and the blocks of a row that has ended, was removed or is put back."""
         with device_errors(), self.runner.grad_off(), self.runner.device_guard():
+            self._keep(row)
             self.seats.leave(row)
             if self.seats.rows and self.seats.is_wide:
                 self._catch_up()
@@ -97,8 +98,16 @@ class DeviceStage:
 
     def close(self) -> None:
         """Give the slots back."""
-        with self.runner.grad_off(), self.runner.device_guard():
+        with device_errors(), self.runner.grad_off(), self.runner.device_guard():
+            for row in self.rows:
+                self._keep(row)
             self.seats.close()
+
+    def _keep(self, row: Row) -> None:
+        """Let texts that begin with that of a row find its K/V, where the full model made all of them."""
+        if self.plan.exact and row.error is None and self.seats.has_more_to_keep(row):
+            self._catch_up()
+            self.seats.keep(row)
 
     def forget(self) -> None:
         """Give the slots up after an error: what is in them, and in graphs of them, may be half done."""
@@ -137,7 +146,8 @@ class DeviceStage:
             others_wait = bool(self.seats.running)
             with device_errors():
                 self._plan_columns()
-                is_typical &= self._texts().run(self.seats.entering, self._most, others_wait)
+                if ready := self.seats.ready():
+                    is_typical &= self._texts().run(ready, self._most, others_wait)
                 self.seats.seat()
             if others_wait:
                 break

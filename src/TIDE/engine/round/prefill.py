@@ -25,12 +25,12 @@ class Entering:
         target: tokens that have to.
     """
 
-    def __init__(self, row: Row, place: int, blocks: list[int], done: int = 0) -> None:
+    def __init__(self, row: Row, place: int, blocks: list[int]) -> None:
         self.row = row
         self.place = place
         self.blocks = blocks
         self.text = row.tokens[:-1]
-        self.done = done
+        self.done = 0
 
     @property
     def target(self) -> int:

@@ -3,6 +3,9 @@
 A row that joins gets the lowest free slot and blocks for its text. Once its text has run it takes part in rounds. Slots are for
 1, 2, 4, … rows: with more rows than they hold, or with less than half of them, rows go on in others. When blocks run out, the
 row that joined last has to leave; it is put back and comes again later.
+
+Whole blocks of texts that begin alike are shared: see `prefixes.py`. A row finds those that are there when it joins, and waits
+for those that a row before it is about to make.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from TIDE.engine.cache.blocks import BLOCK, KVBlocks
+from TIDE.engine.cache.prefixes import Held
 from TIDE.engine.cache.slots import Slots, slots_for
 from TIDE.engine.round.prefill import Entering
 from TIDE.engine.row import Row
@@ -20,6 +24,7 @@ from TIDE.routing.exits import Exit
 
 AHEAD = 3 * MOST_TOKENS  # positions beyond the text: a round that was launched and the next one may write them
 FIRST_BLOCKS = 17  # of K/V, before they grow
+FIRST_GIB = 1.0  # and on a GPU
 FEW = 8  # slots
 FIRST_ROOM = 1024  # new tokens that slots have columns for before they are replaced by wider ones
 
@@ -39,6 +44,7 @@ class Seats:
         self.places: dict[int, Row] = {}  # by slot
         self.entering: list[Entering] = []
         self._blocks: dict[Row, list[int]] = {}  # in the order of joining
+        self._held: dict[Row, Held] = {}  # the first ones of its blocks, which others may share
         self._slots: Slots | None = None
 
     @property
@@ -88,28 +94,99 @@ class Seats:
     def join(self, rows: Sequence[Row]) -> None:
         self._move(len(self._blocks) + len(rows), max(map(_columns, [*self._blocks, *rows])))
         for row in rows:
-            self._grow_store(self._needed(row))
             place = min(set(range(self.slots.rows)) - self.places.keys())
-            blocks = self._blocks[row] = self.store.take(self._needed(row))
             row.slot = place
             self.places[place] = row
-            self.slots.write_blocks(place, 0, blocks)
+            own = Entering(row, place, [])
+            self._blocks[row] = own.blocks
+            if self.in_blocks:
+                self._held[row] = self.store.prefixes.begin(row.salt)
+                self._find_more(own)
+            missing = self._needed(row) - len(own.blocks)
+            self._grow_store(missing)
+            own.blocks += self.store.take(missing)
+            self.slots.write_blocks(place, 0, own.blocks)
             self.slots.stand_at(place, row.tokens[-1], len(row.tokens) - 1)
-            self.entering.append(Entering(row, place, blocks))
+            self.entering.append(own)
         self.seat()
 
+    def ready(self) -> list[Entering]:
+        """Return the rows whose texts can run now: those that do not wait for a block that one before them makes."""
+        if not self.in_blocks:
+            return self.entering
+        found, promised = [], set()
+        for own in self.entering:
+            self._find_more(own)
+            if own.is_done:
+                continue
+            prefixes, held = self.store.prefixes, self._held[own.row]
+            key = prefixes.key(held, own.text)
+            next_block = id(prefixes.behind(held)), key
+            if len(key) < BLOCK or next_block not in promised:
+                found.append(own)
+            promised.add(next_block)
+        return found
+
     def seat(self) -> None:
-        """Let rows whose texts have run take part in rounds."""
+        """Let rows whose texts have run take part in rounds, and others find what they left."""
+        for own in self.entering:
+            self._keep(own.row, own.text, own.done)
         done = [own for own in self.entering if own.is_done]
         self.entering = [own for own in self.entering if not own.is_done]
         for own in done:
             self.slots.active[own.place].fill_(1)
 
+    def has_more_to_keep(self, row: Row) -> bool:
+        """Return True if a row has whole blocks of final tokens that it does not share yet."""
+        has_run = row in self._held and all(own.row is not row for own in self.entering)
+        return has_run and (len(row.tokens) - 1) // BLOCK > len(self._held[row].nodes)
+
+    def keep(self, row: Row) -> None:
+        """Let others find all whole blocks of a row's final tokens."""
+        self._keep(row, row.tokens[:-1], len(row.tokens) - 1)
+
     def leave(self, row: Row) -> None:
-        self.store.give_back(self._blocks.pop(row))
+        blocks = self._blocks.pop(row)
+        if (held := self._held.pop(row, None)) is not None:
+            shared = len(held.nodes)
+            blocks = [*self.store.prefixes.release(held), *blocks[shared:]]
+        self.store.give_back(blocks)
         del self.places[row.slot]
         self.slots.clear(row.slot)
         self.entering = [own for own in self.entering if own.row is not row]
+
+    def _find_more(self, own: Entering) -> None:
+        """Hold the blocks behind those that a row holds, as far as they are there and it has not run them itself.
+
+        What a memory head remembers of a token lies with the place behind it, in the next block: so the last token of a block
+        that was found runs again.
+        """
+        held, prefixes, count = self._held[own.row], self.store.prefixes, len(self._held[own.row].nodes)
+        while own.done <= BLOCK * len(held.nodes) and (node := prefixes.hold_next(held, own.text)) is not None:
+            self._use(own.blocks, len(held.nodes) - 1, node.block, own.row)
+            own.done = BLOCK * len(held.nodes) - (self.store.head is not None)
+        own.row.stats.reused_tokens += BLOCK * (len(held.nodes) - count)
+
+    def _keep(self, row: Row, text: Sequence[int], done: int) -> None:
+        """Let others find the whole blocks of a text whose first so many tokens have run."""
+        if row not in self._held:
+            return
+        held, prefixes, blocks = self._held[row], self.store.prefixes, self._blocks[row]
+        while BLOCK * (len(held.nodes) + 1) <= done:
+            number = len(held.nodes)
+            if (node := prefixes.hold_next(held, text)) is None:
+                prefixes.add(held, text, blocks[number])
+            else:  # another row has made the same
+                self._use(blocks, number, node.block, row)
+
+    def _use(self, blocks: list[int], number: int, block: int, row: Row) -> None:
+        """Put a block in the place of a row's own one, if it has one."""
+        if number == len(blocks):
+            blocks.append(block)
+            return
+        self.store.give_back([blocks[number]])
+        blocks[number] = block
+        self.slots.write_blocks(row.slot, number, [block])
 
     def shrink(self) -> None:
         """Go on in as few slots as hold the rows."""
@@ -152,10 +229,13 @@ class Seats:
 
     def forget(self) -> None:
         """Give blocks back, and slots up."""
-        for blocks in self._blocks.values():
-            if self.in_blocks:
-                self.store.give_back(blocks)
+        if self.in_blocks:
+            self.store.forget_prefixes()
+            for row, blocks in self._blocks.items():
+                shared = len(self._held[row].nodes)
+                self.store.give_back([*self.store.prefixes.release(self._held[row]), *blocks[shared:]])
         self._blocks.clear()
+        self._held.clear()
         self.places.clear()
         self.entering = []
         if self._slots is not None:
@@ -189,8 +269,13 @@ class Seats:
 
     def _grow_store(self, count: int) -> None:
         if count > self.store.free:
-            wanted = max(FIRST_BLOCKS, 2 * self.store.blocks, self.store.blocks + count)
+            wanted = max(self._first_blocks(), 2 * self.store.blocks, self.store.blocks + count)
             self.runner.grow(self.store, min(self.most_blocks, wanted))
+
+    def _first_blocks(self) -> int:
+        """Return how many blocks there are at first: on a GPU some for texts that come again."""
+        some = int(FIRST_GIB * 2**30 / self.store.block_bytes) if self.store.like.is_cuda else 0
+        return max(FIRST_BLOCKS, min(some, self.most_blocks // 4))
 
     def _move(self, rows: int, columns: int) -> None:
         """Have slots for so many rows and columns."""

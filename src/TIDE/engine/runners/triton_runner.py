@@ -9,6 +9,7 @@ import torch
 
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.layer_parts import norm_parts
+from TIDE.adapters.weights import version
 from TIDE.engine.cache.blocks import BLOCK, KVBlocks, KVShape, memory_head
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.cache.slots import Slots, Tokens
@@ -36,12 +37,22 @@ class TritonRunner(CompiledRunner, DeviceRunner):
         super().__init__(adapter, layers, ops)
         self.prepare_rounds(ops, exits, sampling)
         self.propagate = propagate
+        self._versions: list[int | None] = []
 
     @property
     def words(self) -> str:
         layers = f"compiled layers on {self.device.type} (Triton)"
         without = self.failed or self.without_graphs
         return f"{layers}, without graphs: {without}" if without else f"{layers}, in CUDA graphs"
+
+    def follow(self) -> None:
+        """Share no K/V that weights made which have changed in place since."""
+        super().follow()
+        versions = [version(weight) for weight in self.adapter.model.parameters()]
+        if versions != self._versions:
+            for _, store in self._stores:
+                store.forget_prefixes()
+        self._versions = versions
 
     def why_not(self, row: Any) -> str | None:
         if not self.rotary.is_constant:

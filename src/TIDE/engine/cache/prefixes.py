@@ -1,0 +1,112 @@
+"""Prefixes: whole blocks of K/V that are kept when their rows have gone, and shared by rows whose texts begin alike.
+
+    salt ── block 0 ── block 1 ── block 2          a text; each block is found by its tokens behind those before it
+                  └─── block 1'                    another one that begins alike
+
+Only what the full model made is kept. A row that holds a block holds all blocks before it, so those that nobody holds are the
+ends of branches: they can go, the least recently used first. Whoever has a block has its bits: K/V do not depend on who made
+them. Blocks of other salts are never found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+Key = tuple[int, ...]  # the tokens of a block
+
+
+class Node:
+    """A block of a text that is kept."""
+
+    __slots__ = ("block", "children", "holders", "key", "siblings")
+
+    def __init__(self, block: int, key: Key, siblings: dict[Key, Node]) -> None:
+        self.block = block
+        self.key = key
+        self.siblings = siblings
+        self.children: dict[Key, Node] = {}
+        self.holders = 1
+
+
+class Held(NamedTuple):
+    """The blocks that a row holds, from its first token on."""
+
+    salt: Hashable
+    branches: dict[Key, Node]  # where its text begins
+    nodes: list[Node]
+
+
+class Prefixes:
+    """Blocks by the texts they hold.
+
+    Args:
+        size: tokens of a block.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._roots: dict[Hashable, dict[Key, Node]] = {}
+        self._idle: dict[Node, None] = {}  # that nobody holds, the least recently used first
+
+    @property
+    def idle(self) -> int:
+        """Blocks that can go."""
+        return len(self._idle)
+
+    def begin(self, salt: Hashable = None) -> Held:
+        """Return what a row holds that has nothing yet."""
+        return Held(salt, self._roots.setdefault(salt, {}), [])
+
+    def key(self, held: Held, text: Sequence[int]) -> Key:
+        """Return the tokens of the block that follows those a row holds; fewer than a block has: there is none."""
+        first = len(held.nodes) * self.size
+        return tuple(text[first : first + self.size])
+
+    def behind(self, held: Held) -> dict[Key, Node]:
+        """Return the blocks that follow those a row holds."""
+        return held.nodes[-1].children if held.nodes else held.branches
+
+    def hold_next(self, held: Held, text: Sequence[int]) -> Node | None:
+        """Let a row hold the block that follows, if it is there."""
+        node = self.behind(held).get(self.key(held, text))
+        if node is not None:
+            node.holders += 1
+            self._idle.pop(node, None)
+            held.nodes.append(node)
+        return node
+
+    def add(self, held: Held, text: Sequence[int], block: int) -> None:
+        """Keep a block that a row has made behind those it holds, which is not there yet; the row holds it from now on."""
+        key, siblings = self.key(held, text), self.behind(held)
+        assert len(key) == self.size and key not in siblings
+        siblings[key] = Node(block, key, siblings)
+        held.nodes.append(siblings[key])
+
+    def release(self, held: Held) -> list[int]:
+        """Let go what a row holds; return the blocks that nobody can find any more."""
+        is_known, lost = self._roots.get(held.salt) is held.branches, []
+        while held.nodes:
+            node = held.nodes.pop()  # the last one of a text is the first to go
+            node.holders -= 1
+            if not node.holders and is_known:
+                self._idle[node] = None
+            elif not node.holders:
+                lost.append(node.block)
+        if is_known and not held.branches:
+            del self._roots[held.salt]
+        return lost
+
+    def evict(self) -> int:
+        """Forget the least recently used block, and return its number."""
+        node = next(iter(self._idle))
+        assert not node.children, "there are blocks behind it that were used less recently"
+        del self._idle[node]
+        del node.siblings[node.key]
+        return node.block
+
+    def drop(self) -> list[int]:
+        """Forget everything, because the model is another one now; return the blocks that nobody holds."""
+        found = [node.block for node in self._idle]
+        self._roots, self._idle = {}, {}
+        return found
