@@ -28,7 +28,7 @@ from TIDE.adapters.weights import is_quantized, unwrapped
 from TIDE.config import TIDEConfig
 from TIDE.engine.batch import Batch
 from TIDE.engine.decoding import Decoding
-from TIDE.engine.forward import forward, laid_out, loss_of, rows_of
+from TIDE.engine.forward import forward, laid_out, output_of, rows_of
 from TIDE.engine.inputs import as_keywords, check_embeds, check_ids, context_of, left_padding
 from TIDE.engine.plan import make_plan
 from TIDE.engine.request import Request, prepare, refuse_ropes_that_change
@@ -39,6 +39,7 @@ from TIDE.engine.runners.check import check_unknown, warn_where_tokens_are_not_a
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.runners.select import select_runner
 from TIDE.engine.schedule.scheduler import Scheduler
+from TIDE.engine.warm_up import warm_up
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router_file import RouterFile
 from TIDE.stats import ExitStats
@@ -168,8 +169,7 @@ class TIDE:
     def _answer(
         self, request: Request, streamer: BaseStreamer | None, began: float
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        decoding = self._decoding(request, began)
-        rows = decoding.rows
+        decoding, rows = self._decoding(request, began), self.last_rows
         if streamer is None:
             with self._counted(rows), rows[0].stats.seconds.measured():
                 decoding.finish()
@@ -240,6 +240,11 @@ class TIDE:
             self._shared_batch().add([row], plan, policy)
         return row
 
+    def warm_up(self, rows: int = 1, tokens: int = 1024, progress: bool = True) -> None:
+        """Compile and capture what up to so many rows, of up to so many tokens, will need: see `warm_up.py`."""
+        self._check_usable()
+        warm_up(self, rows, tokens, progress)
+
     def step(self) -> list[Row]:
         """Give every row of the batch a round, and return the rows that got tokens or ended. Threads take turns."""
         self.adapter.check_open()  # the rest is checked when a row is added: it takes as long as a round
@@ -291,8 +296,7 @@ class TIDE:
         rows = self.last_rows = rows_of(self.plan, self.policy, ids, padding, self.adapter.num_layers)
         with self._counted(rows), rows[0].stats.seconds.measured():
             logits = laid_out(forward(self.runner, self.plan, self.policy, rows), ids, padding)
-        loss = None if labels is None else loss_of(self.model, logits, labels, padding)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits)
+        output = output_of(self.model, logits, labels, padding)
         return output.to_tuple() if return_dict is False else output
 
     @contextmanager
@@ -322,17 +326,14 @@ class TIDE:
         exits = f"exits at depth {', '.join(map(str, depths))}" if depths else "exits off"
         facts = [
             f"{type(model).__name__}{f' {name}' if name else ''}, {self.adapter.num_layers} layers",
-            exits,
-            f"mode {self.config.effective_mode}",
+            *(exits, f"mode {self.config.effective_mode}"),
             self.backend if self.adapter.is_open else "closed",
         ]
         return f"TIDE({'; '.join(facts)})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse copies and pickles: a model has one engine at a time."""
-        raise TypeError(
-            "an engine cannot be copied or pickled: it belongs to its model. Make another one for a copy of the model."
-        )
+        raise TypeError("an engine cannot be copied or pickled: it belongs to its model. Make one for a copy of the model.")
 
     def __enter__(self) -> TIDE:
         return self

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from TIDE.engine.loop import Loop
 from TIDE.engine.plan import Plan
@@ -49,6 +50,13 @@ def laid_out(logits: list[torch.Tensor], ids: torch.Tensor, padding: list[int]) 
     for row, own in enumerate(logits):
         found[row, padding[row] :] = own
     return found.clone()  # an ordinary tensor, whatever mode it was made in
+
+
+def output_of(
+    model: PreTrainedModel, logits: torch.Tensor, labels: torch.Tensor | None, padding: list[int]
+) -> CausalLMOutputWithPast:
+    """Return what `model(input_ids)` returns."""
+    return CausalLMOutputWithPast(loss=None if labels is None else loss_of(model, logits, labels, padding), logits=logits)
 
 
 def loss_of(model: PreTrainedModel, logits: torch.Tensor, labels: torch.Tensor, padding: list[int]) -> torch.Tensor:

@@ -40,12 +40,16 @@ class DeviceChoice:
         self.on_host: dict[int, Row] = {}
         self._written: set[Row] = set()
 
-    def serve(self, slots: Slots, rows: dict[int, Row]) -> None:
-        """Serve rows, by their places on slots; those that were served before are there already."""
+    def serve(self, slots: Slots, rows: dict[int, Row], features: Features | None = None) -> None:
+        """Serve rows, by their places on slots; those that were served before are there already.
+
+        Args:
+            features: that are needed whatever the rows are.
+        """
         self.slots = slots
         self.on_host = {place: row for place, row in rows.items() if row.sampling.custom}
         self.sampler.serve(list(self.on_host.values()))
-        self.features = None
+        self.features = features
         for row in rows.values():
             if row.sampling.custom or not row.sampling.params.is_plain:
                 self.features = row.sampling.params.features | (self.features or Features())

@@ -24,8 +24,10 @@ from TIDE.engine.round.round import Launched, run_passes, run_round
 from TIDE.engine.round.seats import Seats
 from TIDE.engine.row import Draft, RoundResult, Row
 from TIDE.engine.runners.device import DeviceRunner, device_errors
+from TIDE.engine.schedule.draft_length import lengths_on
 from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.kernels.result import ACCEPTED, DRAFTED, NOTHING_LEFT, SCORES, TOKENS
+from TIDE.kernels.sampling import Features
 
 MIN_COLUMNS = 1024  # a graph is made for so many columns; then for four times as many, and so on
 
@@ -73,6 +75,11 @@ class DeviceStage:
     @property
     def width(self) -> int:
         return self.slots.rows
+
+    @property
+    def columns(self) -> int:
+        """Columns that attention is planned for."""
+        return self._most
 
     def admit(self, rows: Sequence[Row]) -> int:
         """Let the first of these rows take part as soon as their texts have run, as many as there is room for."""
@@ -132,7 +139,8 @@ class DeviceStage:
             running = self.seats.running
             if not running:
                 return Launched(list, is_prefill=True, is_typical=False)
-            drafts = min(max(row.wanted or 0 for row in running), MOST_ROUND // self.slots.rows - 1)
+            wanted, lengths = max(row.wanted or 0 for row in running), self.lengths(self.slots.rows)
+            drafts = next((length for length in lengths if length >= wanted), lengths[-1])
             self._write_limits(drafts)
             is_typical &= self._launch_round(drafts)
             for row in running:  # counted when they run: a round launched ahead of the text's end is work too
@@ -145,23 +153,22 @@ class DeviceStage:
         while self.seats.entering:
             others_wait = bool(self.seats.running)
             with device_errors():
-                self._plan_columns()
+                self._plan_columns(max(row.size for row in self.rows))
                 if ready := self.seats.ready():
-                    is_typical &= self._texts().run(ready, self._most, others_wait)
+                    is_typical &= self.texts().run(ready, self._most, others_wait)
                 self.seats.seat()
             if others_wait:
                 break
         return is_typical
 
-    def _texts(self) -> Prefill | ModulePrefill:
+    def texts(self) -> Prefill | ModulePrefill:
         """Return what runs texts of rows that joined."""
         if not self.runner.has_compiled_layers:
             return ModulePrefill(self.runner, self.slots, self.depth)
         return Prefill(self.runner, self.runner.prompts(self.seats.exit, self.slots.columns), self.depth, self.drafter)
 
-    def _plan_columns(self) -> None:
-        longest = max(row.size for row in self.seats.rows) + 2 * MOST_TOKENS
-        while self._most < longest:
+    def _plan_columns(self, longest: int) -> None:
+        while self._most < longest + 2 * MOST_TOKENS:
             self._most *= 4
 
     def reserve(self) -> list[Row]:
@@ -172,8 +179,23 @@ class DeviceStage:
             if moved or put_back:
                 self._compose()
             if self.seats.rows:
-                self._plan_columns()
+                self._plan_columns(max(row.size for row in self.rows))
         return put_back
+
+    def lengths(self, rows: int) -> list[int]:
+        """Return the numbers of drafts that rounds on slots for so many rows have. Rows may be limited to fewer of them."""
+        most = min(self.plan.max_pending, MOST_TOKENS - 1) if len(self.plan.spans) > 1 else 0
+        return lengths_on(rows, most) if self.plan.exact else sorted({0, min(most, MOST_ROUND // rows - 1)})
+
+    def run_nothing(self, rows: int, tokens: int, drafts: int, features: Features | None) -> None:
+        """Run a round on slots for so many rows, of texts of so many tokens, without any; it is captured then."""
+        self.seats.make_room(rows, tokens)
+        self._plan_columns(tokens - 2 * MOST_TOKENS)
+        self.choice.serve(self.slots, {}, features)
+        if self.drafter is not None:
+            self.drafter.waiting = 1
+            self.drafter.catch_up()
+        self._launch_round(drafts)
 
     def _write_limits(self, drafts: int) -> None:
         limits = [MOST_TOKENS] * self.slots.rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from TIDE.engine.cache.blocks import NOBODY
 from TIDE.engine.cache.prompts import CAPTURED, CHUNK, ROWS, Given, Prompts
 from TIDE.engine.cache.slots import Tokens
 from TIDE.engine.round.device_drafter import DeviceDrafter
@@ -76,7 +77,14 @@ class Prefill:
             own.row.stats.layers_run += (stop - own.done) * self.runner.num_layers
             own.done = stop
             rows.append(own)
-        tokens = self.prompts.write(given, [own.blocks for own in rows])
+        return self._launch(self.prompts.write(given, [own.blocks for own in rows]), columns)
+
+    def run_nothing(self, count: int, columns: int) -> None:
+        """Run a pass of so many tokens that are nobody's; it is captured then."""
+        size = self.slots.store.size
+        self._launch(self.prompts.write([(0, 0, place % size, 0, 0) for place in range(count)], [[NOBODY]]), columns)
+
+    def _launch(self, tokens: Tokens, columns: int) -> bool:
         count = len(tokens.ids)
         if count > CAPTURED:
             self._through(tokens, columns)

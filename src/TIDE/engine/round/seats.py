@@ -188,6 +188,15 @@ class Seats:
         blocks[number] = block
         self.slots.write_blocks(row.slot, number, [block])
 
+    def make_room(self, rows: int, columns: int) -> None:
+        """Have slots for so many rows and columns, before any row joins."""
+        self._move(rows, columns)
+
+    def grow(self, rows: int, tokens: int) -> None:
+        """Have blocks for so many rows of so many tokens, as far as there may be as many."""
+        if self.in_blocks:
+            self._grow_store(min(rows * self.store.needed(tokens + AHEAD), self.most_blocks - 1))
+
     def shrink(self) -> None:
         """Go on in as few slots as hold the rows."""
         self._move(len(self._blocks), max(map(_columns, self._blocks)))

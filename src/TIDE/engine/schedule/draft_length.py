@@ -32,6 +32,12 @@ PAYS = 1.03  # times the tokens without drafts: less is not worth it
 FIRST_SHARE = 0.7  # of drafts that are accepted, before any was seen
 
 
+def lengths_on(slots: int, most: int) -> list[int]:
+    """Return the numbers of drafts that rounds on so many slots may have, up to `most`."""
+    lengths = LENGTHS if slots < MANY else TOGETHER
+    return [length for length in lengths if length <= most and (length + 1) * slots <= MOST_ROUND]
+
+
 class DraftLength:
     """Chooses draft lengths; known from one request to the next.
 
@@ -70,8 +76,7 @@ class DraftLength:
 
     def _choose(self, rows: Sequence[Row], most: int, slots: int) -> int:
         self._is_trial = False
-        lengths = [length for length in (LENGTHS if slots < MANY else TOGETHER) if length <= most]
-        lengths = [length for length in lengths if (length + 1) * slots <= MOST_ROUND]
+        lengths = lengths_on(slots, most)
         if 0 not in self.costs.rounds(slots) or len(lengths) == 1:
             return 0
         tokens = self.tokens(rows)

@@ -1,0 +1,113 @@
+"""After `warm_up` nothing is compiled or captured in a request, and nothing of it shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import TIDE
+from families import VOCAB, build
+from router_files import a_file
+from runners import on_modules, on_references
+from TIDE.config import TIDEConfig
+from TIDE.engine.runners.graphs import Graphs
+from TIDE.engine.schedule.costs import Costs
+
+OPTIONS = dict(max_new_tokens=8, eos_token_id=None, pad_token_id=0)
+
+
+def with_exits(model, strategy, **settings):
+    with TIDE.TIDE(model) as engine:
+        policy = a_file(model, strategy, (0,), 0.0).policy(engine.adapter)
+    return TIDE.TIDE(model, policy, TIDEConfig(**settings))
+
+
+@pytest.fixture
+def first_times(monkeypatch):
+    """Keys of work that was asked for the first time, as it is then run and later captured."""
+    found, run = [], Graphs.run
+
+    def noting(self, key, work):
+        is_known = run(self, key, work)
+        if not is_known:
+            found.append(key)
+        return is_known
+
+    monkeypatch.setattr(Graphs, "run", noting)
+    return found
+
+
+def prompts(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, VOCAB, (1, 5 + 11 * number), generator=generator) for number in range(count)]
+
+
+@pytest.mark.parametrize(("place", "strategy"), [(on_references, None), (on_references, "memory"), (on_modules, "lens")])
+def test_prompts_of_new_lengths_find_everything_ready(place, strategy, first_times):
+    model = build("llama", num_hidden_layers=2)
+    with place(with_exits(model, strategy or "lens") if strategy else TIDE.TIDE(model)) as engine:
+        engine.warm_up(progress=False)
+        assert first_times
+        first_times.clear()
+        for ids in prompts(20):
+            assert torch.equal(
+                engine.generate(ids, do_sample=False, **OPTIONS), model.generate(ids, do_sample=False, **OPTIONS)
+            )
+            engine.generate(ids, do_sample=True, temperature=0.7, top_p=0.9, **OPTIONS)
+        assert first_times == []
+
+
+def test_rows_together_find_everything_ready(first_times, monkeypatch):
+    """With every number of drafts that there may be."""
+    monkeypatch.setattr(Costs, "captured_round", lambda self, slots, drafts: 1.0)  # then more drafts are better
+    model = build("llama", num_hidden_layers=2)
+    with on_references(with_exits(model, "memory")) as engine:
+        engine.warm_up(rows=8, tokens=200, progress=False)
+        first_times.clear()
+        for count in (8, 3, 1, 5):
+            rows = [engine.add(ids, do_sample=False, **OPTIONS) for ids in prompts(count)]
+            while not all(row.finished for row in rows):
+                engine.step()
+            for ids, row in zip(prompts(count), rows, strict=True):
+                assert row.tokens == model.generate(ids, do_sample=False, **OPTIONS)[0].tolist()
+        assert first_times == []
+
+
+def test_in_mode_fast_too(first_times):
+    model = build("llama", num_hidden_layers=2)
+    with on_references(with_exits(model, "memory", mode="fast", max_pending=3)) as engine:
+        engine.warm_up(progress=False)
+        first_times.clear()
+        engine.generate(prompts(3)[2], do_sample=False, **OPTIONS)
+        assert first_times == []
+
+
+def test_where_there_are_no_rounds_a_text_is_written(caplog, llama):
+    with TIDE.TIDE(llama) as engine, caplog.at_level("INFO"):
+        engine.warm_up()
+    assert "there are no graphs to capture" in caplog.text
+
+
+def test_a_warm_up_that_is_broken_off_leaves_the_engine_usable(monkeypatch):
+    model = build("llama", num_hidden_layers=2)
+    with on_references(TIDE.TIDE(model)) as engine:
+        run, left = engine.runner.launch, [20]
+
+        def interrupted(*given):
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+            return run(*given)
+
+        monkeypatch.setattr(engine.runner, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.warm_up(progress=False)
+        (ids,) = prompts(1)
+        assert torch.equal(engine.generate(ids, do_sample=False, **OPTIONS), model.generate(ids, do_sample=False, **OPTIONS))
+
+
+@pytest.mark.parametrize("wrong", [dict(rows=0), dict(tokens=-1), dict(rows=1.5)])
+def test_wrong_numbers_are_named(wrong, llama):
+    ((name, value),) = wrong.items()
+    with TIDE.TIDE(llama) as engine, pytest.raises(ValueError, match=f"{name} must be a whole number from 1 on, found {value}"):
+        engine.warm_up(**wrong)
