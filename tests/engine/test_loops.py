@@ -25,7 +25,7 @@ from policies import Everyone
 from properties import examples
 from router_files import a_file
 from TIDE.adapters.adapter import ModelAdapter
-from TIDE.engine.cache.slots import PROMPT_STEP
+from TIDE.engine.cache.prompts import STEP
 from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.row import Row
 from TIDE.engine.schedule.scheduler import Scheduler
@@ -259,5 +259,5 @@ def test_layers_of_rounds_are_counted_when_they_run(strategy, depth, overlap, mo
     monkeypatch.setattr(reference, "decoder_layer", watched)
     policy = None if strategy is None else policy_of(strategy, depth, 1, "on_references")
     row = on_device(SCRIPT, policy, within=False, overlap=overlap)
-    padding = -(PROMPT - 1) % PROMPT_STEP
+    padding = -(PROMPT - 1) % STEP
     assert row.stats.layers_run == sum(ran) - padding * runner.num_layers

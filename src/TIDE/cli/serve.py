@@ -44,6 +44,9 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(metavar="NUMBER", min=0.0, help="Time that answers have to end when the server is stopped.")
     ] = 30.0,
+    salted_keys: Annotated[
+        bool, typer.Option("--salted-keys", help="Requests with different API keys share no part of the prefix cache.")
+    ] = False,
     vllm_metrics: Annotated[bool, typer.Option("--vllm-metrics", help="Also name metrics as vLLM does.")] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with a model of the hub.")
@@ -74,6 +77,7 @@ def serve(
             request_seconds=request_seconds,
             drain_seconds=drain_seconds,
             vllm_metrics=vllm_metrics,
+            salted_keys=salted_keys,
         )
     except ValueError as problem:
         raise WrongUsage(str(problem)) from None

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -27,6 +27,8 @@ from TIDE.server.metrics import CONTENT_TYPE
 from TIDE.server.service import Service
 from TIDE.server.settings import ServerSettings
 from TIDE.version import __version__
+
+Asked = TypeVar("Asked", bound=requests.Sampling)
 
 
 def create_app(
@@ -102,12 +104,12 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", response_model=answers.ChatAnswer)
     async def chat_completions(request: Request, body: Annotated[requests.ChatRequest, Body()]) -> Response:
         """Answer a chat."""
-        return await chat(service, request, body)
+        return await chat(service, request, _salted(request, body))
 
     @app.post("/v1/completions", response_model=answers.TextAnswer)
     async def completions(request: Request, body: Annotated[requests.CompletionRequest, Body()]) -> Response:
         """Continue a text."""
-        return await complete(service, request, body)
+        return await complete(service, request, _salted(request, body))
 
     @app.get("/v1/models", response_model=answers.ModelList)
     async def models() -> Response:
@@ -161,6 +163,13 @@ _PAGE: Any = files("TIDE.server") / "page.html"
 
 def _card(service: Service, name: str) -> answers.ModelCard:
     return answers.ModelCard(id=name, created=service.created, root=service.root, max_model_len=service.limit)
+
+
+def _salted(request: Request, body: Asked) -> Asked:
+    """Return a request whose K/V are shared with those of the same salt, and where so set up of the same API key, only."""
+    if request.scope.get("salt"):
+        body.cache_salt = f"{request.scope['salt']} {body.cache_salt or ''}"
+    return body
 
 
 def _tokenized(service: Service, body: requests.TokenizeRequest) -> answers.Tokenized:

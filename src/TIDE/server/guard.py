@@ -68,7 +68,8 @@ class Guard:
     async def _guarded(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
         try:
             if scope["path"] not in OPEN:
-                self._check_key(headers.get(b"authorization", b""))
+                digest = self._checked_key(headers.get(b"authorization", b""))
+                scope["salt"] = digest.hex() if self.settings.salted_keys else ""
             body = await self._body(receive, headers.get(b"content-length", b"0"))
         except APIError as error:
             scope["tide"]["error"] = error.message
@@ -84,10 +85,10 @@ class Guard:
 
         await self.app(scope, replay, send)
 
-    def _check_key(self, given: bytes) -> None:
-        """Compare with every key, in a time that tells nothing about them."""
+    def _checked_key(self, given: bytes) -> bytes:
+        """Compare with every key, in a time that tells nothing about them; return what stands for the one given."""
         if not self._keys:
-            return
+            return b""
         scheme, _, key = given.partition(b" ")
         digest = _digest(key.strip())
         matches = [hmac.compare_digest(digest, own) for own in self._keys]
@@ -95,6 +96,7 @@ class Guard:
             raise APIError(
                 401, "expected a valid API key as 'Authorization: Bearer KEY'.", headers={"WWW-Authenticate": "Bearer"}
             )
+        return digest
 
     async def _body(self, receive: Receive, announced: bytes) -> bytes | None:
         """Return the body, if it is not too large; None: the client went away."""

@@ -72,6 +72,7 @@ class Sampling(Accepted):
     stop: str | Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=32)] | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=1024)
     response_format: ResponseFormat | None = None
+    cache_salt: str | None = Field(default=None, max_length=256)
     tide: TIDEOptions = TIDEOptions()
 
     @property

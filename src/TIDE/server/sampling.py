@@ -42,6 +42,7 @@ class SamplingDefaults:
             presence_penalty=asked.presence_penalty,
             frequency_penalty=asked.frequency_penalty,
             logit_bias=self._bias(asked.logit_bias),
+            cache_salt=asked.cache_salt,
         )
         if found["do_sample"]:
             found["temperature"] = max(COLDEST, float(values["temperature"]))

@@ -12,6 +12,7 @@ class ServerSettings:
     Attributes:
         names: that clients may ask for as `model`; the first is in answers. Empty: the name of the model.
         api_keys: one of them must come with every request but those for the page and /health. Empty: none is needed.
+        salted_keys: requests with different API keys share no K/V, so that none can tell by the time what another has asked.
         cors_origins: web pages of these origins may call; "*": all.
         max_model_len: tokens of a prompt and its answer; None: those the model was made for.
         max_rows: answers that are decoded at a time.
@@ -24,6 +25,7 @@ class ServerSettings:
 
     names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    salted_keys: bool = False
     cors_origins: tuple[str, ...] = ()
     max_model_len: int | None = None
     max_rows: int = 32

@@ -151,7 +151,8 @@ class Worker:
             self._call_soon(self._abandon, DEAD)
 
     def _warm_up(self) -> None:
-        """Compile what requests need, so that the first of them does not wait for it."""
+        """Compile and capture what requests need, so that the first of them does not wait for it."""
+        self.engine.warm_up(self.settings.max_rows)
         for name, options in WARM_UP:
             began = time.perf_counter()
             self._decode_alone(**options)
