@@ -147,7 +147,7 @@ def test_all_loops_do_the_same_with_drafts_that_are_right_or_wrong(lengths, wron
     check_same(on_host(lengths, Fixed(depth, wrong), "on_numba"), plain)
     with drafting(wrong):
         policy = policy_of("memory", depth, 0, "on_references")
-        check_same(on_device(lengths, policy), plain)
+        check_same(on_device(lengths, policy), plain, "layers_run")  # rounds have 0, 2, 4 or 7 drafts, and a row fewer
         ahead = on_device(lengths, policy, within=False, overlap=True)
         check_same(ahead, on_device(lengths, policy, within=False), "layers_run")
         assert ahead.tokens == plain.tokens
@@ -161,7 +161,7 @@ def test_all_loops_do_the_same_with_random_heads(strategy, depth, lengths, seed)
     plain = on_host(lengths, policy_of(strategy, depth, seed, "on_modules"))
     assert plain.tokens == text()[: PROMPT + NEW]
     policy = policy_of(strategy, depth, seed, "on_references")
-    check_same(on_device(lengths, policy), plain, scores=1e-4)
+    check_same(on_device(lengths, policy), plain, "layers_run", scores=1e-4)
     ahead = on_device(lengths, policy, within=False, overlap=True)
     check_same(ahead, on_device(lengths, policy, within=False), "layers_run", scores=1e-6)
     assert ahead.tokens == plain.tokens
