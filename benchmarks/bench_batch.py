@@ -32,6 +32,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 import TIDE
 from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_model, step_bytes, timed
 from bench_sampling import QUESTIONS
+from TIDE.engine.cache.prefixes import new_salt
 
 Run = Callable[[int], Any]
 
@@ -123,7 +124,7 @@ def contenders(engine: Any, prompts: list[list[int]], manager: Any) -> dict[str,
 
     def tide(new: int, exits: bool, mode: str = "exact") -> torch.Tensor:
         with engine.using(TIDE.TIDEConfig(mode=mode), exits=exits):
-            return engine.generate(ids, max_new_tokens=new, **asked)
+            return engine.generate(ids, max_new_tokens=new, cache_salt=new_salt(), **asked)
 
     found: dict[str, Run] = {
         "generate": lambda new: engine.model.generate(ids, max_new_tokens=new, **asked),

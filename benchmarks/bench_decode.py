@@ -27,6 +27,7 @@ import transformers
 
 import TIDE
 from TIDE.config import TIDEConfig
+from TIDE.engine.cache.prefixes import new_salt
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import build_head, head_sizes
 from TIDE.routing.router import SIGNALS, Router
@@ -87,7 +88,7 @@ def main() -> None:
     with TIDE.TIDE(model) as engine:
         runs = {
             "model.generate": lambda new: model.generate(ids, max_new_tokens=new, do_sample=False),
-            "TIDE, exits off": lambda new: engine.generate(ids, max_new_tokens=new, do_sample=False),
+            "TIDE, exits off": lambda new: engine.generate(ids, max_new_tokens=new, do_sample=False, cache_salt=new_salt()),
         }
         if on_gpu():
             static = dict(do_sample=False, cache_implementation="static")
@@ -128,7 +129,7 @@ def against_exits_off(
 
         def run(new: int, exits: bool) -> torch.Tensor:
             with engine.using(config, exits=exits):
-                return engine.generate(ids, max_new_tokens=new, do_sample=False)
+                return engine.generate(ids, max_new_tokens=new, do_sample=False, cache_salt=new_salt())
 
         runs = {"off": lambda new: run(new, False), "on": lambda new: run(new, True)}
         measure(runs, 2, args.new_tokens)

@@ -19,6 +19,7 @@ import transformers
 
 import TIDE
 from bench_decode import SHAPES, measure, random_model
+from TIDE.engine.cache.prefixes import new_salt
 
 
 def main() -> None:
@@ -41,7 +42,7 @@ def main() -> None:
             ids = ids.to(model.device)
             runs = {
                 "model.generate": lambda new, ids=ids: model.generate(ids, max_new_tokens=new, do_sample=False),
-                "TIDE": lambda new, ids=ids: engine.generate(ids, max_new_tokens=new, do_sample=False),
+                "TIDE": lambda new, ids=ids: engine.generate(ids, max_new_tokens=new, do_sample=False, cache_salt=new_salt()),
             }
             measure(runs, 2, 1)
             seconds, _ = measure(runs, args.rounds, 1)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 import TIDE
+from TIDE.engine.cache.prefixes import new_salt
 
 RUNS = ("model.generate", "exits off", "exact")
 RATIOS = {
@@ -45,9 +46,12 @@ def main() -> None:
 
         def exits_off(**request):
             with engine.using(engine.config, exits=False):
-                return engine.generate(**request)
+                return exact(**request)
 
-        runs = {"model.generate": model.generate, "exits off": exits_off, "exact": engine.generate}
+        def exact(**request):
+            return engine.generate(**request, cache_salt=new_salt())
+
+        runs = {"model.generate": model.generate, "exits off": exits_off, "exact": exact}
         for run in (*runs.values(), *runs.values()):  # compile, capture, warm up
             run(**chat(tokenizer, lines[0], model.device), **settings)
         for line in lines[:: options.every] if options.warm_up else []:

@@ -27,6 +27,7 @@ from transformers import LogitsProcessor
 
 import TIDE
 from bench_decode import SHAPES, random_model
+from TIDE.engine.cache.prefixes import new_salt
 
 QUESTIONS = [
     "Why is the sky blue?",
@@ -127,7 +128,7 @@ def answer(engine: Any, ids: torch.Tensor, way: str, mode: str, seed: int, new_t
     if asked["do_sample"]:
         asked["seed"] = seed
     with engine.using(engine.config, exits=mode == "exact"):
-        found = engine.generate(ids, **asked)
+        found = engine.generate(ids, cache_salt=new_salt(), **asked)
     return found[0].tolist()
 
 

@@ -23,6 +23,7 @@ import torch
 
 import TIDE
 from TIDE.calibration.prompts import load_prompts
+from TIDE.engine.cache.prefixes import new_salt
 
 SAMPLED = dict(do_sample=True, temperature=1.5, top_k=0, top_p=1.0)
 
@@ -64,7 +65,7 @@ def ratio(engine: TIDE.TIDE, prompts: list[torch.Tensor], new_tokens: int, **sam
             torch.manual_seed(number)
             start = time.perf_counter()
             with engine.using(engine.config, exits=bool(which)):
-                text = engine.generate(ids, **request)
+                text = engine.generate(ids, cache_salt=new_salt(), **request)
             seconds[which] += time.perf_counter() - start
             tokens[which] += text.shape[1] - ids.shape[1]
     return tokens[0] / seconds[0], tokens[1] / seconds[1]

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from TIDE.calibration.self_texts import chat_frame
 from TIDE.calibration.texts import _json_lines
+from TIDE.engine.cache.prefixes import new_salt
 from TIDE.engine.engine import TIDE
 
 Prompts = Sequence[str] | Sequence[Sequence[int]]
@@ -68,7 +69,7 @@ def continued(engine: TIDE, prompt: Sequence[int], max_new_tokens: int) -> list[
     """Return the engine's greedy continuation of a prompt."""
     ids = torch.tensor([list(prompt)], dtype=torch.long, device=engine.adapter.device)
     # one row needs no padding; if the model names no padding token, transformers would warn at every prompt
-    options = dict(attention_mask=torch.ones_like(ids), pad_token_id=0, do_sample=False)
+    options = dict(attention_mask=torch.ones_like(ids), pad_token_id=0, do_sample=False, cache_salt=new_salt())
     text = engine.generate(ids, max_new_tokens=max_new_tokens, **options)
     return text[0, len(prompt) :].tolist()
 

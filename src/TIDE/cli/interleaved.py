@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+from TIDE.engine.cache.prefixes import new_salt
 
 
 class Timing(NamedTuple):
@@ -25,13 +26,16 @@ class Timing(NamedTuple):
 def contenders(engine: Any, options: dict[str, Any]) -> dict[str, Callable[[], torch.Tensor]]:
     """Return a request as run by `model.generate`, by the engine with exits off and, if it has exits, by the engine itself."""
 
+    def exits() -> torch.Tensor:
+        found: torch.Tensor = engine.generate(**options, cache_salt=new_salt())  # the others have no prefix cache
+        return found
+
     def exits_off() -> torch.Tensor:
         with engine.using(engine.config, exits=False):
-            found: torch.Tensor = engine.generate(**options)
-            return found
+            return exits()
 
     found = {"generate": lambda: engine.model.generate(**options), "exits_off": exits_off}
-    return found if engine.policy is None else {**found, "exits": lambda: engine.generate(**options)}
+    return found if engine.policy is None else {**found, "exits": exits}
 
 
 def interleaved(runs: dict[str, Callable[[], torch.Tensor]], prompt_tokens: int, rounds: int) -> dict[str, Timing]:
