@@ -38,8 +38,7 @@ def test_other_libraries_are_not_heard():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "warning: of 2 lines\n")
 
 
-def test_a_reader_that_leaves_early_is_no_error(folder, monkeypatch):
-    monkeypatch.setenv("TIDE_BACKEND", "modules")  # starts sooner, and is not what this is about
+def test_a_reader_that_leaves_early_is_no_error(folder):
     command = [SCRIPT, "generate", "hello", "again", "--model", folder, "--no-exits", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
