@@ -54,6 +54,7 @@ class Knowing(Everyone):
         super().__init__(*checkpoints)
         self.texts, self.leaves, self.right = texts, leaves, right
         self.seed = seed
+        self.vocabulary = 0  # not known yet
 
     def chances(self, candidates: Candidates, what: str) -> list[random.Random]:
         places = zip(candidates.rows, candidates.positions, strict=True)
@@ -63,7 +64,9 @@ class Knowing(Everyone):
         return torch.tensor([float(chance.random() < self.leaves) for chance in self.chances(candidates, "leaves")])
 
     def predict(self, candidates: Candidates, head) -> torch.Tensor:
-        logits = torch.zeros_like(head(candidates.states))
+        if not self.vocabulary:
+            self.vocabulary = head(candidates.states[:1]).shape[-1]
+        logits = candidates.states.new_zeros(len(candidates.rows), self.vocabulary)
         for index, chance in enumerate(self.chances(candidates, "right")):
             text, position = self.texts[candidates.rows[index]], candidates.positions[index]
             known = position + 1 < len(text) and chance.random() < self.right

@@ -24,7 +24,9 @@ PRINTS = {"lossless_check": "drafts accepted", "tune_threshold": "tok/s"}
 @pytest.mark.real
 @pytest.mark.parametrize("example", [path for path in EXAMPLES if path.stem != "any_model"], ids=lambda path: path.stem)
 def test_an_example_runs(example, embedded, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [str(example), *ARGUMENTS.get(example.stem, []), "--max-new-tokens", "12"])
+    """With the embedded model as it was loaded once."""
+    monkeypatch.setattr(TIDE, "load_model", {"default": embedded}.__getitem__)
+    monkeypatch.setattr(sys, "argv", [str(example), *ARGUMENTS.get(example.stem, []), "--max-new-tokens", "6"])
     runpy.run_path(str(example), run_name="__main__")
     assert PRINTS.get(example.stem, "Total tokens:") in capsys.readouterr().out
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,12 @@ SMALL = dict(calibration_samples=20, checkpoint_interval=2)
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TIDE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def short_answers(monkeypatch):
+    """The model writes less than in a quick calibration: half of its time is writing."""
+    monkeypatch.setattr(module, "QUICK", replace(module.QUICK, answer=16))
 
 
 def calibrated(llama, chatty, path, **options):
@@ -42,6 +50,7 @@ def test_one_call_gives_a_file_with_which_the_engine_writes_the_models_text(stra
     assert {row["draft_length"] for row in file.figures["placement"]} <= {1, 2, 3, 4, 5, 6, 8}
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_the_same_seed_gives_the_same_file_and_another_seed_another(llama, chatty, tmp_path):
     paths = [tmp_path / f"{name}.safetensors" for name in "abc"]
     for path, seed in zip(paths, (0, 0, 1), strict=True):
@@ -51,6 +60,7 @@ def test_the_same_seed_gives_the_same_file_and_another_seed_another(llama, chatt
     assert first != other
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_interval_and_least_depth_are_obeyed(llama, chatty, tmp_path):
     file = calibrated(
         llama, chatty, tmp_path / "a.pt", config={"checkpoint_interval": 2, "min_layers": 1, "exit_strategy": "identity"}
@@ -60,6 +70,7 @@ def test_interval_and_least_depth_are_obeyed(llama, chatty, tmp_path):
         calibrated(llama, chatty, tmp_path / "a.pt", config={"min_layers": 9})
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_an_interruption_leaves_no_file_and_resume_goes_on_with_what_was_done(llama, chatty, tmp_path, monkeypatch):
     path = tmp_path / "router.safetensors"
     whole = tmp_path / "whole.safetensors"

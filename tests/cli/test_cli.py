@@ -1,28 +1,21 @@
-"""The console script, run as a user runs it."""
+"""The version by the console script, started afresh, and the demo of the embedded model."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-
-def tide(*arguments: str) -> subprocess.CompletedProcess[str]:
-    script = Path(sys.executable).with_name("tide")
-    return subprocess.run([script, *arguments], capture_output=True, text=True, timeout=280)
+from commands import script, tide
 
 
 def test_the_version_is_printed():
-    assert tide("--version").stdout.startswith("tide-inference 0.")
+    assert script("--version").stdout.startswith("tide-inference 0.")
 
 
 @pytest.mark.real
 def test_the_demo_shows_text_speed_and_stats_and_ends_with_a_report(tmp_path):
     page = tmp_path / "page.html"
-    done = tide("demo", "--max-new-tokens", "12", "--rounds", "1", "--output", str(page))
-    assert done.returncode == 0, done.stderr
+    done = tide("demo", "--max-new-tokens", 12, "--rounds", 1, "--output", page)
+    assert done.exit_code == 0, done.stderr
     assert "model.generate" in done.stdout
     assert "TIDE, exits off" in done.stdout
     assert "tok/s" in done.stdout

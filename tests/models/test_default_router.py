@@ -8,6 +8,7 @@ import torch
 import TIDE
 from runners import Recording
 from TIDE.calibration.self_texts import builtin_prompts
+from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.kernels.noise import noise
 
 PROMPTS = ["Why is the sea salty?", "Write a short email to a friend about a bicycle.", "What is 17 + 25?"]
@@ -30,42 +31,51 @@ def test_it_is_small_whole_and_says_how_it_was_made():
     assert file.facts["texts"] == 4 * file.config["calibration_samples"]
 
 
+@pytest.fixture(scope="module")
+def opened(embedded):
+    """The engine of all tests here: opening it takes a second."""
+    with TIDE.TIDE(embedded.model, TIDE.default_router()) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(opened):
+    """The engine, knowing nothing yet of what drafts cost on this machine."""
+    opened.scheduler = Scheduler()
+    return opened
+
+
+def answer_alike(engine, tokenizer, texts: list[str], new_tokens: int) -> tuple[int, int]:
+    """Have questions answered one by one; the model answers them side by side, which is quicker. (drafted, accepted)."""
+    inputs = asked(tokenizer, texts)
+    options = dict(max_new_tokens=new_tokens, do_sample=False)
+    expected, drafted, accepted = engine.model.generate(**inputs, **options), 0, 0
+    for text, ids, mask, own in zip(texts, inputs["input_ids"], inputs["attention_mask"], expected, strict=True):
+        found = engine.generate(ids[mask.bool()][None], **options)[0]
+        written = own[mask.argmax() :]
+        assert torch.equal(found, written[: len(found)]), text
+        assert set(written[len(found) :].tolist()) <= {tokenizer.pad_token_id}
+        drafted += engine.last_stats.drafted
+        accepted += engine.last_stats.accepted
+    return drafted, accepted
+
+
 @pytest.mark.real
-def test_its_exits_are_right_more_often_than_not_and_the_text_stays_the_models(embedded, monkeypatch):
+def test_its_exits_are_right_more_often_than_not_and_the_text_stays_the_models(engine, embedded, monkeypatch):
     monkeypatch.setattr("TIDE.engine.schedule.draft_budget.ALLOWANCE", float("inf"))  # no rests, however busy the machine is
-    model, tokenizer = embedded
-    drafted = accepted = 0
-    with TIDE.TIDE(model, TIDE.default_router(), TIDE.TIDEConfig(exit_threshold=0.5, max_pending=3)) as engine:
-        for prompt in PROMPTS:
-            messages = [{"role": "user", "content": prompt}]
-            inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-            found = engine.generate(**inputs, max_new_tokens=32, do_sample=False)
-            assert torch.equal(found, model.generate(**inputs, max_new_tokens=32, do_sample=False))
-            drafted += engine.last_stats.drafted
-            accepted += engine.last_stats.accepted
+    with engine.using(TIDE.TIDEConfig(exit_threshold=0.5, max_pending=3)):
+        drafted, accepted = answer_alike(engine, embedded.tokenizer, PROMPTS, 32)
     assert drafted > 20
     assert accepted > drafted / 2
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("part", range(4))
-def test_forty_prompts_are_answered_as_the_model_answers_them(embedded, part):
-    """Of all kinds, one by one, drafting as it pays on this machine; the model answers them side by side, which is quicker.
-
-    Parts, for the sake of several workers.
-    """
-    model, tokenizer = embedded
+def test_forty_prompts_are_answered_as_the_model_answers_them(engine, embedded, part):
+    """Of all kinds, drafting as it pays on this machine. Parts, for the sake of several workers."""
     texts = [text for own in builtin_prompts().values() for text in own if "{text}" not in text][part * 13 :: 53][:10]
-    inputs = asked(tokenizer, texts)
-    expected, drafted = model.generate(**inputs, max_new_tokens=9, do_sample=False), 0
-    with TIDE.TIDE(model, TIDE.default_router()) as engine:
-        for text, ids, mask, own in zip(texts, inputs["input_ids"], inputs["attention_mask"], expected, strict=True):
-            found = engine.generate(ids[mask.bool()][None], max_new_tokens=9, do_sample=False)[0]
-            written = own[mask.argmax() :]
-            assert torch.equal(found, written[: len(found)]), text
-            assert set(written[len(found) :].tolist()) <= {tokenizer.pad_token_id}
-            drafted += engine.last_stats.drafted
     assert len(texts) == 10
+    drafted, _ = answer_alike(engine, embedded.tokenizer, texts, 9)
     assert drafted > 0
 
 
@@ -78,32 +88,30 @@ def test_another_model_is_refused_by_name(llama):
 @pytest.mark.real
 @pytest.mark.invariant(9)
 @pytest.mark.parametrize("temperature", [0.4, 0.7, 1.0])
-def test_twenty_prompts_are_sampled_alike_with_exits_and_without(embedded, temperature):
+def test_twenty_prompts_are_sampled_alike_with_exits_and_without(engine, embedded, temperature):
     """At 0.7 those with exits are alone, which takes longer. Near-ties may then fall either way: they are counted and shown."""
-    model, tokenizer = embedded
     texts = [text for own in builtin_prompts().values() for text in own if "{text}" not in text][7::25][:20]
-    inputs = asked(tokenizer, texts)
+    inputs = asked(embedded.tokenizer, texts)
     options = dict(do_sample=True, temperature=temperature, top_p=0.9, top_k=0, max_new_tokens=8)
     ties, accepted = 0, 0
-    with TIDE.TIDE(model, TIDE.default_router()) as engine:
-        with engine.using(engine.config, exits=False):
-            engine.generate(**inputs, seed=list(range(20)), **options)
-        expected, found = engine.last_rows, []
-        engine.scheduler = Recording(then=1)  # whether drafts pay on this machine or not
-        if temperature == 0.7:
-            for seed, row in enumerate(expected):
-                engine.generate(torch.tensor([row.tokens[: row.prompt]]), seed=seed, **options)
-                found += engine.last_rows
-        else:
-            engine.generate(**inputs, seed=list(range(20)), **options)
-            found = engine.last_rows
-        for seed, (row, other) in enumerate(zip(expected, found, strict=True)):
-            accepted += other.stats.accepted
-            if other.new_tokens != row.new_tokens:
-                ties += 1
-                apart = gap(engine, row.tokens, other.tokens, seed, options)
-                print(f"{texts[seed]!r}: scores {apart} apart")
-                assert apart < 1e-4
+    with engine.using(engine.config, exits=False):
+        engine.generate(**inputs, seed=list(range(20)), **options)
+    expected, found = engine.last_rows, []
+    engine.scheduler = Recording(then=1)  # whether drafts pay on this machine or not
+    if temperature == 0.7:
+        for seed, row in enumerate(expected):
+            engine.generate(torch.tensor([row.tokens[: row.prompt]]), seed=seed, **options)
+            found += engine.last_rows
+    else:
+        engine.generate(**inputs, seed=list(range(20)), **options)
+        found = engine.last_rows
+    for seed, (row, other) in enumerate(zip(expected, found, strict=True)):
+        accepted += other.stats.accepted
+        if other.new_tokens != row.new_tokens:
+            ties += 1
+            apart = gap(engine, row.tokens, other.tokens, seed, options)
+            print(f"{texts[seed]!r}: scores {apart} apart")
+            assert apart < 1e-4
     assert accepted > 10 and ties <= 1
 
 
