@@ -55,6 +55,11 @@ def test_tiles_fit_into_shared_memory_and_registers(name, size):
         tile = cards.attention_tile(card, dim, group, size)
         assert cards.attention_memory(tile.keys, tile.stages, dim, group, size) <= card.shared_memory
         assert 16 <= tile.keys <= 64
+        assert {cards.attention_tile(card, dim, queries, size).keys for queries in (16, 32, group)} == {tile.keys}
+        long = cards.prompt_tile(card, dim)
+        assert size != 2 or long.keys == tile.keys  # a token's bits depend on it
+        assert cards.attention_memory(long.keys, long.stages, dim, long.queries, 2) <= card.shared_memory
+        assert long.queries >= 16 and 2 * long.queries * dim <= 32 * 128 * long.warps  # two sums stay in registers
 
 
 def measured(height, rows, columns, stages, size):

@@ -153,37 +153,38 @@ def tile_width(tokens: int) -> int:
 
 def attention_tile(card: Card, dim: int, queries: int, size: int) -> AttentionTile:
     """Return the tile of attention: so many queries of `dim` numbers, both padded as the kernel pads them."""
-    keys = 64 if size == 2 else 16
-    stages = min(3, _most_stages(card))
-    while attention_memory(keys, stages, dim, queries, size) > card.shared_memory:
-        if stages > 1:
-            stages -= 1
-        elif keys > SMALLEST:
-            keys //= 2
-        else:
-            break
-    return AttentionTile(keys, stages, 8 if dim * queries > MOST * 64 else 4)
+    keys = _keys(card, dim, size)
+    return AttentionTile(keys, _stages(card, keys, dim, queries, size), 8 if dim * queries > MOST * 64 else 4)
 
 
 def prompt_tile(card: Card, dim: int) -> PromptTile:
     """Return the tile of attention over long passes of prompts, for heads of `dim` numbers of half precision."""
-    queries, keys, stages = MOST, 64, min(3, _most_stages(card))
-    while attention_memory(keys, stages, dim, queries, 2) > card.shared_memory:
-        if stages > 1:
-            stages -= 1
-        elif queries > SMALLEST:
-            queries //= 2
-        else:
-            break
-    return PromptTile(queries, keys, stages, 8 if queries * dim > MOST * 64 else 4)
+    keys, queries = _keys(card, dim, 2), min(MOST, most_queries(card, dim, 2))
+    return PromptTile(queries, keys, _stages(card, keys, dim, queries, 2), 8 if queries * dim > MOST * 64 else 4)
 
 
 def most_queries(card: Card, dim: int, size: int) -> int:
     """Return how many queries of `dim` numbers attention takes side by side: sums stay in registers, tiles in shared memory."""
-    queries = SUMS // dim
-    while queries > SMALLEST and attention_memory(SMALLEST, 1, dim, queries, size) > card.shared_memory:
+    queries, keys = SUMS // dim, _keys(card, dim, size)
+    while queries > SMALLEST and attention_memory(keys, 1, dim, queries, size) > card.shared_memory:
         queries //= 2
     return queries
+
+
+def _keys(card: Card, dim: int, size: int) -> int:
+    """Return the keys of a tile of attention. They do not depend on the queries: a token's bits depend on them."""
+    keys = 64 if size == 2 else 16
+    while keys > SMALLEST and attention_memory(keys, 1, dim, SMALLEST, size) > card.shared_memory:
+        keys //= 2
+    return keys
+
+
+def _stages(card: Card, keys: int, dim: int, queries: int, size: int) -> int:
+    """Return how many tiles of keys and values attention has in shared memory."""
+    stages = min(3, _most_stages(card))
+    while stages > 1 and attention_memory(keys, stages, dim, queries, size) > card.shared_memory:
+        stages -= 1
+    return stages
 
 
 def product_memory(rows: int, columns: int, stages: int, size: int, weights: int, tokens: int) -> int:
