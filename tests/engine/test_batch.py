@@ -345,6 +345,40 @@ def test_many_requests_through_sixteen_slots_and_few_blocks():
         assert sorted(slots.rows for slots in engine.runner._free) == sorted({slots.rows for slots in engine.runner._free})
 
 
+def test_slots_that_long_texts_had_stand_at_their_beginning_again():
+    """Attention of a round plans for the texts that are there, and would wait for chunks of one that is not."""
+    with on_references(TIDE.TIDE(build("llama", max_position_embeddings=4096))) as engine:
+        engine.generate(Text(3, 4, "greedy").ids, **Text(3, 4, "greedy").options)
+        for lengths in ([1500] * 4, [20] * 3):
+            rows = [engine.add(Text(length, 4, "greedy").ids, **Text(length, 4, "greedy").options) for length in lengths]
+            engine.step()
+            slots = engine._batch._groups[0].stage.slots
+            free = set(range(slots.rows)) - {row.slot for row in rows}
+            assert not any(slots.starts[0, place] for place in free)
+            while not all(row.finished for row in rows):
+                engine.step()
+
+
+def test_a_row_that_fails_while_it_joins_is_decoded_once(monkeypatch):
+    with on_references(TIDE.TIDE(model())) as engine:
+        engine.generate(Text(3, 4, "greedy").ids, **Text(3, 4, "greedy").options)
+        text, grow = Text(1500, 4, "greedy"), engine.runner.grow
+        row = engine.add(text.ids, **text.options)
+
+        def interrupted(*given):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine.runner, "grow", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        monkeypatch.setattr(engine.runner, "grow", grow)
+        assert engine._batch.rows == [row]
+        while not row.finished:
+            engine.step()
+        store = engine.runner.store(None)
+        assert len(row.new_tokens) == 4 and store.free == store.blocks - 1
+
+
 @pytest.mark.parametrize("lengths", [(5, 50), (30, 300, 90, 200, 31, 299, 64, 128), (1, 10)])
 def test_prompts_that_differ_tenfold_have_hardly_any_padding(lengths, monkeypatch):
     computed, write = [], Prompts.write

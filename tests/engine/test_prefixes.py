@@ -173,6 +173,45 @@ def test_blocks_are_forgotten_in_the_order_of_their_last_use():
         assert engine.runner.store(None).blocks == 9
 
 
+def all_blocks_are_there(engine) -> bool:
+    store = engine.runner._stores[-1][1]
+    return store.free == store.blocks - 1 and len(set(store._free)) == len(store._free)
+
+
+def test_rows_that_are_alike_from_their_first_tokens_on_and_end_one_after_the_other():
+    """None of them has a whole block when the first one ends."""
+    with opened() as engine:
+        new = (3, 60, 90)
+        rows = [engine.add(text((9, 10 + 30 * (own > 3))), **(OPTIONS | {"max_new_tokens": own})) for own in new]
+        while not all(row.finished for row in rows):
+            engine.step()
+        assert all_blocks_are_there(engine)
+        assert rows[1].tokens == rows[2].tokens[: len(rows[1].tokens)]
+        for seed in range(4):
+            answered(engine, (seed, 150))
+
+
+def test_rows_that_began_before_everything_was_forgotten_share_nothing():
+    with opened() as engine:
+        store = engine.runner.store(None)
+        answered(engine, (1, 200))
+        rows = [engine.add(text((1, 200), (5, 70 + 9 * place)), **(OPTIONS | {"max_new_tokens": 9})) for place in range(3)]
+        engine.step()
+        store.forget_prefixes()
+        while not all(row.finished for row in rows):
+            engine.step()
+        assert all_blocks_are_there(engine) and not store.prefixes.idle
+        assert answered(engine, (1, 200)) == 199
+        assert answered(engine, (1, 200)) == 199 - 3 * BLOCK
+
+
+def test_salts_that_nobody_uses_are_forgotten():
+    with opened() as engine:
+        for number in range(5):
+            answered(engine, (1, 20), cache_salt=str(number))
+        assert not engine.runner.store(None).prefixes._roots
+
+
 pieces = st.lists(st.tuples(st.integers(1, 3), st.sampled_from([64, 64, 64, 30, 1])), min_size=1, max_size=4)
 
 
@@ -225,7 +264,7 @@ def test_blocks_are_held_found_and_forgotten(steps):
         assert len({node.block for node in held.nodes}) == len(tokens)
         rows.append((salt, tokens, held))
         if leaves:
-            _, _, first = rows.pop(0)
+            _, _, first = rows.pop(len(rows) // 2)
             assert prefixes.release(first) == []
         while prefixes.idle > 3:
             gone.append(prefixes.evict())
@@ -234,14 +273,15 @@ def test_blocks_are_held_found_and_forgotten(steps):
     assert len(set(gone)) == len(gone) and not in_use & set(gone)
     assert len(in_use) + prefixes.idle + len(gone) == number
     dropped = prefixes.drop()
-    for _, _, held in rows:
+    for _, tokens, held in rows:
+        assert prefixes.hold_next(held, [*tokens, 0]) is None, "what was forgotten is not found"
         dropped += prefixes.release(held)
     assert sorted(dropped + gone) == list(range(number))
 
 
 def _is_there(prefixes, beginning) -> bool:
     salt, *tokens = beginning
-    branches = prefixes._roots.get(salt, {})
+    branches = prefixes._roots[salt].branches if salt in prefixes._roots else {}
     for token in tokens:
         if (token,) not in branches:
             return False

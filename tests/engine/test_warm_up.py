@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -55,6 +57,42 @@ def test_prompts_of_new_lengths_find_everything_ready(place, strategy, first_tim
             )
             engine.generate(ids, do_sample=True, temperature=0.7, top_p=0.9, **OPTIONS)
         assert first_times == []
+
+
+@pytest.mark.parametrize("new", [40, 900])
+def test_long_texts_and_short_ones_find_everything_ready(new, first_times):
+    model = build("llama", num_hidden_layers=2, max_position_embeddings=4096)
+    with on_references(TIDE.TIDE(model)) as engine:
+        engine.warm_up(tokens=2000, progress=False)
+        first_times.clear()
+        stops = model.generate(prompts(3)[2], do_sample=False, **OPTIONS)[0, -1].item()
+        for ids in (prompts(3)[2], prompts(95)[94]):
+            engine.generate(ids, do_sample=False, max_new_tokens=new, eos_token_id=[stops, *range(40)], pad_token_id=0)
+        assert first_times == []
+
+
+@pytest.mark.parametrize("exits", [True, False])
+def test_a_budget_is_left_for_rows_without_exits(exits):
+    model = build("llama", num_hidden_layers=2)
+    with on_references(with_exits(model, "memory")) as engine:
+        size = engine.runner.make_store(None).block_bytes / 2**30
+        engine.plan = dataclasses.replace(engine.plan, cache_gib=100 * size)
+        engine.config = dataclasses.replace(engine.config, cache_gib=100 * size)
+        engine.warm_up(rows=32, progress=False)
+        row = engine.add(prompts(3)[2], exits=exits, do_sample=False, **OPTIONS)
+        while not row.finished:
+            engine.step()
+        assert row.error is None and len(row.new_tokens) == 8
+
+
+def test_a_device_that_refuses_is_told_and_requests_are_answered(monkeypatch, caplog):
+    model = build("llama", num_hidden_layers=2)
+    with on_references(TIDE.TIDE(model)) as engine:
+        monkeypatch.setattr(engine.runner, "launch", lambda *given: 1 / 0)
+        engine.warm_up(progress=False)
+        assert "the warm-up ended early" in caplog.text
+        (ids,) = prompts(1)
+        assert torch.equal(engine.generate(ids, do_sample=False, **OPTIONS), model.generate(ids, do_sample=False, **OPTIONS))
 
 
 def test_rows_together_find_everything_ready(first_times, monkeypatch):

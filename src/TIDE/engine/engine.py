@@ -240,7 +240,7 @@ class TIDE:
             self._shared_batch().add([row], plan, policy)
         return row
 
-    def warm_up(self, rows: int = 1, tokens: int = 1024, progress: bool = True) -> None:
+    def warm_up(self, rows: int = 1, tokens: int = 992, progress: bool = True) -> None:
         """Compile and capture what up to so many rows, of up to so many tokens, will need: see `warm_up.py`."""
         self._check_usable()
         warm_up(self, rows, tokens, progress)

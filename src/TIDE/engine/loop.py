@@ -78,7 +78,7 @@ class Loop:
     @property
     def rows(self) -> list[Row]:
         """Rows that have not ended."""
-        return [row for row in (*self.stage.rows, *self.waiting) if not row.finished]
+        return [row for row in dict.fromkeys((*self.stage.rows, *self.waiting)) if not row.finished]
 
     def run(self) -> Iterator[None]:
         """Decode until every row has ended."""

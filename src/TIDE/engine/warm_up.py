@@ -8,6 +8,7 @@ All of it runs on slots that no row has, so what it writes belongs to nobody.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ from TIDE.engine.round.device_drafter import why_not_planned
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.module_prefill import LONGEST, ModulePrefill, padded_length
 from TIDE.engine.round.sampler import Sampler
-from TIDE.engine.runners.device import DeviceRunner
+from TIDE.engine.runners.device import DeviceError, DeviceRunner, device_errors
 from TIDE.engine.runners.select import checked
 from TIDE.kernels.sampling import Features
 
@@ -56,11 +57,15 @@ def warm_up(engine: Any, rows: int, tokens: int, shows: bool) -> None:
             works = [*_prompts(stage, tokens), *_rounds(stage, rows, tokens)]
             for work in tqdm(works, desc="warming up", unit="graph", disable=not shows, leave=False):
                 for _ in range(TIMES):
-                    work()
-    except BaseException:
+                    with device_errors():
+                        work()
+    except BaseException as problem:
         stage.forget()
-        raise
-    stage.close()
+        if not isinstance(problem, DeviceError | torch.OutOfMemoryError):
+            raise
+        logger.warning("the warm-up ended early, and requests will tell whether they can do without: %s", problem)
+    else:
+        stage.close()
 
 
 def _prompts(stage: DeviceStage, tokens: int) -> list[Callable[[], object]]:
@@ -71,13 +76,13 @@ def _prompts(stage: DeviceStage, tokens: int) -> list[Callable[[], object]]:
         counts = sorted({padded_length(count) for count in range(1, min(tokens, LONGEST) + 1)})
     else:
         counts = list(range(STEP, min(CAPTURED, texts.prompts.padded(tokens)) + 1, STEP))
-    return [partial(texts.run_nothing, count, stage.columns) for count in counts]
+    return [partial(texts.run_nothing, count, columns) for columns in stage.levels(tokens) for count in counts]
 
 
 def _rounds(stage: DeviceStage, rows: int, tokens: int) -> list[Callable[[], object]]:
     """Return the rounds on slots for 1, 2, 4, … rows."""
     works = list[Callable[[], object]]()
     for width in [1 << power for power in range(slots_for(rows).bit_length())]:
-        for drafts in stage.lengths(width):
-            works += [partial(stage.run_nothing, width, tokens, drafts, choice) for choice in CHOICES]
+        for columns, drafts, choice in itertools.product(stage.levels(tokens), stage.lengths(width), CHOICES):
+            works.append(partial(stage.run_nothing, width, tokens, columns, drafts, choice))
     return works

@@ -81,7 +81,7 @@ def _attend(
             peak, total, mixed = _merged(peak, total, mixed, of_chunk[0], of_chunk[1], of_chunk[2])
         tl.store(out + at, (mixed / total[None, :]).to(out.dtype.element_ty), mask=known)
     else:
-        chunk = first + tl.program_id(2)
+        chunk, last = first + tl.program_id(2), tl.minimum(last, first + chunks - 1)  # no more can arrive
         if chunk > last:
             return
         peak, total, mixed = _chunk(

@@ -35,11 +35,21 @@ class Node:
         self.holders = 1
 
 
+class Root:
+    """Where the texts of a salt begin."""
+
+    __slots__ = ("branches", "rows")
+
+    def __init__(self) -> None:
+        self.branches: dict[Key, Node] = {}
+        self.rows = 0  # that began there and have not gone
+
+
 class Held(NamedTuple):
     """The blocks that a row holds, from its first token on."""
 
     salt: Hashable
-    branches: dict[Key, Node]  # where its text begins
+    root: Root
     nodes: list[Node]
 
 
@@ -52,8 +62,8 @@ class Prefixes:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._roots: dict[Hashable, dict[Key, Node]] = {}
-        self._idle: dict[Node, None] = {}  # that nobody holds, the least recently used first
+        self._roots: dict[Hashable, Root] = {}
+        self._idle: dict[Node, Hashable] = {}  # that nobody holds, with their salts; the least recently used first
 
     @property
     def idle(self) -> int:
@@ -62,7 +72,13 @@ class Prefixes:
 
     def begin(self, salt: Hashable = None) -> Held:
         """Return what a row holds that has nothing yet."""
-        return Held(salt, self._roots.setdefault(salt, {}), [])
+        root = self._roots.setdefault(salt, Root())
+        root.rows += 1
+        return Held(salt, root, [])
+
+    def is_shared(self, held: Held) -> bool:
+        """Return True if what a row holds can be found: it began after everything was forgotten the last time."""
+        return self._roots.get(held.salt) is held.root
 
     def key(self, held: Held, text: Sequence[int]) -> Key:
         """Return the tokens of the block that follows those a row holds; fewer than a block has: there is none."""
@@ -71,11 +87,11 @@ class Prefixes:
 
     def behind(self, held: Held) -> dict[Key, Node]:
         """Return the blocks that follow those a row holds."""
-        return held.nodes[-1].children if held.nodes else held.branches
+        return held.nodes[-1].children if held.nodes else held.root.branches
 
     def hold_next(self, held: Held, text: Sequence[int]) -> Node | None:
         """Let a row hold the block that follows, if it is there."""
-        node = self.behind(held).get(self.key(held, text))
+        node = self.behind(held).get(self.key(held, text)) if self.is_shared(held) else None
         if node is not None:
             node.holders += 1
             self._idle.pop(node, None)
@@ -85,31 +101,38 @@ class Prefixes:
     def add(self, held: Held, text: Sequence[int], block: int) -> None:
         """Keep a block that a row has made behind those it holds, which is not there yet; the row holds it from now on."""
         key, siblings = self.key(held, text), self.behind(held)
-        assert len(key) == self.size and key not in siblings
+        assert len(key) == self.size and key not in siblings and self.is_shared(held)
         siblings[key] = Node(block, key, siblings)
         held.nodes.append(siblings[key])
 
     def release(self, held: Held) -> list[int]:
         """Let go what a row holds; return the blocks that nobody can find any more."""
-        is_known, lost = self._roots.get(held.salt) is held.branches, []
+        is_shared, lost = self.is_shared(held), []
         while held.nodes:
             node = held.nodes.pop()  # the last one of a text is the first to go
             node.holders -= 1
-            if not node.holders and is_known:
-                self._idle[node] = None
+            if not node.holders and is_shared:
+                self._idle[node] = held.salt
             elif not node.holders:
                 lost.append(node.block)
-        if is_known and not held.branches:
-            del self._roots[held.salt]
+        held.root.rows -= 1
+        if is_shared:
+            self._prune(held.salt)
         return lost
 
     def evict(self) -> int:
         """Forget the least recently used block, and return its number."""
         node = next(iter(self._idle))
         assert not node.children, "there are blocks behind it that were used less recently"
-        del self._idle[node]
         del node.siblings[node.key]
+        self._prune(self._idle.pop(node))
         return node.block
+
+    def _prune(self, salt: Hashable) -> None:
+        """Forget a salt that no text and no row has."""
+        root = self._roots[salt]
+        if not root.branches and not root.rows:
+            del self._roots[salt]
 
     def drop(self) -> list[int]:
         """Forget everything, because the model is another one now; return the blocks that nobody holds."""

@@ -178,6 +178,9 @@ class Slots:
         """Let a slot stand still; what is written for it belongs to nobody."""
         self.active[place].fill_(0)
         self.limits[place].fill_(0)
+        self.starts[:, place].copy_(self.steps[:, place])  # attention takes it for a text, which must not be a long one
+        if self.memory is not None:
+            self.memory.fed[place].fill_(0)
         if not self.store.is_dense:
             self.tables[place].fill_(NOBODY)
 
@@ -194,8 +197,10 @@ class Slots:
         if self.store is not other.store:
             self.store.copy(other.store)
         self.tokens[0, :count] = other.tokens[0, at]
+        self.starts.copy_(self.steps)
         self.starts[:, :count] = other.starts[:, at]
         if self.memory is not None and other.memory is not None:
+            self.memory.fed.zero_()
             for mine, theirs in zip(self.memory.of(self.rows), other.memory.of(other.rows), strict=True):
                 mine[:count] = theirs[at]
         if other._settings is not None:

@@ -76,10 +76,13 @@ class DeviceStage:
     def width(self) -> int:
         return self.slots.rows
 
-    @property
-    def columns(self) -> int:
-        """Columns that attention is planned for."""
-        return self._most
+    @staticmethod
+    def levels(tokens: int) -> list[int]:
+        """Return the numbers of columns that attention is planned for in texts of up to so many tokens."""
+        found = [MIN_COLUMNS]
+        while found[-1] < tokens + 2 * MOST_TOKENS:
+            found.append(4 * found[-1])
+        return found
 
     def admit(self, rows: Sequence[Row]) -> int:
         """Let the first of these rows take part as soon as their texts have run, as many as there is room for."""
@@ -168,8 +171,7 @@ class DeviceStage:
         return Prefill(self.runner, self.runner.prompts(self.seats.exit, self.slots.columns), self.depth, self.drafter)
 
     def _plan_columns(self, longest: int) -> None:
-        while self._most < longest + 2 * MOST_TOKENS:
-            self._most *= 4
+        self._most = max(self._most, self.levels(longest)[-1])
 
     def reserve(self) -> list[Row]:
         """Take the blocks that the next round may need; return the rows, newest first, that had to leave for it."""
@@ -187,10 +189,14 @@ class DeviceStage:
         most = min(self.plan.max_pending, MOST_TOKENS - 1) if len(self.plan.spans) > 1 else 0
         return lengths_on(rows, most) if self.plan.exact else sorted({0, min(most, MOST_ROUND // rows - 1)})
 
-    def run_nothing(self, rows: int, tokens: int, drafts: int, features: Features | None) -> None:
-        """Run a round on slots for so many rows, of texts of so many tokens, without any; it is captured then."""
+    def run_nothing(self, rows: int, tokens: int, columns: int, drafts: int, features: Features | None) -> None:
+        """Run a round on slots for so many rows, of texts of so many tokens, without any; it is captured then.
+
+        Args:
+            columns: that attention is planned for: one of `levels`.
+        """
         self.seats.make_room(rows, tokens)
-        self._plan_columns(tokens - 2 * MOST_TOKENS)
+        self._most = columns
         self.choice.serve(self.slots, {}, features)
         if self.drafter is not None:
             self.drafter.waiting = 1

@@ -92,8 +92,10 @@ class Seats:
         return most
 
     def join(self, rows: Sequence[Row]) -> None:
+        self.runner.forget_old_kv()
         self._move(len(self._blocks) + len(rows), max(map(_columns, [*self._blocks, *rows])))
         for row in rows:
+            self._grow_store(self._needed(row))
             place = min(set(range(self.slots.rows)) - self.places.keys())
             row.slot = place
             self.places[place] = row
@@ -102,9 +104,7 @@ class Seats:
             if self.in_blocks:
                 self._held[row] = self.store.prefixes.begin(row.salt)
                 self._find_more(own)
-            missing = self._needed(row) - len(own.blocks)
-            self._grow_store(missing)
-            own.blocks += self.store.take(missing)
+            own.blocks += self.store.take(self._needed(row) - len(own.blocks))
             self.slots.write_blocks(place, 0, own.blocks)
             self.slots.stand_at(place, row.tokens[-1], len(row.tokens) - 1)
             self.entering.append(own)
@@ -138,8 +138,10 @@ class Seats:
 
     def has_more_to_keep(self, row: Row) -> bool:
         """Return True if a row has whole blocks of final tokens that it does not share yet."""
-        has_run = row in self._held and all(own.row is not row for own in self.entering)
-        return has_run and (len(row.tokens) - 1) // BLOCK > len(self._held[row].nodes)
+        held = self._held.get(row)
+        if held is None or not self.store.prefixes.is_shared(held) or any(own.row is row for own in self.entering):
+            return False
+        return (len(row.tokens) - 1) // BLOCK > len(held.nodes)
 
     def keep(self, row: Row) -> None:
         """Let others find all whole blocks of a row's final tokens."""
@@ -148,6 +150,8 @@ class Seats:
     def leave(self, row: Row) -> None:
         blocks = self._blocks.pop(row)
         if (held := self._held.pop(row, None)) is not None:
+            if isinstance(row.error, FloatingPointError):
+                self.store.forget_prefixes()  # NaN may be in them
             shared = len(held.nodes)
             blocks = [*self.store.prefixes.release(held), *blocks[shared:]]
         self.store.give_back(blocks)
@@ -169,7 +173,7 @@ class Seats:
 
     def _keep(self, row: Row, text: Sequence[int], done: int) -> None:
         """Let others find the whole blocks of a text whose first so many tokens have run."""
-        if row not in self._held:
+        if row not in self._held or not self.store.prefixes.is_shared(self._held[row]):
             return
         held, prefixes, blocks = self._held[row], self.store.prefixes, self._blocks[row]
         while BLOCK * (len(held.nodes) + 1) <= done:
@@ -188,14 +192,14 @@ class Seats:
         blocks[number] = block
         self.slots.write_blocks(row.slot, number, [block])
 
-    def make_room(self, rows: int, columns: int) -> None:
-        """Have slots for so many rows and columns, before any row joins."""
-        self._move(rows, columns)
+    def make_room(self, rows: int, tokens: int) -> None:
+        """Have slots for so many rows, whose texts have so many tokens at first, before any joins."""
+        self._move(rows, tokens + FIRST_ROOM + AHEAD)
 
     def grow(self, rows: int, tokens: int) -> None:
-        """Have blocks for so many rows of so many tokens, as far as there may be as many."""
+        """Have blocks for so many rows of so many tokens, but not more than a quarter of all that there may be."""
         if self.in_blocks:
-            self._grow_store(min(rows * self.store.needed(tokens + AHEAD), self.most_blocks - 1))
+            self._grow_store(min(rows * self.store.needed(tokens + AHEAD), self.most_blocks // 4))
 
     def shrink(self) -> None:
         """Go on in as few slots as hold the rows."""

@@ -190,6 +190,9 @@ class DeviceRunner(Runner):
                 self._prompts.remove((known, prompts))
                 self.drop_graphs(prompts.slots)
 
+    def forget_old_kv(self) -> None:
+        """Share no K/V of weights that have changed since; for the thread that decodes."""
+
     def release(self, slots: Slots) -> None:
         """Take slots back, for rows that come later."""
         self._free.append(slots)

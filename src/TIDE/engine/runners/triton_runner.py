@@ -38,6 +38,7 @@ class TritonRunner(CompiledRunner, DeviceRunner):
         self.prepare_rounds(ops, exits, sampling)
         self.propagate = propagate
         self._versions: list[int | None] = []
+        self._versions_of_kv = self._versions
 
     @property
     def words(self) -> str:
@@ -46,13 +47,15 @@ class TritonRunner(CompiledRunner, DeviceRunner):
         return f"{layers}, without graphs: {without}" if without else f"{layers}, in CUDA graphs"
 
     def follow(self) -> None:
-        """Share no K/V that weights made which have changed in place since."""
+        """Notice weights that have changed in place; any thread may call it."""
         super().follow()
-        versions = [version(weight) for weight in self.adapter.model.parameters()]
-        if versions != self._versions:
+        self._versions = [version(weight) for weight in self.adapter.model.parameters()]
+
+    def forget_old_kv(self) -> None:
+        if self._versions != self._versions_of_kv:
             for _, store in self._stores:
                 store.forget_prefixes()
-        self._versions = versions
+        self._versions_of_kv = self._versions
 
     def why_not(self, row: Any) -> str | None:
         if not self.rotary.is_constant:
