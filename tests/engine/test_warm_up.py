@@ -51,7 +51,7 @@ def test_prompts_of_new_lengths_find_everything_ready(place, strategy, first_tim
         engine.warm_up(progress=False)
         assert first_times
         first_times.clear()
-        for ids in prompts(20):
+        for ids in prompts(20)[::3]:
             assert torch.equal(
                 engine.generate(ids, do_sample=False, **OPTIONS), model.generate(ids, do_sample=False, **OPTIONS)
             )
@@ -65,9 +65,8 @@ def test_long_texts_and_short_ones_find_everything_ready(new, first_times):
     with on_references(TIDE.TIDE(model)) as engine:
         engine.warm_up(tokens=2000, progress=False)
         first_times.clear()
-        stops = model.generate(prompts(3)[2], do_sample=False, **OPTIONS)[0, -1].item()
-        for ids in (prompts(3)[2], prompts(95)[94]):
-            engine.generate(ids, do_sample=False, max_new_tokens=new, eos_token_id=[stops, *range(40)], pad_token_id=0)
+        for ids in (prompts(3)[2], prompts(95)[94]):  # they may be long, and end soon
+            engine.generate(ids, do_sample=False, max_new_tokens=new, eos_token_id=[*range(VOCAB // 2)], pad_token_id=0)
         assert first_times == []
 
 
