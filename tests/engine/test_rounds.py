@@ -21,6 +21,7 @@ from properties import examples
 from router_files import a_file
 from runners import Recording, on_modules, on_references, why_on_the_host
 from TIDE.config import TIDEConfig
+from TIDE.engine.cache.slots import Slots
 from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.module_prefill import LONGEST, SHORTEST, padded_length
@@ -115,10 +116,17 @@ def test_a_memory_head_is_fed_every_token_once_it_is_asked_again(lengths, depth)
     ids = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(1))
 
     def kept(ids, script, **options):
-        with an_engine(model, depth, script=script, then=2) as engine:
+        seen, clear = [], Slots.clear
+
+        def noting(self, place):
+            seen.append(int(self.memory.fed[place]))
+            clear(self, place)
+
+        with pytest.MonkeyPatch.context() as patch, an_engine(model, depth, script=script, then=2) as engine:
+            patch.setattr(Slots, "clear", noting)
             text = engine.generate(ids, do_sample=False, eos_token_id=None, **options)
             (slots,) = engine.runner._free
-            store, fed = slots.store, int(slots.memory.fed)
+            store, fed = slots.store, seen[-1]
             first = int(store._free[-1])  # the block the row had first is the next to be taken
             assert first == 1 and fed < store.size
         before = store.before[first * store.size :][: store.size]
