@@ -38,7 +38,7 @@ def tide(*arguments: object, stdin: str | bytes | None = None) -> Result:
 
 def script(*arguments: object, stdin: str = "", **environment: str) -> Done:
     command = [str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=480, env={**os.environ, **environment})
 
 
 class Terminal:
@@ -55,7 +55,7 @@ class Terminal:
             os.execve(command[0], command, {**os.environ, "TERM": "dumb"})
         self.seen = ""
 
-    def wait_for(self, pattern: str, again: str = "", seconds: float = 120) -> None:
+    def wait_for(self, pattern: str, again: str = "", seconds: float = 480) -> None:
         """Read on until a pattern is shown; where nothing happens for a second, press keys again."""
         until = time.monotonic() + seconds
         while not (found := re.search(pattern, self.seen, re.DOTALL)):

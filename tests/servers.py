@@ -64,20 +64,20 @@ class Running:
         self, loaded: Loaded, router: object = None, settings: ServerSettings | None = None, **options: object
     ) -> None:
         self.app = create_app(loaded, router, options.pop("config", None), settings)
-        config = uvicorn.Config(self.app, port=0, log_level="error", access_log=False, timeout_graceful_shutdown=5, **options)
+        config = uvicorn.Config(self.app, port=0, log_level="error", access_log=False, timeout_graceful_shutdown=240, **options)
         self.server = uvicorn.Server(config)
         self.log = Lines()
         access.addHandler(self.log)
         access.setLevel(logging.INFO)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
         self.thread.start()
-        until = time.monotonic() + 120
+        until = time.monotonic() + 480
         while not self.server.started:
             assert self.thread.is_alive() and time.monotonic() < until, "the server did not start"
             time.sleep(0.01)
         port = self.server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.http = httpx.Client(base_url=self.url, timeout=240)
 
     @property
     def worker(self):
@@ -88,12 +88,12 @@ class Running:
 
     def lines(self, count: int) -> list[str]:
         """The access log, once it has so many lines: each is written after its answer."""
-        until = time.monotonic() + 5
+        until = time.monotonic() + 120
         while len(self.log.lines) < count and time.monotonic() < until:
             time.sleep(0.005)
         return self.log.lines
 
-    def is_idle(self, seconds: float = 5.0) -> bool:
+    def is_idle(self, seconds: float = 120.0) -> bool:
         """Whether nothing is left running, soon."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -105,6 +105,6 @@ class Running:
     def close(self) -> None:
         self.http.close()
         self.server.should_exit = True
-        self.thread.join(20)
+        self.thread.join(240)
         access.removeHandler(self.log)
         assert not self.thread.is_alive()

@@ -7,10 +7,8 @@ texts, and where there is no GPU `.cuda()` leaves a tensor where it is.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -185,13 +183,12 @@ def test_a_file_of_the_original_system_costs_nothing_where_its_drafts_are_wrong(
     inputs = tokenizer("The wind turned to the north, and the boats", return_tensors="pt")
     options = dict(inputs, do_sample=False, max_new_tokens=16)
     with TIDE.TIDE(model, file) as engine:
-        runs, ratios = (model.generate, engine.generate), []
-        for _ in range(4):
-            seconds, texts = [], []
-            for run in runs:
-                began = time.perf_counter()
+        seconds: list[list[float]] = [[], []]
+        for _ in range(6):
+            texts = []
+            for run, took in zip((model.generate, engine.generate), seconds, strict=True):
+                began = time.process_time()
                 texts.append(run(**options))
-                seconds.append(time.perf_counter() - began)
-            assert all(torch.equal(one, other) for one, other in itertools.pairwise(texts))
-            ratios.append(seconds[0] / seconds[1])
-    assert statistics.median(ratios[1:]) >= 0.95
+                took.append(time.process_time() - began)
+            assert torch.equal(*texts)
+    assert min(seconds[0]) / min(seconds[1]) >= 0.95

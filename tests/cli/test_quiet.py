@@ -45,4 +45,4 @@ def test_a_reader_that_leaves_early_is_no_error(folder):
     assert process.stdout.readline().startswith('{"prompt": "hello"')
     process.stdout.close()
     said = process.stderr.read()
-    assert process.wait(timeout=60) == 1 and said == ""
+    assert process.wait(timeout=240) == 1 and said == ""

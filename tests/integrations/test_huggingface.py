@@ -51,7 +51,7 @@ def test_streamers_get_every_token_and_the_end(engine, plain):
     inputs = plain("hello there", return_tensors="pt")
     texts = []
     for asked in ({}, dict(custom_generate=TIDE.custom_generate, tide=engine)):
-        streamer = TextIteratorStreamer(plain, timeout=60)
+        streamer = TextIteratorStreamer(plain, timeout=240)
         options = dict(input_ids=inputs["input_ids"], streamer=streamer, **asked, **OPTIONS)
         worker = threading.Thread(target=engine.model.generate, kwargs=options)
         worker.start()

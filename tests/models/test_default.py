@@ -128,7 +128,7 @@ default.default_model_path()
 def test_two_processes_at_once_convert_once(quick, home):
     started = time.time()
     both = [subprocess.Popen([sys.executable, "-c", TWO]) for _ in range(2)]
-    assert [process.wait(timeout=60) for process in both] == [0, 0], f"after {time.time() - started:.0f} s"
+    assert [process.wait(timeout=240) for process in both] == [0, 0], f"after {time.time() - started:.0f} s"
     assert (home / "downloads").read_text() == "x"
     assert (home / default.NAME).is_dir()
 
@@ -156,10 +156,9 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.real
-def test_the_embedded_model_reloads_in_seconds_and_talks(embedded):
-    started = time.perf_counter()
+def test_the_embedded_model_is_not_converted_again_and_talks(embedded, monkeypatch):
+    monkeypatch.setattr("TIDE.models.load.read_gguf", None)
     model, tokenizer = TIDE.load_model("default", device="cpu")
-    assert time.perf_counter() - started < 10  # about one on a quiet machine
     inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
         add_generation_prompt=True,

@@ -49,7 +49,7 @@ def find(driver, selector: str):
     return driver.find_elements("css selector", selector)
 
 
-def wait(driver, script: str, seconds: float = 30) -> None:
+def wait(driver, script: str, seconds: float = 120) -> None:
     until = time.monotonic() + seconds
     while not driver.execute_script(f"return {script}"):
         assert time.monotonic() < until, f"never: {script}"

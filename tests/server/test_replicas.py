@@ -48,7 +48,7 @@ def url(tmp_path_factory):
 
 def ask(url: str, seed: int = 0, **headers: str) -> httpx.Response:
     body = dict(prompt="Hello", max_tokens=40, seed=seed, ignore_eos=True)
-    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=240)
 
 
 def replicas() -> list[int]:
@@ -61,7 +61,7 @@ def test_a_conversation_stays_on_its_replica(url):
     """A session's own replica counts its requests, and its metrics are read by the same session."""
 
     def counted(name: str) -> float:
-        text = httpx.get(f"{url}/metrics", headers={"x-session-id": name}, timeout=60).text
+        text = httpx.get(f"{url}/metrics", headers={"x-session-id": name}, timeout=240).text
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("tide:request_success_total"))
 
     for name in ("a", "b", "c", "d"):
@@ -84,7 +84,7 @@ def test_a_replica_that_is_killed_under_load_is_replaced_and_answers_stay_the_sa
     assert len(good) >= 30, [answer.status_code for answer in answers]
     assert all(answer.json()["choices"][0]["text"] == expected[number % 8] for number, answer in good)
     assert {answer.status_code for answer in answers} <= {200, 500, 503}, "what was lost is an error, not silence"
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while len(replicas()) < 2:
         assert time.monotonic() < until, "nobody took its place"
         time.sleep(0.5)

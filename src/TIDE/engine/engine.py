@@ -169,7 +169,7 @@ class TIDE:
     def _answer(
         self, request: Request, streamer: BaseStreamer | None, began: float
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        decoding, rows = self._decoding(request, began), self.last_rows
+        rows = (decoding := self._decoding(request, began)).rows
         if streamer is None:
             with self._counted(rows), rows[0].stats.seconds.measured():
                 decoding.finish()

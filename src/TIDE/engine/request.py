@@ -143,14 +143,13 @@ def prepare(
     configs = [config for config in (generation_config, model.generation_config) if config is not None]
     options = dict(options)
     check(options, configs)
-    salt = _checked_salt(options.pop("cache_salt", None))
-    seed, processors = take_own(options, vocabulary)
+    own = take_own(options, vocabulary)
     options["stopping_criteria"] = _with_stop_strings(configs, options)
-    if processors:
-        options["logits_processor"] = LogitsProcessorList([*processors, *(options.get("logits_processor") or ())])
+    if own.processors:
+        options["logits_processor"] = LogitsProcessorList([*own.processors, *(options.get("logits_processor") or ())])
     with _no_stop_strings(configs):
         request: Request = model.generate(ids, generation_config=generation_config, custom_generate=_capture, **options)
-    request.seed, request.salt = seed, salt
+    request.seed, request.salt = own.seed, own.salt
     return _accepted(request)
 
 
@@ -160,12 +159,6 @@ def captured(model: PreTrainedModel, *given: Any, seed: int | Sequence[int] | No
     check({}, [request.config])
     request.seed = seed
     return _accepted(request)
-
-
-def _checked_salt(salt: Any) -> str | None:
-    if salt is not None and not isinstance(salt, str):
-        raise ValueError(f"cache_salt must be a string, found {salt!r}. Texts of other salts share no K/V with it.")
-    return salt
 
 
 def _accepted(request: Request) -> Request:

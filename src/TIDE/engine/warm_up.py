@@ -73,9 +73,9 @@ def _prompts(stage: DeviceStage, tokens: int) -> list[Callable[[], object]]:
     stage.seats.make_room(1, tokens)
     texts = stage.texts()
     if isinstance(texts, ModulePrefill):
-        counts = sorted({padded_length(count) for count in range(1, min(tokens, LONGEST) + 1)})
-    else:
-        counts = list(range(STEP, min(CAPTURED, texts.prompts.padded(tokens)) + 1, STEP))
+        lengths = sorted({padded_length(count) for count in range(1, min(tokens, LONGEST) + 1)})
+        return [partial(texts.run_nothing, count) for count in lengths]
+    counts = range(STEP, min(CAPTURED, texts.prompts.padded(tokens)) + 1, STEP)
     return [partial(texts.run_nothing, count, columns) for columns in stage.levels(tokens) for count in counts]
 
 

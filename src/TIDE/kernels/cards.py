@@ -45,7 +45,7 @@ class Tile(NamedTuple):
 
     @property
     def constants(self) -> tuple[int, int, int, bool, bool]:
-        """What kernels are compiled for: BN, BK, TN, EVEN and ONCE."""
+        """Constants that kernels are compiled for: BN, BK, TN, EVEN and ONCE."""
         return self.rows, self.columns, self.tokens, self.even, self.groups == 1
 
 

@@ -36,7 +36,7 @@ class Node:
 
 
 class Root:
-    """Where the texts of a salt begin."""
+    """The beginning of all texts of a salt."""
 
     __slots__ = ("branches", "rows")
 

@@ -34,8 +34,7 @@ class Prompts:
         self.slots = slots
         self._short = torch.zeros(2, CHUNK, dtype=torch.int32, device=device)
         self._long = torch.zeros(3, CHUNK, dtype=torch.long, device=device)
-        self._few = torch.zeros(CAPTURED, FEW, dtype=torch.int32, device=device)
-        self._groups = self._few
+        self._groups = torch.zeros(CAPTURED, FEW, dtype=torch.int32, device=device)
 
     @staticmethod
     def padded(tokens: int) -> int:
@@ -49,16 +48,17 @@ class Prompts:
         self._short[:, :count].copy_(table[1:3], non_blocking=True)
         self._long[:, :count].copy_(table[[0, 3, 4]], non_blocking=True)
         self._write_tables(blocks)
-        rows = table[1, : len(given)].tolist()
+        (rows, positions), (ids, places, after) = self._short[:, :count], self._long[:, :count]
+        return Tokens(ids, rows, positions, places, after, self._grouped([own[1] for own in given], count))
+
+    def _grouped(self, rows: list[int], count: int) -> torch.Tensor:
+        """Return the groups of a pass: of one that is captured in a fixed buffer, with room for any rows."""
         if count > CAPTURED:
-            self._groups = _grouped(rows, MANY).to(self._few.device, non_blocking=True)
-        else:
-            found = _grouped(rows, FEW)
-            self._groups = self._few[: min(count, count // FEW + ROWS)]
-            self._groups.fill_(-1)
-            self._groups[: len(found)].copy_(found, non_blocking=True)
-        (rows_, positions), (ids, places, after) = self._short[:, :count], self._long[:, :count]
-        return Tokens(ids, rows_, positions, places, after, self._groups)
+            return _grouped(rows, MANY).to(self._groups.device, non_blocking=True)
+        found, room = _grouped(rows, FEW), self._groups[: min(count, count // FEW + ROWS)]
+        room.fill_(-1)
+        room[: len(found)].copy_(found, non_blocking=True)
+        return room
 
     def _write_tables(self, blocks: Sequence[Sequence[int]]) -> None:
         width = max(map(len, blocks))

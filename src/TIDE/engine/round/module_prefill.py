@@ -50,7 +50,7 @@ class ModulePrefill:
             return True
         return self.runner.launch(self.slots, ("modules", width), lambda: self._through(width))
 
-    def run_nothing(self, count: int, columns: int) -> None:
+    def run_nothing(self, count: int) -> None:
         """Run a pass of so many tokens that are nobody's; it is captured then."""
         self.runner.launch(self.slots, ("modules", count), lambda: self._through(count))
 

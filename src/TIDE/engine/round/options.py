@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor
@@ -17,19 +17,27 @@ from transformers import GenerationConfig, LogitsProcessor
 from TIDE.engine.round.processors import LogitBias, TextPenalties
 from TIDE.kernels.noise import row_seed
 
-OWN = ("seed", "presence_penalty", "frequency_penalty", "logit_bias")
+OWN = ("seed", "cache_salt", "presence_penalty", "frequency_penalty", "logit_bias")
 
 
-def take_own(options: dict[str, Any], vocabulary: int) -> tuple[int | Sequence[int] | None, list[LogitsProcessor]]:
-    """Take TIDE's own options out of `options`; return the seed, and processors for the others."""
-    seed, presence, frequency, bias = (options.pop(name, None) for name in OWN)
+class Own(NamedTuple):
+    """TIDE's own options."""
+
+    seed: int | Sequence[int] | None
+    salt: str | None
+    processors: list[LogitsProcessor]
+
+
+def take_own(options: dict[str, Any], vocabulary: int) -> Own:
+    """Take TIDE's own options out of `options`; penalties and biases become processors."""
+    seed, salt, presence, frequency, bias = (options.pop(name, None) for name in OWN)
     for own in seed if _is_list(seed) else [] if seed is None else [seed]:
         _checked_seed(own)
     penalties = [_number("presence_penalty", presence), _number("frequency_penalty", frequency)]
     processors: list[LogitsProcessor] = [TextPenalties(*penalties)] if any(penalties) else []
     if bias:
         processors.append(LogitBias(_checked_bias(bias, vocabulary)))
-    return seed, processors
+    return Own(seed, _checked_salt(salt), processors)
 
 
 def check(options: Mapping[str, Any], configs: Sequence[GenerationConfig]) -> None:
@@ -97,3 +105,9 @@ def _checked_bias(bias: Any, vocabulary: int) -> dict[int, float]:
             raise ValueError(f"logit_bias must be numbers below infinity, found {value!r} for token {token}.")
         found[token] = float(value)
     return found
+
+
+def _checked_salt(salt: Any) -> str | None:
+    if salt is not None and not isinstance(salt, str):
+        raise ValueError(f"cache_salt must be a string, found {salt!r}. Texts of other salts share no K/V with it.")
+    return salt

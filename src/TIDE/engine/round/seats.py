@@ -148,16 +148,20 @@ class Seats:
         self._keep(row, row.tokens[:-1], len(row.tokens) - 1)
 
     def leave(self, row: Row) -> None:
-        blocks = self._blocks.pop(row)
-        if (held := self._held.pop(row, None)) is not None:
-            if isinstance(row.error, FloatingPointError):
-                self.store.forget_prefixes()  # NaN may be in them
-            shared = len(held.nodes)
-            blocks = [*self.store.prefixes.release(held), *blocks[shared:]]
-        self.store.give_back(blocks)
+        if self.in_blocks and isinstance(row.error, FloatingPointError):
+            self.store.forget_prefixes()  # NaN may be in them
+        self._give_back(row)
         del self.places[row.slot]
         self.slots.clear(row.slot)
         self.entering = [own for own in self.entering if own.row is not row]
+
+    def _give_back(self, row: Row) -> None:
+        """Give a row's blocks back: those that it alone has, and of the others those that nobody can find."""
+        blocks, held = self._blocks.pop(row), self._held.pop(row, None)
+        if held is not None:
+            shared = len(held.nodes)
+            blocks = [*self.store.prefixes.release(held), *blocks[shared:]]
+        self.store.give_back(blocks)
 
     def _find_more(self, own: Entering) -> None:
         """Hold the blocks behind those that a row holds, as far as they are there and it has not run them itself.
@@ -244,11 +248,9 @@ class Seats:
         """Give blocks back, and slots up."""
         if self.in_blocks:
             self.store.forget_prefixes()
-            for row, blocks in self._blocks.items():
-                shared = len(self._held[row].nodes)
-                self.store.give_back([*self.store.prefixes.release(self._held[row]), *blocks[shared:]])
+            for row in self.rows:
+                self._give_back(row)
         self._blocks.clear()
-        self._held.clear()
         self.places.clear()
         self.entering = []
         if self._slots is not None:
