@@ -9,7 +9,6 @@ cache and counts, so an error or an interruption leaves nothing behind.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +31,7 @@ from TIDE.engine.forward import forward, laid_out, output_of, rows_of
 from TIDE.engine.inputs import as_keywords, check_embeds, check_ids, context_of, left_padding
 from TIDE.engine.plan import make_plan
 from TIDE.engine.request import Request, prepare, refuse_ropes_that_change
+from TIDE.engine.round.device_drafter import why_not_planned
 from TIDE.engine.round.sampler import columns_of
 from TIDE.engine.row import Row, total
 from TIDE.engine.runners.base import Runner
@@ -41,10 +41,8 @@ from TIDE.engine.runners.select import select_runner
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.engine.warm_up import warm_up
 from TIDE.routing.policy import ExitPolicy
-from TIDE.routing.router_file import RouterFile
+from TIDE.routing.source import load_router
 from TIDE.stats import ExitStats
-
-logger = logging.getLogger(__name__)
 
 
 class TIDE:
@@ -52,7 +50,7 @@ class TIDE:
 
     Args:
         model: a Hugging Face causal LM in eval mode, or PEFT's around one. It is not changed beyond `close`.
-        router: the path of a router file, an `ExitPolicy`, or None for no exits.
+        router: a router file, a folder or hub id with one or an EAGLE-3 head, an `ExitPolicy`, or None for no exits.
         config: see `TIDEConfig`.
         router_path: another name for `router`, that of the original system.
     """
@@ -74,7 +72,7 @@ class TIDE:
             raise TypeError(f"config must be a TIDEConfig, found {type(config).__name__}.")
         self.model = model = unwrapped(model)
         self.config = config or TIDEConfig()
-        file, policy = (RouterFile.load(router), None) if isinstance(router, str | Path) else (None, router)
+        file, policy = (load_router(router), None) if isinstance(router, str | Path) else (None, router)
         self.adapter = ModelAdapter(model)
         self._context = context_of(model)
         try:
@@ -126,7 +124,8 @@ class TIDE:
     @property
     def backend(self) -> str:
         """The runner of the model's layers, in words, and why it is not a faster one. On a GPU the first request settles it."""
-        return self.runner.words
+        why = why_not_planned(self.plan, self.policy) if isinstance(self.runner, DeviceRunner) else None
+        return self.runner.words + (f"; rounds on the host: {why}" if why else "")
 
     def generate(
         self,

@@ -12,9 +12,11 @@ import torch
 
 from TIDE.kernels.layer import UNLIKELY
 from TIDE.routing.compiled_head import compiled_head
-from TIDE.routing.heads import MemoryHead, seen_depths
+from TIDE.routing.eagle3.head import EagleHead
+from TIDE.routing.heads import RememberingHead
 from TIDE.routing.memory import HeadMemory
 from TIDE.routing.policy import Candidates, ExitPolicy, Head
+from TIDE.routing.router import Router
 
 if TYPE_CHECKING:
     from TIDE.adapters.adapter import ModelAdapter
@@ -42,8 +44,9 @@ class CalibratedPolicy(ExitPolicy):
         self.vocabulary = None if file.vocabulary is None else file.vocabulary.to(device)
         self.vocab_size = adapter.vocab_size
         self.watches = tuple(sorted({depth for own in map(self._watched, self.exits.items()) for depth in own}))
-        takes_signals = device.type == "cpu" and all(at.router.signals for at in self.exits.values())
-        self.routers = {depth: at.router.arrays() for depth, at in self.exits.items()} if takes_signals else {}
+        routers = {depth: at.router for depth, at in self.exits.items() if isinstance(at.router, Router) and at.router.signals}
+        takes_signals = device.type == "cpu" and len(routers) == len(self.exits)
+        self.routers = {depth: own.arrays() for depth, own in routers.items()} if takes_signals else {}
         head = adapter.head if head is None else head
         self.int8_head = self._int8_head(head)
         nothing = torch.zeros(1, adapter.hidden_dim, device=device, dtype=dtype)
@@ -57,15 +60,17 @@ class CalibratedPolicy(ExitPolicy):
 
     def _watched(self, place: tuple[int, Exit]) -> list[int]:
         depth, at = place
-        if not isinstance(at.head, MemoryHead):
+        if not isinstance(at.head, RememberingHead):
             return []
-        return seen_depths(depth, self.num_layers, at.head.sizes)
+        inputs, memories = at.head.seen(depth, self.num_layers)
+        return [*inputs, *memories]
 
     def judge(self, depth: int, guess: torch.Tensor, head: Head) -> tuple[torch.Tensor, torch.Tensor]:
         """Map (n, hidden) guesses of an exit to the logits of its vocabulary and (n,) scores."""
         if self.int8_head is not None:
             return self.int8_head.judge(guess, self.routers[depth])
-        logits = head(guess, self.vocabulary)
+        own = self.exits[depth].head
+        logits = own.logits(guess) if isinstance(own, EagleHead) else head(guess, self.vocabulary)
         return logits, self.exits[depth].router(guess, logits)
 
     def start(self, rows: int, head: Head) -> ExitPolicy:
@@ -89,7 +94,7 @@ class _Request(ExitPolicy):
         self.memories = {
             depth: HeadMemory(at.head, depth, policy.num_layers, rows, policy.compiled[depth])
             for depth, at in policy.exits.items()
-            if isinstance(at.head, MemoryHead)
+            if isinstance(at.head, RememberingHead)
         }
         self._scored: tuple[list[int], torch.Tensor] = ([], torch.zeros(0))  # rows last scored, and their logits
 

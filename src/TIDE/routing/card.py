@@ -100,7 +100,8 @@ def _head(file: RouterFile) -> Row:
         "made by": f"{LIBRARY} {file.version}",
         "strategy": file.strategy,
         "heads": _each(asdict(at.sizes) for at in file.exits.values()),
-        "routers": _each(at.describe()["router"] for at in file.exits.values()),
+        "routers": _each(at.describe()["router"] for at in file.exits.values())
+        or "none: a draft's own probability is its score",
         "checkpoints": (_listed(file.checkpoints) or "none in use") + every,
         "draft length": file.max_pending,
         "vocabulary": vocabulary,

@@ -15,16 +15,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from TIDE.routing.heads import HEADS, HeadSizes, build_head
-from TIDE.routing.router import Router
+from TIDE.routing.eagle3.head import EagleHead, EagleSizes
+from TIDE.routing.heads import HEADS, HeadSizes
+from TIDE.routing.router import OwnProbability, Router
+
+EAGLE3 = "eagle3"
+KINDS: dict[str, Any] = HEADS | {EAGLE3: EagleHead}  # exit heads by strategy: those of calibration, and an imported one
 
 
 @dataclass
 class Exit:
     """The exit head, router and threshold of one checkpoint."""
 
-    head: nn.Module  # one of TIDE.routing.heads
-    router: Router
+    head: nn.Module  # one of `KINDS`
+    router: Router | OwnProbability
     threshold: float  # score needed to exit here
     figures: dict[str, Any] = field(default_factory=dict)  # measured, plain values
 
@@ -35,7 +39,8 @@ class Exit:
 
     def describe(self) -> dict[str, Any]:
         """Return everything except the tensors."""
-        router = {"bottleneck_dim": self.router.down.out_features, "signals": self.router.signals}
+        own = self.router
+        router = {} if isinstance(own, OwnProbability) else {"bottleneck_dim": own.down.out_features, "signals": own.signals}
         return {"threshold": self.threshold, "sizes": asdict(self.sizes), "router": router, "figures": self.figures}
 
     def head_tensors(self, depth: int) -> dict[str, torch.Tensor]:
@@ -47,10 +52,14 @@ class Exit:
     def wrong(self, strategy: str) -> str | None:
         """Return what makes it unusable; None if nothing does."""
         sizes = self.sizes
-        if type(self.head) is not HEADS[strategy]:
+        if type(self.head) is not KINDS[strategy]:
             return f"expected a head of strategy {strategy!r}, found {type(self.head).__name__}"
-        if strategy == "memory" and not _block_fits(sizes):
+        if strategy in ("memory", EAGLE3) and not _block_fits(sizes):
             return f"the sizes of the head do not fit each other: {sizes}"
+        if isinstance(sizes, EagleSizes) and (
+            list(sizes.depths) != sorted(set(sizes.depths)) or len(sizes.depths) != sizes.memories
+        ):
+            return f"expected {sizes.memories} rising depths, found {list(sizes.depths)}"
         if not isinstance(self.threshold, int | float) or not math.isfinite(self.threshold):
             return f"expected a number as threshold, found {self.threshold!r}"
         if not isinstance(self.figures, dict):
@@ -63,10 +72,10 @@ class Exit:
 
 def build_exit(strategy: str, depth: str, described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Exit:
     """Build an exit. Its tensors are removed from the dictionary."""
-    sizes = HeadSizes(**described["sizes"])
+    sizes = (EagleSizes if strategy == EAGLE3 else HeadSizes)(**described["sizes"])
     with torch.device("meta"):
-        head = build_head(strategy, sizes)
-        router = Router(sizes.hidden_dim, **described["router"])
+        head = KINDS[strategy](sizes)
+        router = Router(sizes.hidden_dim, **described["router"]) if described["router"] else OwnProbability()
     _fill(head, f"exits.{depth}.head.", tensors)
     _fill(router, f"exits.{depth}.router.", tensors)
     return Exit(head, router, described["threshold"], described["figures"])

@@ -86,7 +86,98 @@ class LensHead(nn.Module):
         return self.skip(x) + self.up(F.silu(self.down(x)))
 
 
-class MemoryHead(nn.Module):
+class Seen(NamedTuple):
+    """The depths whose states a head sees."""
+
+    inputs: list[int]  # of the token itself
+    memories: list[int]  # of tokens that have run all layers
+
+
+class RememberingHead(nn.Module):
+    """One decoder block with K/V of its own, over a token and what is remembered of the token before it.
+
+    Attributes:
+        begins_at: the first position that later ones see; the token there is the first with one before it.
+    """
+
+    sizes: HeadSizes
+    qkv: nn.Linear
+    begins_at = 0
+
+    def seen(self, depth: int, num_layers: int) -> Seen:
+        """Return the depths it sees where it stands at a checkpoint of a model of so many layers."""
+        raise NotImplementedError
+
+    def remember(self, deep: torch.Tensor) -> torch.Tensor:
+        """Map (n, q, memories * hidden) states of tokens that ran all layers to (n, q, hidden) memories."""
+        raise NotImplementedError
+
+    def enter(self, shallow: torch.Tensor, before: torch.Tensor, jitter: Jitter | None = None) -> torch.Tensor:
+        """Join (n, q, inputs * hidden) states of tokens and (n, q, hidden) memories of the tokens before them."""
+        raise NotImplementedError
+
+    def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Run the rest of the block: (n, heads, q, d) attention results -> (n, q, hidden)."""
+        raise NotImplementedError
+
+    def carry(self, guess: torch.Tensor) -> torch.Tensor:
+        """Map a guess to what stands for the memory of its token while drafting."""
+        return guess
+
+    def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map (n, q) positions to cosines and sines, (n, 1, q, d)."""
+        raise NotImplementedError
+
+    def _projected(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Map what `enter` returns to (n, heads, q, d)."""
+        raise NotImplementedError
+
+    def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Map (n, q, hidden) to queries (n, heads, q, d), keys and values (n, kv_heads, q, d), rotated to their positions."""
+        q, k, v = self._projected(x, self.qkv.weight).split([self.sizes.heads, self.sizes.kv_heads, self.sizes.kv_heads], 1)
+        cos, sin = self.angles(positions, q.dtype)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the queries of `project` alone."""
+        q = self._projected(x, self.qkv.weight[: self.sizes.heads * self.sizes.head_dim])
+        return _rotate(q, *self.angles(positions, q.dtype))
+
+    def keys_and_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of `project` alone."""
+        k, v = self._projected(x, self.qkv.weight[self.sizes.heads * self.sizes.head_dim :]).chunk(2, 1)
+        return _rotate(k, *self.angles(positions, k.dtype)), v
+
+    def unroll(self, shallow: torch.Tensor, deep: torch.Tensor, steps: int, jitter: Jitter | None = None) -> list[torch.Tensor]:
+        """Return guesses for whole texts at draft steps 1 … `steps`.
+
+        Args:
+            shallow: (n, T, inputs * hidden) states of the tokens; `deep`: (n, T, memories * hidden) states to remember.
+            jitter: noise on the inputs of the block, for training.
+
+        Returns:
+            One (n, T, hidden) per step. At step s a position sees true deep states up to s tokens before it.
+        """
+        positions = torch.arange(shallow.shape[1], device=shallow.device)[None]
+        before = self.remember(deep)
+        guesses: list[torch.Tensor] = []
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for _ in range(steps):
+            x = self.enter(shallow, _later(before, 1, dim=1), jitter)
+            q, k, v = self.project(x, positions)
+            keys.append(self.for_queries(k))
+            values.append(self.for_queries(v))
+            guesses.append(self.leave(x, _attend_unrolled(q, keys, values, self.begins_at)))
+            before = self.carry(guesses[-1])
+        return guesses
+
+    def for_queries(self, x: torch.Tensor) -> torch.Tensor:
+        """Repeat K/V for each query head."""
+        return x.repeat_interleave(self.sizes.heads // self.sizes.kv_heads, 1)
+
+
+class MemoryHead(RememberingHead):
     """One decoder block that remembers the deep states of earlier tokens.
 
     It works in coordinates of centre 0 and a spread of at most 1: a few coordinates of a model's states are often a
@@ -114,14 +205,15 @@ class MemoryHead(nn.Module):
         self.gate_up = nn.Linear(dim, 2 * inner, bias=False)
         self.down = nn.Linear(inner, dim, bias=False)
 
+    def seen(self, depth: int, num_layers: int) -> Seen:
+        return Seen(input_depths(depth, self.sizes.inputs), memory_depths(num_layers, self.sizes.memories))
+
     def remember(self, deep: torch.Tensor) -> torch.Tensor:
-        """Map (n, q, memories * hidden) states of tokens that ran all layers to (n, q, hidden) memories."""
         if self.recall is None:
             return deep
         return self.recall(self._normed_parts(deep).to(self.fuse.weight.dtype))
 
     def enter(self, shallow: torch.Tensor, before: torch.Tensor, jitter: Jitter | None = None) -> torch.Tensor:
-        """Join (n, q, inputs * hidden) states of tokens and (n, q, hidden) memories of the tokens before them."""
         shallow = (self._normed_parts(shallow) - self.shallow_center.float()) / self.shallow_spread.float()
         before = (normed(before) - self.deep_center.float()) / self.deep_spread.float()
         joined = torch.cat([shallow, before], -1)
@@ -138,29 +230,11 @@ class MemoryHead(nn.Module):
             square = x.var(0)
             getattr(self, f"{name}_spread").copy_((square + square.mean()).sqrt().clamp(min=1e-3))
 
-    def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Map (n, q, hidden) to queries (n, heads, q, d), keys and values (n, kv_heads, q, d), rotated to their positions."""
-        q, k, v = self._projected(x, self.qkv.weight).split([self.sizes.heads, self.sizes.kv_heads, self.sizes.kv_heads], 1)
-        cos, sin = self.angles(positions, q.dtype)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
-
-    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the queries of `project` alone."""
-        q = self._projected(x, self.qkv.weight[: self.sizes.heads * self.sizes.head_dim])
-        return _rotate(q, *self.angles(positions, q.dtype))
-
-    def keys_and_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of `project` alone."""
-        k, v = self._projected(x, self.qkv.weight[self.sizes.heads * self.sizes.head_dim :]).chunk(2, 1)
-        return _rotate(k, *self.angles(positions, k.dtype)), v
-
     def _projected(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Map (n, q, hidden) to (n, heads, q, d)."""
         found = F.linear(self._gained(x, self.attention_gain), weight)
         return found.view(*x.shape[:2], -1, self.sizes.head_dim).transpose(1, 2)
 
     def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Run the rest of the block: (n, heads, q, d) attention results -> (n, q, hidden)."""
         x = x + self.o(attended.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self._gained(x, self.mlp_gain)).chunk(2, -1)
         return self.denormalize(x + self.down(F.silu(gate) * up))
@@ -180,33 +254,6 @@ class MemoryHead(nn.Module):
         attention = Attention(q, k, v, self.o.weight, *biases, absent, absent, sizes.head_dim, sizes.head_dim**-0.5)
         mlp = MLP(gate, up, self.down.weight, none, none, none)
         return Layer(attention_norm, attention, absent, mlp_norm, mlp, absent)
-
-    def unroll(self, shallow: torch.Tensor, deep: torch.Tensor, steps: int, jitter: Jitter | None = None) -> list[torch.Tensor]:
-        """Return guesses for whole texts at draft steps 1 … `steps`.
-
-        Args:
-            shallow: (n, T, inputs * hidden) states of the tokens; `deep`: (n, T, memories * hidden) states to remember.
-            jitter: noise on the inputs of the block, for training.
-
-        Returns:
-            One (n, T, hidden) per step. At step s a position sees true deep states up to s tokens before it.
-        """
-        positions = torch.arange(shallow.shape[1], device=shallow.device)[None]
-        before, guesses = self.remember(deep), []
-        keys: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
-        for _ in range(steps):
-            x = self.enter(shallow, _later(before, 1, dim=1), jitter)
-            q, k, v = self.project(x, positions)
-            keys.append(self.for_queries(k))
-            values.append(self.for_queries(v))
-            before = self.leave(x, _attend_unrolled(q, keys, values))
-            guesses.append(before)
-        return guesses
-
-    def for_queries(self, x: torch.Tensor) -> torch.Tensor:
-        """Repeat K/V for each query head."""
-        return x.repeat_interleave(self.sizes.heads // self.sizes.kv_heads, 1)
 
     @torch.no_grad()
     def begin_as(self, other: MemoryHead) -> None:
@@ -231,7 +278,6 @@ class MemoryHead(nn.Module):
         return (normed(x) * gain.float()).to(self.fuse.weight.dtype)
 
     def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Map (n, q) positions to cosines and sines, (n, 1, q, d)."""
         half = torch.arange(0, self.sizes.head_dim, 2, device=positions.device).float() / self.sizes.head_dim
         angles = positions.float()[:, None, :, None] * self.sizes.rope_theta**-half
         angles = torch.cat([angles, angles], -1)
@@ -288,12 +334,16 @@ def _later(x: torch.Tensor, by: int, dim: int) -> torch.Tensor:
     return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (by, 0)).narrow(dim, 0, x.shape[dim])
 
 
-def _attend_unrolled(q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
-    """Attend at draft step s = len(keys): position i sees true K/V up to i - (s - 1), then the drafted ones after it."""
+def _attend_unrolled(q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], begins_at: int = 0) -> torch.Tensor:
+    """Attend at draft step s = len(keys): position i sees true K/V up to i - (s - 1), then the drafted ones after it.
+
+    Positions before `begins_at` are seen by themselves only.
+    """
     steps, length, scale = len(keys), q.shape[2], q.shape[3] ** -0.5
     ahead = steps - 1  # distance back to the newest true position
     places = torch.arange(length, device=q.device)
-    hidden = places[None, :] > places[:, None] - ahead
+    newest = places[:, None] - ahead
+    hidden = (places[None, :] > newest) | ((places < begins_at)[None, :] & (places[None, :] != newest))
     scores = [(q @ keys[0].transpose(-1, -2) * scale).masked_fill(hidden, float("-inf"))]
     drafted = [(_later(keys[ahead - back], back, 2), _later(values[ahead - back], back, 2)) for back in range(ahead)]
     for back, (key, _) in enumerate(drafted):

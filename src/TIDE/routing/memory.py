@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.routing.compiled_head import CompiledHead, Kept
-from TIDE.routing.heads import MemoryHead, input_depths, memory_depths
+from TIDE.routing.heads import RememberingHead
 
 ROOM = 256  # positions
 
@@ -36,16 +36,17 @@ class _Shown(NamedTuple):
 class HeadMemory:
     """The state of one memory head for up to `rows` rows."""
 
-    def __init__(self, head: MemoryHead, depth: int, num_layers: int, rows: int, compiled: CompiledHead | None = None) -> None:
+    def __init__(
+        self, head: RememberingHead, depth: int, num_layers: int, rows: int, compiled: CompiledHead | None = None
+    ) -> None:
         self.head = head
         self.compiled = compiled
-        self.inputs = input_depths(depth, head.sizes.inputs)
-        self.depths = memory_depths(num_layers, head.sizes.memories)
+        self.inputs, self.depths = head.seen(depth, num_layers)
         self.known = [0] * rows
         self.fed = [0] * rows
         self._shown: list[list[_Shown]] = [[] for _ in range(rows)]  # observed states, not yet copied
         self._fresh: list[list[range]] = [[] for _ in range(rows)]  # positions of deep states, not yet turned into memories
-        sizes, weight = head.sizes, head.fuse.weight
+        sizes, weight = head.sizes, head.qkv.weight
         widths = (sizes.inputs * sizes.hidden_dim, sizes.memories * sizes.hidden_dim, sizes.hidden_dim)
         heads = [weight.new_zeros(1, sizes.kv_heads, 0, sizes.head_dim) for _ in range(2)]
         self._keep(Kept(*[weight.new_zeros(1, 0, width) for width in widths], *heads))
@@ -126,10 +127,10 @@ class HeadMemory:
             guesses, before = torch.from_numpy(np.stack(found)), self._quick.before
         else:
             guesses, before = self._through(rows, spans), self._kept.before
-            found = list(guesses)
-        for row, span, guess in zip(rows, spans, found, strict=True):
+            found = list(self.head.carry(guesses))
+        for row, span, carried in zip(rows, spans, found, strict=True):
             if span[-1] >= self.known[row]:
-                before[row, span[-1]] = guess
+                before[row, span[-1]] = carried
         return guesses
 
     def _through(self, rows: list[int], spans: list[range]) -> torch.Tensor:
@@ -150,7 +151,8 @@ class HeadMemory:
         """Return (n, heads, q, d) causal attention: every position sees those up to itself."""
         width = int(at.max()) + 1
         keys, values = (self.head.for_queries(x[rows, :, :width]) for x in (self._kept.keys, self._kept.values))
-        seen = torch.arange(width, device=at.device) <= at[:, None, :, None]
+        columns, last = torch.arange(width, device=at.device), at[:, None, :, None]
+        seen = (columns <= last) & ((columns >= self.head.begins_at) | (columns == last))
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
 
     def _make_room(self, row: int, length: int) -> None:

@@ -12,11 +12,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from TIDE.routing.certificate import Certificate
+
+if TYPE_CHECKING:
+    from TIDE.routing.router_file import RouterFile
 
 Head = Callable[..., torch.Tensor]  # (n, hidden) states [, (v,) token ids] -> (n, vocabulary or v) logits
 
@@ -39,6 +42,7 @@ class ExitPolicy(ABC):
         exit_thresholds: by depth, for checkpoints with thresholds of their own.
         fast_threshold: lower bound of all thresholds in mode "fast", which does not verify.
         certificate: gives the threshold of mode "fast" instead, if its settings are those of the engine.
+        file: the router file it is made of, if there is one.
         watches: depths whose states are passed to `observe`, for all tokens.
         weighs: True if scores are probabilities of agreement, so that mode "exact" may weigh them against time instead of
             using thresholds.
@@ -51,6 +55,7 @@ class ExitPolicy(ABC):
     exit_thresholds: Mapping[int, float] = MappingProxyType({})
     fast_threshold: float = 0.0
     certificate: Certificate | None = None
+    file: RouterFile | None = None
     min_layers: int = 0
     max_pending: int = 8
 

@@ -55,6 +55,14 @@ class Router(nn.Module):
         return self.up(nn.functional.silu(self.down(features)))[:, 0]
 
 
+class OwnProbability(nn.Module):
+    """The score of exits without a router: the probability that the exit itself gives to its best token."""
+
+    def forward(self, states: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Map (n, vocabulary) logits to (n,) scores."""
+        return logits.float().softmax(-1).amax(-1)
+
+
 def signals_of(logits: torch.Tensor) -> torch.Tensor:
     """Map (n, vocabulary) logits to (n, 4): best probability, its logarithm, its lead over the second, entropy."""
     logs = logits.float().log_softmax(-1)

@@ -28,9 +28,9 @@ from TIDE.hub import hub_trouble
 from TIDE.routing import storage
 from TIDE.routing.card import LIBRARY, card_text, summary_text
 from TIDE.routing.certificate import Certificate
-from TIDE.routing.exits import Exit, build_exit
+from TIDE.routing.exits import EAGLE3, KINDS, Exit, build_exit
 from TIDE.routing.fingerprint import Fingerprint, fingerprint
-from TIDE.routing.heads import HEADS, HeadSizes, IdentityHead
+from TIDE.routing.heads import HeadSizes, IdentityHead
 from TIDE.routing.original import ORIGIN, ORIGINAL_KEYS, THRESHOLD, is_original, original_policy, read_original
 from TIDE.routing.policy import ExitPolicy, Head
 from TIDE.routing.router import Router
@@ -150,14 +150,26 @@ class RouterFile(ModelHubMixin):
         pending = ExitPolicy.max_pending
         return cls("identity", exits, tuple(exits), pending, facts=facts, version=ORIGIN.split()[-1], path=path)
 
+    def for_model(self, adapter: ModelAdapter) -> RouterFile:
+        """Return the file as it is used with an adapter's model: itself, or an imported head after a trial on that model."""
+        if self.strategy != EAGLE3:
+            return self
+        from TIDE.routing.eagle3.imported import tried
+
+        return tried(self, adapter)
+
     def policy(self, adapter: ModelAdapter, head: Head | None = None) -> ExitPolicy:
         """Return the exit policy for an adapter's model; raise unless the file was made for that model.
 
         Args:
             head: the final norm and LM head; the adapter's own if None.
+
+        Returns:
+            `policy.file` is this file, or what `for_model` makes of it.
         """
-        policy = self._policy(adapter, head)
-        policy.certificate = self.certificate
+        file = self.for_model(adapter)
+        policy = file._policy(adapter, head)
+        policy.certificate, policy.file = file.certificate, file
         return policy
 
     def _policy(self, adapter: ModelAdapter, head: Head | None) -> ExitPolicy:
@@ -170,7 +182,7 @@ class RouterFile(ModelHubMixin):
                     f"{', '.join(different)}. Use the file of this model, or calibrate this model: tide calibrate ..."
                 )
         if self.facts.get("origin") == ORIGIN:
-            routers = {depth: at.router for depth, at in self.exits.items()}
+            routers = {depth: at.router for depth, at in self.exits.items() if isinstance(at.router, Router)}
             return original_policy(routers, adapter.hidden_dim, adapter.num_layers, where)
         hidden_dim = self.exits[max(self.exits)].sizes.hidden_dim
         if hidden_dim != adapter.hidden_dim or max(self.exits) >= adapter.num_layers:
@@ -271,8 +283,8 @@ def _fields(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[
     for name, tensor in tensors.items():
         if not (isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.is_contiguous()):
             raise ValueError(f"{name} is not a plain tensor")
-    if document["strategy"] not in HEADS:
-        raise ValueError(f"expected a strategy of {list(HEADS)}, found {document['strategy']!r}")
+    if document["strategy"] not in KINDS:
+        raise ValueError(f"expected a strategy of {list(KINDS)}, found {document['strategy']!r}")
     vocabulary = tensors.pop("vocabulary", None)
     if document["vocabulary"] != (None if vocabulary is None else len(vocabulary)):
         raise ValueError(f"expected a vocabulary of {document['vocabulary']} tokens")
@@ -296,8 +308,8 @@ def _fields(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[
 def _wrong_with(file: RouterFile) -> str | None:
     """Return what makes a router file unusable, read or about to be written; None if nothing does."""
     depths = list(file.exits)
-    if file.strategy not in HEADS:
-        return f"expected a strategy of {list(HEADS)}, found {file.strategy!r}"
+    if file.strategy not in KINDS:
+        return f"expected a strategy of {list(KINDS)}, found {file.strategy!r}"
     if not depths:
         return "it holds no routers"
     if depths != sorted(depths) or not all(_is_whole(depth, 0) for depth in depths):
@@ -315,6 +327,8 @@ def _wrong_with(file: RouterFile) -> str | None:
             return f"at depth {depth}, {wrong}"
     if len({at.sizes.hidden_dim for at in file.exits.values()}) > 1:
         return "its exits are for states of different sizes"
+    if file.strategy == EAGLE3 and depths != [0]:
+        return f"expected an EAGLE-3 head before the first layer, found {depths}"
     return None if file.vocabulary is None else _wrong_with_vocabulary(file.vocabulary, file.fingerprint)
 
 

@@ -110,7 +110,8 @@ class Slots:
         self.angles = angles
         head = None if exit_ is None else exit_.head
         self.memory = Memory(head, rows, columns) if isinstance(head, MemoryHead) else None
-        self.score_params = None if exit_ is None else score_params(exit_.router)
+        router = None if exit_ is None else exit_.router
+        self.score_params = score_params(router) if isinstance(router, Router) else None
         width = 1 if store.is_dense else max(2, store.needed(columns))
         self.tables = torch.full((rows if store.is_dense else rows + 1, width), NOBODY, **short)
         self.tokens = torch.zeros(MOST_TOKENS + 1, rows, **long)

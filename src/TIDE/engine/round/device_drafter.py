@@ -16,9 +16,11 @@ from TIDE.engine.plan import Plan
 from TIDE.engine.round.device_choice import DeviceChoice
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.kernels.layer import MOST_TOKENS
+from TIDE.routing.eagle3.head import EagleHead
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import EPS, IdentityHead, MemoryHead, input_depths, memory_depths
 from TIDE.routing.policy import ExitPolicy
+from TIDE.routing.router import Router
 
 
 def why_not_planned(plan: Plan, policy: ExitPolicy | None) -> str | None:
@@ -31,6 +33,8 @@ def why_not_planned(plan: Plan, policy: ExitPolicy | None) -> str | None:
         return f"kv_cache_strategy={plan.kv_cache_strategy!r} writes K/V after every exit"
     if not plan.exact and plan.max_pending >= MOST_TOKENS:
         return f"max_pending={plan.max_pending} is more than a round has room for"
+    if isinstance(exit_of(plan, policy).head, EagleHead):
+        return "an EAGLE-3 head drafts between passes"
     if isinstance(exit_of(plan, policy).head, IdentityHead) and not plan.checkpoint:
         return "its exit predicts from the embedding alone"
     return None
@@ -121,6 +125,7 @@ class DeviceDrafter:
     def score(self, drafts: int) -> None:
         """Score the drafts of a round, all at once."""
         slots, router = self.slots, self.exit.router
+        assert isinstance(router, Router)
         count = drafts * slots.rows
         weights = router.down.weight, router.down.bias, router.up.weight
         scores = slots.scores[:drafts].flatten()

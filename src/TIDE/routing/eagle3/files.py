@@ -1,0 +1,114 @@
+"""The files of an EAGLE-3 head: a folder with config.json and weights, in one of two layouts.
+
+                    original (EAGLE, SpecForge, AngelSlim)          speculators
+    config.json     flat fields of a Llama                          the same in "transformer_layer_config"
+    weights         pytorch_model.bin or model.safetensors          model.safetensors
+    the block       "midlayer.…"                                    "layers.0.…"
+
+Weights are read as tensors only, so no code of a file runs. Names are made those of the speculators layout.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+
+ORIGINAL, SPECULATORS = "original", "speculators"
+PARTS = ("low", "mid", "high")  # older names of norms of the three states
+AGAIN = "Get it again from where it came"
+
+
+class HeadFiles(NamedTuple):
+    """The contents of a folder."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def layout(self) -> str:
+        return SPECULATORS if "speculators_model_type" in self.config else ORIGINAL
+
+    @property
+    def block(self) -> dict[str, Any]:
+        """The configuration of the decoder block."""
+        return self.config["transformer_layer_config"] if self.layout == SPECULATORS else self.config
+
+
+def read_files(folder: Path) -> HeadFiles:
+    """Read a folder; raise with the reason if it holds no EAGLE-3 head."""
+    config = _config(folder / "config.json")
+    _check_kind(config, folder)
+    tensors: dict[str, torch.Tensor] = {}
+    for path in _weights(folder):
+        tensors |= _tensors(path)
+    return HeadFiles(folder, config, {_name(name): tensor for name, tensor in tensors.items()})
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no router file and no EAGLE-3 head in {path.parent}: expected router.safetensors, or config.json and "
+            f"weights. Give a folder that has them."
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise ValueError(f"{path} was not loaded: expected JSON, found {problem}. {AGAIN}.") from problem
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} was not loaded: expected names and values, found {type(config).__name__}. {AGAIN}.")
+    return config
+
+
+def _check_kind(config: dict[str, Any], folder: Path) -> None:
+    kind = config.get("speculators_model_type")
+    names = config.get("architectures") or []
+    if kind is not None and kind != "eagle3":
+        raise ValueError(f"{folder} holds a draft model of the kind {kind!r}; TIDE reads eagle3. Give an EAGLE-3 head.")
+    if kind is not None and not isinstance(config.get("transformer_layer_config"), dict):
+        raise ValueError(f"{folder}/config.json is damaged: it lacks transformer_layer_config. {AGAIN}.")
+    if config.get("quantization_config"):
+        raise ValueError(f"{folder} holds quantized weights; TIDE reads fp32, bf16 and fp16. Give the head as it was trained.")
+    if kind is None and config.get("model_type") not in (None, "llama"):
+        raise ValueError(
+            f"{folder} holds a {config['model_type']!r} ({', '.join(map(str, names))}): expected an EAGLE-3 head, whose "
+            f"architecture is LlamaForCausalLMEagle3. Give the folder of the head, not of the model."
+        )
+
+
+def _weights(folder: Path) -> list[Path]:
+    """Return the files with weights: safetensors, otherwise pickles of tensors."""
+    for pattern in ("*.safetensors", "*.bin"):
+        if found := sorted(folder.glob(pattern)):
+            return found
+    raise FileNotFoundError(f"there are no weights in {folder}: expected model.safetensors or pytorch_model.bin. {AGAIN}.")
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        found = _read_safetensors(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+    except Exception as problem:  # a damaged file can fail in any way
+        raise ValueError(
+            f"{path} was not loaded: it is truncated, damaged, or holds more than tensors ({type(problem).__name__}). {AGAIN}."
+        ) from problem
+    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+        raise ValueError(f"{path} was not loaded: expected tensors by name, found {type(found).__name__}. {AGAIN}.")
+    return found
+
+
+def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    with safe_open(path, framework="pt") as file:
+        # cloned: the tensors are mapped to the file, which may change
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+
+
+def _name(name: str) -> str:
+    """Return the name of a tensor in the speculators layout."""
+    name = name.removeprefix("model.")
+    for number, part in enumerate(PARTS):
+        name = name.replace(f"aux_norm_{part}.", f"fc_norm.{number}.")
+    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name

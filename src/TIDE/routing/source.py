@@ -1,0 +1,56 @@
+"""Where exits come from: a router file, a folder, or an id on the Hugging Face hub.
+
+router.safetensors, router.pt      a router file
+a folder, or owner/name            one with router.safetensors in it, or an EAGLE-3 head: config.json and weights
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from TIDE.hub import hub_trouble
+from TIDE.routing.router_file import HUB_FILE, RouterFile
+from TIDE.routing.storage import SUFFIXES
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+FILES = [HUB_FILE, "config.json", "*.safetensors", "*.bin"]
+
+
+def is_hub_id(source: str | Path) -> bool:
+    """Return True if a source is looked for on the hub: nothing here has its name, and no router file could have it."""
+    name = str(source)
+    return not Path(name).exists() and Path(name).suffix not in SUFFIXES and HUB_ID.fullmatch(name) is not None
+
+
+def load_router(source: str | Path) -> RouterFile:
+    """Read exits; raise with the reason if they are not usable."""
+    if is_hub_id(source):
+        return _from_folder(_downloaded(str(source)), str(source))
+    path = Path(source)
+    return _from_folder(path, None) if path.is_dir() else RouterFile.load(path)
+
+
+def _from_folder(folder: Path, name: str | None) -> RouterFile:
+    if (folder / HUB_FILE).is_file():
+        return RouterFile.load(folder / HUB_FILE)
+    from TIDE.routing.eagle3.imported import read_folder
+
+    return read_folder(folder, name)
+
+
+def _downloaded(name: str) -> Path:
+    trouble = hub_trouble()
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES, local_files_only=trouble is not None))
+    except LocalEntryNotFoundError as problem:
+        raise OSError(
+            f"cannot load exits from {name!r}: there is no such file or folder here, the hub cannot be reached "
+            f"({trouble or problem}), and it was not downloaded before. Check the connection, or give a file or folder."
+        ) from problem
+    except HfHubHTTPError as problem:
+        said = str(problem).split("\n")[0]
+        raise OSError(f"cannot load exits from {name!r}: {said} Check the name, or give a file or a folder.") from problem
