@@ -189,3 +189,32 @@ def a_head(folder: Path, depths: list[int] | None = None, layout: str = "origina
     config = config_of(layout, **more, eagle_aux_hidden_state_layer_ids=depths or [1, 2, 4])
     tensors = tensors_of(**{name: bool(more.get(name)) for name in FLAGS})
     return write(folder, config, original(tensors) if layout == "original" else tensors)
+
+
+def fitted(model, depths: tuple[int, ...], steps: int = 150, theta: float = 10000.0, **flags: bool) -> dict[str, torch.Tensor]:
+    """Tensors of a head that knows a few hundred tokens of a model's own text by heart: those it will be tried on."""
+    from TIDE.adapters.adapter import ModelAdapter
+    from TIDE.routing.eagle3.export import _tensors
+    from TIDE.routing.eagle3.head import EagleHead, EagleSizes
+    from TIDE.routing.eagle3.settle import _own_text, _run
+
+    adapter = ModelAdapter(model)
+    with torch.no_grad():
+        text = _run(adapter, _own_text(adapter), sorted({0, *depths}))
+    vocabulary, layers = adapter.vocab_size, adapter.num_layers
+    adapter.close()
+    sizes = EagleSizes(DIM, INNER, HEADS, KV_HEADS, HEAD_DIM, theta, len(depths), 1, vocabulary, depths, EPS, **flags)
+    torch.manual_seed(0)
+    head = EagleHead(sizes)
+    optimizer = torch.optim.Adam(head.parameters(), 5e-3)
+    states = {depth: own.clone() for depth, own in text.states.items()}
+    deep = torch.cat([states[depth] for depth in head.seen(0, layers).memories], -1)
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for step, guesses in enumerate(head.unroll(states[0], deep, 3), 1):
+            logits = head.logits(guesses[:, step:])
+            loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), text.choices[:, step:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return _tensors(head)

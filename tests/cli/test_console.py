@@ -61,7 +61,8 @@ WRONG = {
     "certify": (["x", "--prompts", sys.executable], "expected a .jsonl file with a prompt a line"),
     "analyze": (["default", "--dataset", "nowhere.txt"], "there is no file nowhere.txt. Give a .txt or .jsonl file"),
     "bench": (["hi", "--model", "nobody/nothing"], "give --router FILE, or make one: tide calibrate nobody/nothing"),
-    "inspect": (["nowhere.safetensors"], "'nowhere.safetensors' does not exist"),
+    "inspect": (["nowhere.safetensors"], "there is no router file nowhere.safetensors"),
+    "export": (["nowhere.safetensors", "--to", "new"], "there is no router file nowhere.safetensors"),
     "report": ([], "Missing argument"),
     "serve": (["--port", "abc"], "Invalid value for '--port'"),
 }

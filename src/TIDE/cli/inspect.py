@@ -4,48 +4,58 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from TIDE.cli.errors import checked
 from TIDE.cli.model import check_model, load
+from TIDE.cli.router import check_router, router_path
+
+if TYPE_CHECKING:
+    from TIDE.routing.router_file import RouterFile
 
 
 def inspect(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A router file, .safetensors or .pt.")
+        str,
+        typer.Argument(
+            metavar="FILE",
+            callback=checked(check_router),
+            help="A router file, .safetensors or .pt, or an EAGLE-3 head: a folder or a hub id.",
+        ),
     ],
     model: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
             callback=checked(check_model),
-            help="Also load this model, check that the file is for it, and print which runner runs its layers here.",
+            help="Also load this model, try the file on it, and print which runner runs its layers here.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the contents as JSON.")] = False,
 ) -> None:
-    """Print the contents of a router file. Model, checkpoints, configuration, training facts and measured figures.
+    """Print the contents of a router file or EAGLE-3 head. Model, checkpoints, configuration, facts and figures.
 
     \b
     Examples:
       tide inspect my.safetensors
       tide inspect my.safetensors --model my-org/my-model
+      tide inspect my-org/my-eagle3-head --model my-org/my-model
       tide inspect my.safetensors --json
     """
-    from TIDE.routing.router_file import RouterFile
+    from TIDE.routing.source import load_router
 
-    held = RouterFile.load(file)
-    backend = None if model is None else _backend(model, file)
+    source = router_path("default", file)
+    held, backend = (load_router(source), None) if model is None else _tried(model, source)
     if as_json:
         typer.echo(json.dumps(held.as_dict() | ({} if backend is None else {"backend": backend}), indent=2))
     else:
         typer.echo(held.summary() + ("" if backend is None else f"\nhere: {backend}"))
 
 
-def _backend(name: str, file: Path) -> str:
-    """Return the description of the runner of the model's layers, known after a few tokens."""
+def _tried(name: str, file: Path) -> tuple[RouterFile, str]:
+    """Return a file as it is used with a model, and the runner of its layers in words, known after a few tokens."""
     import torch
 
     import TIDE
@@ -55,4 +65,5 @@ def _backend(name: str, file: Path) -> str:
         for _ in range(3):  # run eagerly, captured, replayed
             prompt = torch.full((1, 8), 1, device=model.device)
             engine.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
-        return engine.backend
+        assert engine.policy is not None and engine.policy.file is not None
+        return engine.policy.file, engine.backend

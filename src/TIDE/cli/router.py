@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -11,10 +12,12 @@ from TIDE.cli.errors import WrongUsage, checked
 from TIDE.cli.files import check_target
 
 SUFFIXES = (".safetensors", ".pt")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def check_router(name: str) -> None:
-    if name != "default" and not Path(name).is_file():
+    """Raise if there are no exits of this name; a hub id is looked up when they are loaded."""
+    if name != "default" and not Path(name).exists() and (Path(name).suffix in SUFFIXES or not HUB_ID.fullmatch(name)):
         raise ValueError(
             f"there is no router file {name}. Make one with tide calibrate, or give 'default' for the shipped one."
         )
@@ -29,7 +32,7 @@ Router = Annotated[
     typer.Option(
         metavar="FILE",
         callback=checked(check_router),
-        help="A router file, or 'default': the shipped one, used for the default model unless given.",
+        help="A router file, an EAGLE-3 head (folder or hub id), or 'default': the shipped one, used for the default model.",
     ),
 ]
 NoExits = Annotated[bool, typer.Option("--no-exits", help="Run all layers for every token; needs no router file.")]

@@ -195,6 +195,17 @@ class RouterFile(ModelHubMixin):
 
         return CalibratedPolicy(self, adapter, head)
 
+    def export(self, folder: str | Path, layout: str = "vllm", model: str | None = None) -> None:
+        """Write its EAGLE-3 head to a folder that other servers load; raise with the reason if it has none.
+
+        Args:
+            layout: "vllm", "sglang" or "speculators".
+            model: hub id or path of the model, for layouts that name it; None: the name in the fingerprint.
+        """
+        from TIDE.routing.eagle3.export import export
+
+        export(self, Path(folder), layout, model)
+
     def as_dict(self) -> dict[str, Any]:
         """Return everything except the tensors, as JSON values."""
         values = {

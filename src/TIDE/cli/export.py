@@ -1,0 +1,51 @@
+"""`tide export`: an EAGLE-3 head for vLLM, SGLang or speculators."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from TIDE.cli.errors import checked
+from TIDE.cli.model import check_model, load
+from TIDE.cli.router import check_router, router_path
+
+
+def export(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", callback=checked(check_router), help="A router file, or an EAGLE-3 head: a folder or a hub id."
+        ),
+    ],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The folder to write, new or empty.")],
+    layout: Annotated[Literal["vllm", "sglang", "speculators"], typer.Option(help="The layout to write it in.")] = "vllm",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            callback=checked(check_model),
+            help="Load this model and try the head on it first: needed for one that comes from elsewhere.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+) -> None:
+    """Write an EAGLE-3 head as other servers load it. What a layout cannot say is refused with the reason.
+
+    \b
+    Examples:
+      tide export my.safetensors --to head
+      tide export my-org/my-eagle3-head --model my-org/my-model --to head --layout speculators
+    """
+    from TIDE.routing.source import load_router
+
+    held = load_router(router_path("default", file))
+    if model is not None:
+        from TIDE.adapters.adapter import ModelAdapter
+
+        held = held.for_model(ModelAdapter(load(model).model))
+    held.export(to, layout, model)
+    written = {"folder": str(to), "layout": layout, "files": sorted(path.name for path in to.iterdir())}
+    typer.echo(json.dumps(written) if as_json else f"written: {to} ({', '.join(written['files'])})")
