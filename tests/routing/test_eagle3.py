@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from eagle_heads import DIM, FLAGS, Reference, config_of, original, tensors_of, with_vocabulary, write
 from TIDE.routing.eagle3.files import read_files
 from TIDE.routing.eagle3.read import read_head
 from TIDE.routing.memory import HeadMemory
 
+DATA = Path(__file__).parent / "data"
 LAYERS, LENGTH = 8, 14
 DEPTHS = (2, 4, 5)  # those of EAGLE-3 for eight layers
 OF_31 = ("fc_norm", "norm_output")
@@ -36,7 +40,7 @@ def read(folder, flags, **more):
     return head.read_as(head.readings[0]), Reference(tensors, flags)
 
 
-@pytest.mark.parametrize("flags", [(), *[(flag,) for flag in FLAGS], OF_31, FLAGS])
+@pytest.mark.parametrize("flags", [(), *[(flag,) for flag in FLAGS], OF_31, FLAGS[1:]])
 def test_prompts_drafts_and_accepted_tokens_equal_the_reference(flags, tmp_path):
     head, reference = read(tmp_path, dict.fromkeys(flags, True))
     text, memory = Text(), HeadMemory(head, 0, LAYERS, 1)
@@ -122,3 +126,22 @@ def test_both_layouts_and_both_kinds_of_files_say_the_same(tmp_path):
             assert torch.equal(tensor, one.head.state_dict()[name]), name
     rows = found[0].head.lm_head.weight
     assert torch.equal(rows[found[0].vocabulary.tolist().index(100)], tensors["lm_head.weight"][3])
+
+
+def test_a_file_of_the_package_speculators_gives_its_logits():
+    """Written by `data/speculators_head.py`: with fc_norm, norm_output, norm_before_residual and a draft vocabulary."""
+    head, vocabulary = read_head(read_files(DATA / "speculators-eagle3"))
+    given = load_file(DATA / "speculators-eagle3-logits.safetensors")
+    assert len(head.readings) == 1 and len(vocabulary) == 48 and head.embedding is not None
+    head = head.read_as(head.readings[0])
+    assert head.sizes.depths == (1, 2, 4) and head.sizes.norm_before_residual and head.sizes.norm_output
+    for step, found in enumerate(unrolled(head, given, load_file(DATA / "speculators-eagle3" / "model.safetensors"))):
+        torch.testing.assert_close(found, given[f"logits.{step}"][:, : found.shape[1]], **CLOSE)
+
+
+def unrolled(head, given, tensors):
+    """Logits of drafts as the package numbers them: position i has the states of token i and the id of the next."""
+    length = given["ids"].shape[1]
+    embedded = tensors["embed_tokens.weight"][torch.nn.functional.pad(given["ids"], (1, 0))]
+    guesses = head.unroll(embedded, torch.nn.functional.pad(given["states"], (0, 0, 0, 1)), 3)
+    return [head.logits(own[:, 1 + step : 1 + length]) for step, own in enumerate(guesses)]

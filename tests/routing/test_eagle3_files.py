@@ -28,7 +28,7 @@ def tried(folder, model) -> RouterFile:
         adapter.close()
 
 
-# ---- readings -----------------------------------------------------------------------------------------------------------------
+# ---- readings ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +92,10 @@ def test_a_tried_head_is_saved_and_loaded_as_a_router_file(deep, known, tmp_path
     assert again.exits[0].sizes == file.exits[0].sizes
     for name, tensor in file.exits[0].head.state_dict().items():
         assert torch.equal(tensor, again.exits[0].head.state_dict()[name])
+    another = build("llama", num_hidden_layers=8)
+    torch.nn.init.normal_(another.lm_head.weight)
     with pytest.raises(ValueError, match="They differ in"):
-        tried_on_another = build("llama", num_hidden_layers=8)
-        torch.nn.init.normal_(tried_on_another.lm_head.weight)
-        TIDE(tried_on_another, tmp_path / "router.safetensors")
+        TIDE(another, tmp_path / "router.safetensors")
 
 
 def test_an_untried_head_is_not_saved(tmp_path):
@@ -103,7 +103,7 @@ def test_an_untried_head_is_not_saved(tmp_path):
         load_router(a_head(tmp_path)).save(tmp_path / "router.safetensors")
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------------------
+# ---- what is refused --------------------------------------------------------------------------------------------------------
 
 
 class Hostile:
@@ -151,6 +151,7 @@ REFUSED = {
     "layer ids": (tensors_of(), {IDS: [1, 2]}, r"reads 3 states of a token, and config.json names the layers \[1, 2\]"),
     "wrong layer ids": (tensors_of(), {IDS: ["a"]}, "expected a list of layers"),
     "fc_norm": (tensors_of(), {"fc_norm": True}, "expected 3 norms fc_norm of one size before fc, found 0"),
+    "two norms": (tensors_of(fc_norm=True, norm_before_fc=True), {}, "it norms states before fc together"),
     "norm_before_fc": (tensors_of(), {"norm_before_fc": True}, "it lacks the tensor input_norm.weight"),
     "quantization": (tensors_of(), {"quantization_config": {"bits": 4}}, "holds quantized weights"),
     "another kind": (tensors_of(), {"speculators_model_type": "dflash"}, "a draft model of the kind 'dflash'"),
@@ -237,7 +238,7 @@ def test_heads_for_other_models_are_refused_with_both_sizes(deep, tmp_path):
         tried(a_head(tmp_path / "gpt2"), build("gpt2"))
 
 
-# ---- export -------------------------------------------------------------------------------------------------------------------
+# ---- export -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["vllm", "sglang", "speculators"])

@@ -82,7 +82,7 @@ def _check_kind(config: dict[str, Any], folder: Path) -> None:
 
 def _weights(folder: Path) -> list[Path]:
     """Return the files with weights: safetensors, otherwise pickles of tensors."""
-    for pattern in ("*.safetensors", "*.bin"):
+    for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin"):
         if found := sorted(folder.glob(pattern)):
             return found
     raise FileNotFoundError(f"there are no weights in {folder}: expected model.safetensors or pytorch_model.bin. {AGAIN}.")

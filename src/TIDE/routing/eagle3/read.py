@@ -119,6 +119,8 @@ def _check_names(files: HeadFiles) -> None:
         raise _damaged(files, f"it lacks the tensor {missing[0]}{more}")
     if _flag(files, "norm_before_fc") and "input_norm.weight" not in tensors:
         raise _damaged(files, "config.json says norm_before_fc, and it lacks the tensor input_norm.weight")
+    if "input_norm.weight" in tensors and "fc_norm.0.weight" in tensors:
+        raise _refused(files, "it norms states before fc together (input_norm) and each by itself (fc_norm)")
     if others:
         raise _refused(files, f"it has tensors that no EAGLE-3 head has: {', '.join(sorted(others)[:3])}")
 
