@@ -6,13 +6,13 @@ python speculators_head.py check DIR    print the logits of an exported head as 
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.model import DraftVocabMixin
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig
@@ -75,17 +75,15 @@ def logits(model: Eagle3DraftModel, given: dict[str, torch.Tensor]) -> dict[str,
 
 
 def check(folder: Path) -> None:
-    """Load a folder that TIDE exported, run what `given.safetensors` in it says, and write what comes out."""
-    config = json.loads((folder / "config.json").read_text())
-    config["speculators_config"]["verifier"]["name_or_path"] = None  # nothing is looked up
-    (folder / "config.json").write_text(json.dumps(config))
-    given = load_file(folder / "given.safetensors")
-    (folder / "given.safetensors").unlink()
+    """Load a folder that TIDE exported and run what the file beside it says; write what comes out."""
     made = Eagle3SpeculatorConfig.from_pretrained(folder)
     made.transformer_layer_config._attn_implementation = "sdpa"
     model = Eagle3DraftModel.from_pretrained(folder, config=made).float().eval()
-    model.embed_tokens.weight.data = given.pop("embedding")
-    save_file(logits(model, given), folder / "theirs.safetensors")
+    DraftVocabMixin.load_verifier_weights(
+        model, overwrite_embed_tokens=True
+    )  # 0.9.0 leaves an embedding that a file lacks uninitialized
+    given = folder.with_name(f"{folder.name}-given.safetensors")
+    save_file(logits(model, load_file(given)), folder.with_name(f"{folder.name}-logits.safetensors"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""EAGLE-3 heads on the command line: shown, used, and exported."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from commands import fits, tide
+from eagle_heads import a_head
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.fixture
+def head(tmp_path):
+    return a_head(tmp_path / "head", [1, 2, 3], eagle_config={IDS: [0, 1, 2]})
+
+
+def test_inspect_shows_a_head_and_with_a_model_how_it_is_read(head, folder):
+    done = tide("inspect", head)
+    assert done.exit_code == 0, done.output
+    assert "strategy      eagle3" in done.stdout and "EAGLE-3 head, original layout" in done.stdout
+    assert "not yet: which of the readings is right" in done.stdout
+    assert "none: a draft's own probability is its score" in done.stdout
+    done = tide("inspect", head, "--model", folder, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["facts"]["tried"].startswith("it sees states of the depths 1, 2, 3")
+    assert found["exits"]["0"]["sizes"]["depths"] == [1, 2, 3] and "backend" in found
+
+
+def test_generate_takes_a_head_as_router(head, folder):
+    asked = ("generate", "Say it.", "--model", folder, "--max-new-tokens", 8, "--json")
+    with_head, without = (tide(*asked, *more) for more in (("--router", head), ("--no-exits",)))
+    assert with_head.exit_code == without.exit_code == 0, with_head.output
+    assert json.loads(with_head.stdout)["answer"] == json.loads(without.stdout)["answer"]
+
+
+@pytest.mark.parametrize("layout", ["vllm", "sglang", "speculators"])
+def test_export_writes_a_head(layout, head, folder, tmp_path):
+    done = tide("export", head, "--model", folder, "--to", tmp_path / "new", "--layout", layout, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert fits(found, dict(folder=str, layout=str, files=[str]))
+    assert found["files"] == ["config.json", "model.safetensors"] and found["layout"] == layout
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config[IDS] == [1, 2, 3]
+    if layout == "speculators":
+        assert config["speculators_config"]["verifier"]["name_or_path"] == str(folder)
+
+
+def test_what_cannot_be_exported_is_a_line(head, folder, router, tmp_path):
+    for file, said in ((router, "a memory head joins"), (head, "Give the model too (--model)")):
+        done = tide("export", file, "--to", tmp_path / "new")
+        assert done.exit_code == 1 and len(done.stderr.splitlines()) == 1
+        assert "cannot be exported for vllm" in done.stderr and said in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_names_that_nothing_has_are_wrong_usage():
+    for name in ("nowhere.safetensors", "a/b/c", "no such"):
+        done = tide("inspect", name)
+        assert done.exit_code == 2 and f"there is no router file {name}" in done.stderr
