@@ -229,13 +229,18 @@ def test_heads_for_other_models_are_refused_with_both_sizes(deep, tmp_path):
             config_of("original"),
             tensors_of() | {"embed_tokens.weight": table},
         ),
+        "has an embedding of its own": (config_of("original"), tensors_of() | {"embed_tokens.weight": table[:, :32].clone()}),
     }
     for number, (said, (config, tensors)) in enumerate(cases.items()):
         with pytest.raises(ValueError, match=said) as error:
             tried(write(tmp_path / str(number), config, tensors), deep)
         assert "\n" not in str(error.value) and "or calibrate one" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["bloom", "gpt2", "opt", "opt-projected"])
+def test_models_that_change_embeddings_before_their_first_layer_are_refused(name, tmp_path):
     with pytest.raises(ValueError, match="this model changes them before its first layer"):
-        tried(a_head(tmp_path / "gpt2"), build("gpt2"))
+        tried(a_head(tmp_path), build(name))
 
 
 # ---- export -----------------------------------------------------------------------------------------------------------------

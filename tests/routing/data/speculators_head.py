@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
-from speculators.model import DraftVocabMixin
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig
@@ -79,9 +78,8 @@ def check(folder: Path) -> None:
     made = Eagle3SpeculatorConfig.from_pretrained(folder)
     made.transformer_layer_config._attn_implementation = "sdpa"
     model = Eagle3DraftModel.from_pretrained(folder, config=made).float().eval()
-    DraftVocabMixin.load_verifier_weights(
-        model, overwrite_embed_tokens=True
-    )  # 0.9.0 leaves an embedding that a file lacks uninitialized
+    table = load_file(folder.with_name("model") / "model.safetensors")["model.embed_tokens.weight"]
+    model.embed_tokens.weight.data = table  # 0.9.0 leaves an embedding that a file lacks uninitialized
     given = folder.with_name(f"{folder.name}-given.safetensors")
     save_file(logits(model, load_file(given)), folder.with_name(f"{folder.name}-logits.safetensors"))
 
