@@ -84,6 +84,21 @@ def test_a_draft_vocabulary_changes_no_text(llama, prompts, tmp_path):
         assert engine.policy.vocabulary.tolist() == sorted(some.tolist())
 
 
+@pytest.mark.parametrize(("of_model", "of_head"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")])
+def test_a_head_takes_on_the_dtype_of_its_model(of_model, of_head, tmp_path):
+    model = build("llama").to(getattr(torch, of_model))
+    tensors = {name: one.to(getattr(torch, of_head)) for name, one in tensors_of(fc_norm=True).items()}
+    head = write(tmp_path, config_of("speculators", eagle_aux_hidden_state_layer_ids=[1, 2, 3]), tensors)
+    ids = torch.tensor([[5, 17, 80, 31, 9, 44]])
+    with TIDE(model) as engine:
+        expected = engine.generate(ids, **GREEDY)
+    with TIDE(model, head, DRAFT) as engine:
+        assert torch.equal(engine.generate(ids, **GREEDY), expected)
+        assert engine.last_stats.drafted > 0
+        assert engine.policy.exits[0].head.fc.weight.dtype == model.dtype
+        engine.policy.file.save(tmp_path / "router.safetensors")
+
+
 def test_a_conversation_goes_on_with_what_the_head_remembers(good):
     model, head = good
     with TIDE(model, head, DRAFT) as engine:

@@ -22,14 +22,15 @@ FILES = [HUB_FILE, "config.json", "*.safetensors", "*.bin"]
 
 def is_hub_id(source: str | Path) -> bool:
     """Return True if a source is looked for on the hub: nothing here has its name, and no router file could have it."""
-    name = str(source)
+    name = Path(source).as_posix()
     return not Path(name).exists() and Path(name).suffix not in SUFFIXES and HUB_ID.fullmatch(name) is not None
 
 
 def load_router(source: str | Path) -> RouterFile:
     """Read exits; raise with the reason if they are not usable."""
     if is_hub_id(source):
-        return _from_folder(_downloaded(str(source)), str(source))
+        name = Path(source).as_posix()
+        return _from_folder(_downloaded(name), name)
     path = Path(source)
     return _from_folder(path, None) if path.is_dir() else RouterFile.load(path)
 

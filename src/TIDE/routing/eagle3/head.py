@@ -119,9 +119,9 @@ class EagleHead(RememberingHead):
     def read_as(self, sizes: EagleSizes) -> EagleHead:
         """Return a head of the same weights, read in another way."""
         with torch.device("meta"):
-            found = EagleHead(sizes)
+            found = EagleHead(sizes).eval().requires_grad_(False)
         found.load_state_dict(self.state_dict(), assign=True)
-        return found.eval().requires_grad_(False)
+        return found
 
     def _projected(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         found = F.linear(x[..., : 2 * self.sizes.hidden_dim], weight)

@@ -46,11 +46,11 @@ def settle(head: UntriedHead, vocabulary: torch.Tensor | None, adapter: ModelAda
     """Return a head as it agrees best with a model; raise if it does not fit that model."""
     check_sizes(head, vocabulary, adapter, name, head.target_vocabulary)
     readings = _possible(head.readings, adapter.num_layers, name)
+    head.to(adapter.device, adapter.model.dtype)  # outside of inference mode, whose tensors could not be used elsewhere
     with adapter.grad_off():
         ids = _own_text(adapter)
         text = _run(adapter, ids, sorted({0, *(depth for own in readings for depth in own.depths)}))
         _check_embedding(head, adapter, ids, text.states[0], name)
-        head.to(adapter.device, adapter.model.dtype)
         own = None if vocabulary is None else vocabulary.to(adapter.device)
         found = [_agreement(head.read_as(sizes), own, text) for sizes in readings]
     means = [sum(one) / len(one) for one in found]
