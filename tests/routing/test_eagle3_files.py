@@ -8,6 +8,8 @@ import pickle
 
 import pytest
 import torch
+from httpx import Request, Response
+from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from eagle_heads import a_head, config_of, fitted, original, tensors_of, with_vocabulary, write
@@ -155,7 +157,6 @@ REFUSED = {
     "norm_before_fc": (tensors_of(), {"norm_before_fc": True}, "it lacks the tensor input_norm.weight"),
     "quantization": (tensors_of(), {"quantization_config": {"bits": 4}}, "holds quantized weights"),
     "another kind": (tensors_of(), {"speculators_model_type": "dflash"}, "a draft model of the kind 'dflash'"),
-    "a model's folder": (tensors_of(), {"model_type": "qwen3"}, "holds a 'qwen3'"),
     "no block": (tensors_of(), {"speculators_model_type": "eagle3"}, "it lacks transformer_layer_config"),
 }
 
@@ -210,6 +211,39 @@ def test_a_folder_without_anything_and_a_hub_out_of_reach_are_said(llama, tmp_pa
         TIDE(llama, "nobody/eagle3-head")
     with pytest.raises(FileNotFoundError, match="there is no router file nowhere/router.safetensors"):
         TIDE(llama, "nowhere/router.safetensors")
+
+
+def a_model(folder):
+    """The configuration of a model, as it is beside its weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(dict(architectures=["Qwen3ForCausalLM"], num_hidden_layers=36)))
+    return folder
+
+
+def test_a_model_is_not_taken_for_a_head(tmp_path):
+    with pytest.raises(ValueError, match="holds Qwen3ForCausalLM of 36 layers: expected an EAGLE-3 head of one"):
+        read_folder(a_model(tmp_path / "model"))
+
+
+def test_a_head_of_the_hub_is_fetched_and_a_model_is_not(llama, tmp_path, monkeypatch):
+    asked = []
+    there = {"my-org/head": a_head(tmp_path / "head"), "my-org/model": a_model(tmp_path / "model")}
+
+    def download(name, allow_patterns, local_files_only):
+        asked.append((name, allow_patterns))
+        if name not in there:
+            raise RepositoryNotFoundError("404\nlong story", response=Response(404, request=Request("GET", "https://hub")))
+        return str(there[name])
+
+    monkeypatch.setattr("TIDE.routing.source.hub_trouble", lambda: None)
+    monkeypatch.setattr("TIDE.routing.source.snapshot_download", download)
+    with TIDE(llama, "my-org/head") as engine:
+        assert engine.policy.file.facts["source"] == "my-org/head"
+    with pytest.raises(ValueError, match="Give the head, not its model"):
+        TIDE(llama, "my-org/model")
+    assert ["*.bin" in patterns for _, patterns in asked] == [False, True, False]
+    with pytest.raises(OSError, match="cannot load exits from 'my-org/none': there is no such repository, or it is not public"):
+        TIDE(llama, "my-org/none")
 
 
 def test_heads_for_other_models_are_refused_with_both_sizes(deep, tmp_path):

@@ -41,12 +41,18 @@ class HeadFiles(NamedTuple):
 
 def read_files(folder: Path) -> HeadFiles:
     """Read a folder; raise with the reason if it holds no EAGLE-3 head."""
-    config = _config(folder / "config.json")
-    _check_kind(config, folder)
+    config = read_config(folder)
     tensors: dict[str, torch.Tensor] = {}
     for path in _weights(folder):
         tensors |= _tensors(path)
     return HeadFiles(folder, config, {_name(name): tensor for name, tensor in tensors.items()})
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the configuration of a folder; raise with the reason if it is not that of an EAGLE-3 head."""
+    config = _config(folder / "config.json")
+    _check_kind(config, folder)
+    return config
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -73,10 +79,16 @@ def _check_kind(config: dict[str, Any], folder: Path) -> None:
         raise ValueError(f"{folder}/config.json is damaged: it lacks transformer_layer_config. {AGAIN}.")
     if config.get("quantization_config"):
         raise ValueError(f"{folder} holds quantized weights; TIDE reads fp32, bf16 and fp16. Give the head as it was trained.")
-    if kind is None and config.get("model_type") not in (None, "llama"):
+    layers = config.get("num_hidden_layers", 1)
+    if (
+        kind is None
+        and layers != 1
+        and "eagle" not in str(names).lower()
+        and not {"eagle_config", "draft_vocab_size"} & set(config)
+    ):
         raise ValueError(
-            f"{folder} holds a {config['model_type']!r} ({', '.join(map(str, names))}): expected an EAGLE-3 head, whose "
-            f"architecture is LlamaForCausalLMEagle3. Give the folder of the head, not of the model."
+            f"{folder} holds {', '.join(map(str, names)) or 'a model'} of {layers} layers: expected an EAGLE-3 head of one, "
+            f"whose architecture is LlamaForCausalLMEagle3. Give the head, not its model."
         )
 
 
