@@ -52,7 +52,12 @@ TABLE = {
     "min above max": (CHAT, HI | {"max_tokens": 2, "min_tokens": 3}, "min_tokens", "at most max_tokens, 2"),
     "tools of a model without": (CHAT, HI | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "template"),
     "tool_choice alone": (CHAT, HI | {"tool_choice": "auto"}, "tool_choice", "goes with tools"),
-    "a tool without a name": (CHAT, HI | {"tool_choice": {"type": "function"}}, "tool_choice", "for 'tool_choice.function', found none"),
+    "a tool without a name": (
+        CHAT,
+        HI | {"tool_choice": {"type": "function"}},
+        "tool_choice",
+        "'tool_choice.function'",
+    ),
     "a tool that is not there": (CHAT, calls(A_FUNCTION, {}), "tool_choice", "names 'g'; the tools are 'f'"),
     "required without tools": (CHAT, HI | {"tool_choice": "required"}, "tool_choice", "goes with tools"),
     "a call and a format": (CHAT, schema() | calls("required", {}), "tool_choice", "not both"),
