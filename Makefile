@@ -20,9 +20,9 @@ test-newest: $(VENV)/dev $(VENV)/warm
 test-oldest: $(OLDEST)/ready
 	TIDE_BACKEND=modules $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not real" -k "not any_policy and not random_drafts and not row_in_a_batch" tests/engine/test_exactness.py tests/adapters
 
-# property tests with thousands of examples each, and others every time: one to two hours
+# property tests with thousands of examples each, others every time, and what else tries more then: one to two hours
 test-long: $(VENV)/dev $(VENV)/warm
-	TIDE_LONG=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal --timeout=0 -m hypothesis
+	TIDE_LONG=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal --timeout=0 -m "hypothesis or long"
 
 check: $(VENV)/dev
 	$(VENV)/bin/ruff check .

@@ -1,8 +1,8 @@
 """Time and memory of a whole calibration of a model with random weights: how it scales, not how good the exits are.
 
-    python benchmarks/bench_calibrate.py --model llama-8b --samples 2000     for a GPU
-    python benchmarks/bench_calibrate.py --model tiny --samples 40           a smoke test
-    python benchmarks/bench_calibrate.py --model default --samples 4000      the embedded model, with its weights
+    python benchmarks/bench_calibrate.py --model llama-8b                   for a GPU
+    python benchmarks/bench_calibrate.py --model tiny --minutes 0.05        a smoke test
+    python benchmarks/bench_calibrate.py --model default --minutes 10       the embedded model, with its weights
 
 Random models write with the embedded model's tokenizer. Prints one JSON line; what the stages took is in the progress bars.
 """
@@ -25,7 +25,7 @@ from bench_decode import SHAPES, random_model
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", choices=[*SHAPES, "default"])
-    parser.add_argument("--samples", type=int, default=40)
+    parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     cuda = torch.cuda.is_available()
@@ -35,13 +35,13 @@ def main() -> None:
     before, start = host_gib(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "router.safetensors")
-        config = TIDE.TIDEConfig(calibration_samples=args.samples)
+        config = TIDE.TIDEConfig(calibration_minutes=args.minutes)
         file = TIDE.calibrate(model, tokenizer, path, config, quick=args.quick)
         seconds = time.perf_counter() - start
         size = path.stat().st_size
     found = {
         "model": args.model,
-        "samples": args.samples,
+        "minutes": args.minutes,
         "texts": file.facts["texts"],
         "seconds": round(seconds, 1),
         "host_gib_before": round(before, 2),

@@ -15,7 +15,8 @@ def test_defaults_are_exact_and_leave_the_rest_to_calibration():
     assert config.compaction_threshold == 0.25
     assert config.max_exit_share == 0.9
     assert config.exit_threshold is config.min_layers is config.max_pending is None
-    assert (config.checkpoint_interval, config.calibration_samples, config.calibration_dataset) == (4, 2000, "self")
+    assert (config.checkpoint_interval, config.calibration_samples, config.calibration_dataset) == (4, None, "self")
+    assert config.calibration_minutes == 3.0
     assert (config.label, config.convergence_threshold) == ("agreement", 0.98)
     assert (config.router_bottleneck_dim, config.exit_strategy) == (128, "memory")
 
@@ -49,6 +50,8 @@ def test_it_cannot_be_changed():
         ("min_layers", 2.0, "min_layers must be a whole number"),
         ("checkpoint_interval", 0, "checkpoint_interval must be a whole number of at least 1, found 0"),
         ("checkpoint_interval", None, "checkpoint_interval must be a whole number"),
+        ("calibration_minutes", 0, "calibration_minutes must be a number of minutes above 0, found 0"),
+        ("calibration_minutes", float("inf"), "calibration_minutes must be a number of minutes above 0, found inf"),
         ("calibration_samples", 19, "calibration_samples must be a whole number of at least 20, found 19"),
         ("calibration_dataset", " ", 'calibration_dataset must be "self", a data set of the hub or the path'),
         ("calibration_dataset", None, "calibration_dataset must be .* found None"),
@@ -90,6 +93,7 @@ def test_what_is_saved_is_loaded(tmp_path, name):
         exit_threshold=0.9,
         min_layers=4,
         checkpoint_interval=2,
+        calibration_minutes=1.5,
         calibration_samples=300,
         calibration_dataset="notes.jsonl",
         label="cosine",

@@ -29,7 +29,8 @@ class TIDEConfig:
             time, and mode "fast" uses the file's certificate if it has one for these settings.
         min_layers: smallest depth at which a token may exit, and smallest candidate of calibration.
         checkpoint_interval: calibration: number of layers from one candidate checkpoint to the next.
-        calibration_samples: calibration: number of texts; small models on a GPU write up to four for each.
+        calibration_minutes: calibration: minutes to spend. Texts and training steps are as many as fit.
+        calibration_samples: calibration: most texts. None: as many as fit into the minutes.
         calibration_dataset: calibration: "self" (the model writes the texts), "wikitext" or another data set of the hub,
             or the path of a .txt or .jsonl file.
         label: calibration: target that a router learns to predict. "agreement": the exit's token is the full model's;
@@ -56,7 +57,8 @@ class TIDEConfig:
     exit_threshold: float | None = None
     min_layers: int | None = None
     checkpoint_interval: int = 4
-    calibration_samples: int = 2000
+    calibration_minutes: float = 3.0
+    calibration_samples: int | None = None
     calibration_dataset: str = "self"
     label: str = "agreement"
     convergence_threshold: float = 0.98
@@ -80,10 +82,12 @@ class TIDEConfig:
         _share("max_exit_share", self.max_exit_share, optional=False)
         _at_least("min_layers", self.min_layers, 0, optional=True)
         _at_least("checkpoint_interval", self.checkpoint_interval, 1, optional=False)
-        _at_least("calibration_samples", self.calibration_samples, 20, optional=False)
+        _at_least("calibration_samples", self.calibration_samples, 20, optional=True)
         _at_least("router_bottleneck_dim", self.router_bottleneck_dim, 1, optional=False)
         _at_least("max_pending", self.max_pending, 1, optional=True)
-        if self.cache_gib is not None and not (isinstance(self.cache_gib, int | float) and 0 < self.cache_gib < float("inf")):
+        if not _is_above_zero(self.calibration_minutes):
+            raise ValueError(f"calibration_minutes must be a number of minutes above 0, found {self.calibration_minutes!r}.")
+        if self.cache_gib is not None and not _is_above_zero(self.cache_gib):
             raise ValueError(f"cache_gib must be a number of GiB above 0, or None, found {self.cache_gib!r}.")
         if not isinstance(self.calibration_dataset, str) or not self.calibration_dataset.strip():
             raise ValueError(
@@ -167,6 +171,10 @@ def _is_yaml(path: Path) -> bool:
     if path.suffix == ".json":
         return False
     raise ValueError(f"a configuration file ends in .yaml, .yml or .json, found {path.name!r}.")
+
+
+def _is_above_zero(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

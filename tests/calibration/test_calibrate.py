@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import TIDE
 from TIDE.calibration import calibrate as module
@@ -39,7 +40,7 @@ def test_one_call_gives_a_file_with_which_the_engine_writes_the_models_text(stra
     assert [type(module) for module in llama.modules()] == classes
     assert all(torch.equal(weight, before[name]) for name, weight in llama.state_dict().items())
     assert file.fingerprint is not None
-    assert set(file.checkpoints) <= set(file.exits)
+    assert set(file.checkpoints) == set(file.exits), "others would only make it larger"
     assert not list(tmp_path.glob("*.unfinished"))
     ids = torch.tensor([[1, 20, 30, 40, 50]])
     expected = llama.generate(ids, max_new_tokens=16, do_sample=False)
@@ -58,6 +59,39 @@ def test_the_same_seed_gives_the_same_file_and_another_seed_another(llama, chatt
     first, second, other = (path.read_bytes() for path in paths)
     assert first == second
     assert first != other
+
+
+def test_the_clock_decides_and_the_same_seed_gives_the_same_file_again(llama, chatty, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "FULL", replace(module.FULL, answer=16))
+    asked, config = [], TIDE.TIDEConfig(calibration_minutes=0.02, calibration_samples=60, min_layers=2, checkpoint_interval=2)
+    load_texts, fit_head = module.load_texts, module.fit_head
+    monkeypatch.setattr(module, "load_texts", lambda *args: asked.append(args[3]) or load_texts(*args))
+    monkeypatch.setattr(module, "fit_head", lambda *args: asked.append(args[4].steps) or fit_head(*args))
+    for name in ("a.safetensors", "b.safetensors"):
+        TIDE.calibrate(llama, chatty, tmp_path / name, config)
+    texts, steps = asked[:2]
+    assert 20 <= texts <= 60 and steps >= 1 and asked[:2] == asked[2:], "kept by model, machine and settings"
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("lost", "packed"), [(0.001, True), (0.003, False)])
+@pytest.mark.usefixtures("short_answers")
+def test_heads_are_stored_in_8_bits_unless_that_costs_agreement(llama, chatty, tmp_path, monkeypatch, lost, packed):
+    monkeypatch.setattr(
+        module._Job, "_agreement_in_8_bits", lambda self, fitted, depth: [one - lost for one in fitted.agreement]
+    )
+    path = tmp_path / "router.safetensors"
+    calibrated(llama, chatty, path, config={"min_layers": 2})
+    dtypes = {name: tensor.dtype for name, tensor in load_file(path).items()}
+    assert (torch.int8 in dtypes.values()) == packed, dtypes
+
+
+@pytest.mark.usefixtures("short_answers")
+def test_agreement_in_8_bits_is_that_of_the_file(llama, chatty, tmp_path):
+    path = tmp_path / "router.safetensors"
+    (own,) = calibrated(llama, chatty, path, compress=True, config={"min_layers": 2}).exits.values()
+    whole, packed = own.figures["agreement_by_step"], own.figures["agreement_in_8_bits"]
+    assert len(packed) == len(whole) == 2 and all(abs(a - b) < 0.1 for a, b in zip(whole, packed, strict=True))
 
 
 @pytest.mark.usefixtures("short_answers")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from families import build
-from TIDE.calibration.self_texts import _Author, answer_prompts, builtin_prompts, chat_frame, texts_per_sample, write_texts
+from TIDE.calibration.self_texts import _Author, answer_prompts, builtin_prompts, chat_frame, write_texts, writing_seconds
 from TIDE.calibration.text import Text
 
 PROMPTS = ["Where is the sea?", "Count to three.", "Hi"]
@@ -121,14 +121,9 @@ def test_a_template_that_hides_the_user_is_refused(chatty):
             chat_frame(chatty)
 
 
-@pytest.mark.parametrize(("weights", "texts"), [(135_000_000, 4), (900_000_000, 2), (8_000_000_000, 1)])
-def test_small_models_on_a_gpu_write_several_texts_for_a_sample(weights, texts):
-    class Model:
-        device = torch.device("cuda")
-
-        def num_parameters(self):
-            return weights
-
-    assert texts_per_sample(Model()) == texts
-    Model.device = torch.device("cpu")
-    assert texts_per_sample(Model()) == 1
+def test_more_texts_take_longer_to_write(llama, chatty):
+    seconds = writing_seconds(llama, chatty, seed=0, answer=16)
+    counts = [20, 200, 2000, 20_000]
+    times = [seconds(count) for count in counts]
+    assert 0 < times[0] < times[1] < times[2] < times[3]
+    assert times[3] < 20 * times[2], "batches that are full take no longer than others"

@@ -324,13 +324,14 @@ def test_threads_hand_rows_over():
         for thread in (server, *clients):
             thread.start()
         for thread in clients:
-            thread.join(60)
+            thread.join(600)
         done.set()
-        server.join(60)
+        server.join(600)
     assert not server.is_alive() and len(rows) == len(texts)
     check(texts, [rows[text].tokens for text in texts])
 
 
+@pytest.mark.long
 def test_many_requests_through_sixteen_slots_and_few_blocks():
     """No row is lost, texts are right, and what rows had is free again; 2,000 requests with TIDE_LONG=1."""
     generator, count = torch.Generator().manual_seed(0), 2000 if IS_LONG else 60

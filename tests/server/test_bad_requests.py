@@ -17,6 +17,14 @@ def schema(**own: object) -> dict:
     return HI | {"response_format": {"type": "json_schema", "json_schema": {"schema": own}}}
 
 
+def calls(choice: object, *parameters: object) -> dict:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": own}} for own in parameters]
+    return HI | {"tools": tools, "tool_choice": choice}
+
+
+A_FUNCTION = {"type": "function", "function": {"name": "g"}}
+
+
 # what is asked for, where it is wrong -> a part of what is said
 TABLE = {
     "unknown field": (CHAT, HI | {"best_of": 2}, "best_of", "no field 'best_of'"),
@@ -44,7 +52,17 @@ TABLE = {
     "min above max": (CHAT, HI | {"max_tokens": 2, "min_tokens": 3}, "min_tokens", "at most max_tokens, 2"),
     "tools of a model without": (CHAT, HI | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "template"),
     "tool_choice alone": (CHAT, HI | {"tool_choice": "auto"}, "tool_choice", "goes with tools"),
-    "a tool by name": (CHAT, HI | {"tool_choice": {"type": "function"}}, "tool_choice", "'none' or 'auto'"),
+    "a tool without a name": (
+        CHAT,
+        HI | {"tool_choice": {"type": "function"}},
+        "tool_choice",
+        "'tool_choice.function'",
+    ),
+    "a tool that is not there": (CHAT, calls(A_FUNCTION, {}), "tool_choice", "names 'g'; the tools are 'f'"),
+    "required without tools": (CHAT, HI | {"tool_choice": "required"}, "tool_choice", "goes with tools"),
+    "a call and a format": (CHAT, schema() | calls("required", {}), "tool_choice", "not both"),
+    "tools of nonsense": (CHAT, calls("required", {"type": "gibberish"}), "tools", "this JSON schema cannot"),
+    "tools at odds": (CHAT, calls("required", {"$defs": {"a": {}}}, {"$defs": {"a": True}}), "tools", "define 'a' differently"),
     "a template option of ours": (CHAT, HI | {"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs", "'tokenize'"),
     "no schema": (CHAT, HI | {"response_format": {"type": "json_schema"}}, "response_format", "schema, found none"),
     "an impossible schema": (CHAT, schema(type="string", minLength=9, maxLength=1), "response_format", "this JSON schema"),

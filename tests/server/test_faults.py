@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import os
 import signal
 import socket
@@ -12,11 +13,13 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
 from families import build
+from properties import IS_LONG
 from servers import SPECIAL, Running, bytewise, tiny
 from TIDE.server import ServerSettings
 from TIDE.server.job import Job
@@ -29,12 +32,15 @@ def events(answer) -> list:
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
+CLIENTS, SECONDS = (200, 0.5) if IS_LONG else (40, 0.2)
+
+
 def hang_up(url: str, stream: bool) -> None:
-    """Ask for much, and go away after a fifth of a second."""
-    until = time.monotonic() + 0.2
+    """Ask for much, and go away soon."""
+    until = time.monotonic() + SECONDS
     with (
         contextlib.suppress(httpx.ReadTimeout),
-        httpx.Client(base_url=url, timeout=0.2) as client,
+        httpx.Client(base_url=url, timeout=SECONDS) as client,
         client.stream("POST", "/v1/completions", json=LONG | {"stream": stream}) as answer,
     ):
         for _ in answer.iter_lines():
@@ -42,13 +48,17 @@ def hang_up(url: str, stream: bool) -> None:
                 return
 
 
+@pytest.mark.long
 def test_rows_of_clients_that_hang_up_are_given_up(server):
+    """40 clients; with TIDE_LONG=1 there are 200 at once, and the next request is answered within five seconds."""
     server.log.lines.clear()
-    with ThreadPoolExecutor(16) as threads:
-        list(threads.map(lambda number: hang_up(server.url, stream=number % 2 == 0), range(40)))
+    with ThreadPoolExecutor(CLIENTS if IS_LONG else 16) as threads:
+        list(threads.map(lambda number: hang_up(server.url, stream=number % 2 == 0), range(CLIENTS)))
+    began = time.monotonic()
     assert server.post("/v1/completions", prompt="Hello", max_tokens=4).status_code == 200
+    assert not IS_LONG or time.monotonic() - began < 5
     assert server.is_idle()
-    lines = [json.loads(line) for line in server.lines(41)]
+    lines = [json.loads(line) for line in server.lines(CLIENTS + 1)]
     assert sum(line["status"] == 499 for line in lines) >= 10  # those that were not streamed
     assert all(line.get("completion_tokens", 0) < LONG["max_tokens"] for line in lines)
 
@@ -206,9 +216,20 @@ def test_a_signal_under_load_drains_and_ends_the_process(tmp_path):
     assert any(line.startswith("warm-up: ") for line in log.splitlines())
 
 
-def test_many_short_requests_leave_nothing_behind(server):
-    for _ in range(60):
-        assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+def memory() -> float:
+    """MiB that this process has, the server in it."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.long
+def test_many_short_requests_leave_nothing_behind(server, monkeypatch):
+    """60 requests; with TIDE_LONG=1 there are 10,000, and after the first thousand memory stays as it is."""
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps every line
+    before = 0.0
+    for number in range(10_000 if IS_LONG else 60):
+        before = memory() if number == 1000 else before
+        assert server.post("/v1/completions", prompt=f"x{number}", max_tokens=1).status_code == 200
+    assert not IS_LONG or memory() - before < 8
     assert server.is_idle()
     gc.collect()
     assert sum(type(one) is Job for one in gc.get_objects()) < 10

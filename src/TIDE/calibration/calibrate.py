@@ -2,15 +2,18 @@
 
     texts → states → draft vocabulary → for each candidate checkpoint: head, router → placement → router file
 
+A clock decides how many texts there are and how long heads are trained, so that all of it takes the minutes it was given.
+
 Memory heads are tried from the shallowest candidate on, until one is not clearly faster than the best before it; heads of
 other kinds are cheap to train, so all candidates are tried. The model is left unchanged.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,11 +25,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import unwrapped
-from TIDE.calibration.collect import Budget, collect, extended
-from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, fit_head, fresh_head
+from TIDE.calibration.clock import MOST, MOST_EPOCHS, Clock, room
+from TIDE.calibration.collect import Budget, collect, collecting_seconds, extended
+from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, agreement, fit_head, fresh_head, step_seconds
 from TIDE.calibration.fit_router import FittedRouter, fit_router
 from TIDE.calibration.placement import Candidate, Placed, best_setting, is_worth_going_deeper, place
-from TIDE.calibration.self_texts import ANSWER
+from TIDE.calibration.self_texts import ANSWER, TYPICAL, writing_seconds
 from TIDE.calibration.text import Text
 from TIDE.calibration.texts import load_texts
 from TIDE.calibration.timing import Costs, machine, measure_costs, measure_head
@@ -34,6 +38,7 @@ from TIDE.calibration.vocabulary import draft_vocabulary
 from TIDE.calibration.work import Work
 from TIDE.config import TIDEConfig
 from TIDE.engine.runners.check import check_unknown
+from TIDE.routing import storage
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.exits import Exit
 from TIDE.routing.fingerprint import Fingerprint, fingerprint
@@ -51,12 +56,15 @@ class Effort:
     """The amount of work of a calibration."""
 
     answer: int = ANSWER  # longest text the model writes, in tokens
-    samples: int = 1 << 30  # most texts
+    samples: int = MOST  # most texts
     schedule: Schedule = field(default_factory=Schedule)
+    is_timed: bool = True  # False: all of `samples`, and the epochs of `schedule`
 
 
 FULL = Effort()
-QUICK = Effort(64, 120, Schedule(epochs=4, batch_tokens=1024, positions=384, draft_steps=2, checks=2))
+QUICK = Effort(64, 120, Schedule(epochs=4, batch_tokens=1024, positions=384, draft_steps=2, checks=2), is_timed=False)
+COST_OF_8_BITS = 0.002  # of agreement, that smaller files may have
+TEXT_TOKENS = TYPICAL + ANSWER
 
 
 def calibrate(
@@ -68,7 +76,7 @@ def calibrate(
     seed: int = 0,
     quick: bool = False,
     resume: bool = False,
-    compress: bool = False,
+    compress: bool | None = None,
     epochs: float | None = None,
 ) -> RouterFile:
     """Train exit heads and routers for a model, place them, and save the router file.
@@ -76,10 +84,10 @@ def calibrate(
     Args:
         save_path: ends in .safetensors or .pt.
         seed: the same seed gives the same file on the same machine.
-        quick: few, short texts and short training: minutes on a CPU.
+        quick: few, short texts and short training, whatever time it takes: minutes on a CPU.
         resume: continue an interrupted calibration with the same settings.
-        compress: store heads in 8 bits.
-        epochs: passes over the texts in head training; None: the default.
+        compress: store heads in 8 bits; None: unless that costs agreement.
+        epochs: passes over the texts in head training; None: as many as the time allows.
     """
     path, config = Path(save_path), config or TIDEConfig()
     check_suffix(path)
@@ -87,14 +95,17 @@ def calibrate(
         raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in. Create it first.")
     model, effort = unwrapped(model), QUICK if quick else FULL
     if epochs is not None:
-        effort = replace(effort, schedule=replace(effort.schedule, epochs=epochs))
+        effort = replace(effort, schedule=replace(effort.schedule, epochs=epochs, least_steps=0))
     with _open(model) as adapter, tempfile.TemporaryDirectory(prefix="tide-states-") as folder:
         made_for = fingerprint(model, tokenizer)
         settings = {"config": asdict(config), "seed": seed, "effort": asdict(effort), "model": asdict(made_for)}
         work = Work(path, settings, resume)
-        job = _Job(adapter, tokenizer, made_for, config, effort, seed, work, Budget(adapter.device, Path(folder)))
-        file = job.run()
-        file.save(path, compress)
+        key = f"{made_for.weights or made_for.describe()}|{machine(adapter)}"
+        asked = f"{config.calibration_dataset}|{config.calibration_samples}|{config.exit_strategy}|{effort.answer}"
+        clock = Clock(config.calibration_minutes, f"{key}|{asked}") if effort.is_timed else None
+        budget = Budget(adapter.device, Path(folder))
+        file = _Job(adapter, tokenizer, made_for, config, effort, seed, work, budget, key, clock, epochs).run()
+        file.save(path, _fits_8_bits(file) if compress is None else compress)
         work.finish()
     return file
 
@@ -123,6 +134,9 @@ class _Job:
     seed: int
     work: Work
     budget: Budget
+    key: str  # of timings
+    clock: Clock | None
+    epochs: float | None  # asked for
 
     def run(self) -> RouterFile:
         texts = self._texts()
@@ -132,21 +146,34 @@ class _Job:
             collect(self.adapter, [t for t in texts if not t.is_held_out], depths, self.budget, "states to learn from"),
             collect(self.adapter, _some([t for t in texts if t.is_held_out]), depths, self.budget, "states to measure on"),
         )
-        self.key = f"{self.made_for.weights or self.made_for.describe()}|{machine(self.adapter)}"
         self.costs = measure_costs(self.adapter, self.key)
         self.vocabulary = draft_vocabulary(self.adapter, self.split.train)
         exits, candidates, tried = self._try_all(strategy)
         placed = place(candidates, tried, self.costs)
-        return self._file(exits, placed, tried, len(texts))
+        return self._file(exits, placed, len(texts))
 
     def _texts(self) -> list[Text]:
         texts = self.work.texts()
         if texts is None:
-            samples = min(self.config.calibration_samples, self.effort.samples)
-            source = self.config.calibration_dataset
-            texts = load_texts(source, self.adapter.model, self.tokenizer, samples, self.seed, self.effort.answer)
+            source, count = self.config.calibration_dataset, self._text_count()
+            texts = load_texts(source, self.adapter.model, self.tokenizer, count, self.seed, self.effort.answer)
             self.work.keep_texts(texts)
         return texts
+
+    def _text_count(self) -> int:
+        most = min(self.config.calibration_samples or MOST, self.effort.samples)
+        if self.clock is None:
+            return most
+        states = (MEMORIES + 2) * self.adapter.hidden_dim * self.adapter.model.dtype.itemsize
+        return self.clock.texts(self._texts_seconds, min(most, room(self.budget, states * TEXT_TOKENS)))
+
+    def _texts_seconds(self) -> Callable[[int], float]:
+        """Measure how long texts and their states take."""
+        collecting = TEXT_TOKENS * collecting_seconds(self.adapter)
+        if self.config.calibration_dataset != "self":
+            return lambda count: count * collecting
+        writing = writing_seconds(self.adapter.model, self.tokenizer, self.seed, self.effort.answer)
+        return lambda count: writing(count) + count * collecting
 
     def _depths(self) -> list[int]:
         first = 0 if self.config.exit_strategy == "memory" else self.config.checkpoint_interval
@@ -167,7 +194,12 @@ class _Job:
             with extended(self.adapter, self.split, input_depths(depth, self._sizes(depth).inputs), self.budget):
                 fitted = self._fit(strategy, depth, [*exits.values()])
                 found = self._router(fitted, depth)
-            figures = {**found.figures, "agreement_by_step": [round(share, 4) for share in fitted.agreement]}
+                in_8_bits = self._agreement_in_8_bits(fitted, depth)
+            figures = {
+                **found.figures,
+                "agreement_by_step": [round(share, 4) for share in fitted.agreement],
+                "agreement_in_8_bits": [round(share, 4) for share in in_8_bits],
+            }
             exits[depth] = Exit(fitted.head.to("cpu", torch.bfloat16), found.router, 1.0, figures)
             candidates[depth] = Candidate(found.trace, self._head_seconds(strategy, exits, depth))
             tried.append(best_setting(candidates, (depth,), self.costs))
@@ -195,11 +227,25 @@ class _Job:
         if strategy == "lens":
             schedule = replace(schedule, epochs=LENS_EPOCHS * schedule.epochs)
         where = Exits(depth, self.vocabulary)
+        if self.clock is not None and self.epochs is None:
+            most = max(schedule.least_steps, MOST_EPOCHS * self.split.train.batch_count(schedule.batch_tokens))
+            steps = self.clock.steps(depth, lambda: step_seconds(self.adapter, head, self.split, where, schedule), most)
+            schedule = replace(schedule, steps=steps)
         fitted = fit_head(self.adapter, head, self.split, where, schedule, self.seed, f"{strategy} head at depth {depth}")
         for tensor in (*fitted.head.parameters(), *fitted.head.buffers()):
             tensor.data = tensor.data.bfloat16().float()  # rounded as it will be stored
         self.work.keep_head(depth, fitted)
         return fitted
+
+    def _agreement_in_8_bits(self, fitted: Fitted, depth: int) -> list[float]:
+        """Return the agreement of a head as it is read from a compressed file."""
+        if not fitted.agreement:
+            return []
+        head = copy.deepcopy(fitted.head)
+        restored = storage.restore(storage.compress({name: own.cpu() for name, own in head.state_dict().items()}))
+        head.load_state_dict(restored)
+        steps = self.effort.schedule.draft_steps
+        return agreement(self.adapter, head, self.split.valid, Exits(depth, self.vocabulary), steps)
 
     def _router(self, fitted: Fitted, depth: int) -> FittedRouter:
         where, steps = Exits(depth, self.vocabulary), self.effort.schedule.draft_steps
@@ -215,11 +261,10 @@ class _Job:
         exits[depth].router.to("cpu")
         return seconds
 
-    def _file(self, exits: dict[int, Exit], placed: list[Placed], tried: list[Placed], texts: int) -> RouterFile:
+    def _file(self, exits: dict[int, Exit], placed: list[Placed], texts: int) -> RouterFile:
         best = placed[0]
-        for setting in (*tried, best):  # the best one last: its thresholds are kept
-            for depth, threshold in zip(setting.checkpoints, setting.thresholds, strict=True):
-                exits[depth].threshold = threshold
+        for depth, threshold in zip(best.checkpoints, best.thresholds, strict=True):
+            exits[depth].threshold = threshold
         speedup = best.tokens_per_second * self.costs.full_step
         if speedup < 1:
             logger.warning("on this machine exits are expected to be slower than none in mode exact: %.2fx.", speedup)
@@ -240,7 +285,7 @@ class _Job:
         }
         return RouterFile(
             strategy=self.config.exit_strategy,
-            exits=exits,
+            exits={depth: exits[depth] for depth in best.checkpoints},
             checkpoints=best.checkpoints,
             max_pending=best.max_pending,
             vocabulary=None if self.vocabulary is None else self.vocabulary.cpu(),
@@ -249,6 +294,17 @@ class _Job:
             facts=facts,
             figures=figures,
         )
+
+
+def _fits_8_bits(file: RouterFile) -> bool:
+    """Whether no exit loses agreement in 8 bits."""
+    lost = [
+        sum(own.figures["agreement_by_step"]) - sum(own.figures["agreement_in_8_bits"])
+        for own in file.exits.values()
+        if own.figures["agreement_by_step"]
+    ]
+    steps = max((len(own.figures["agreement_by_step"]) for own in file.exits.values()), default=0)
+    return bool(lost) and max(lost) <= COST_OF_8_BITS * steps
 
 
 def _some(texts: list[Text]) -> list[Text]:

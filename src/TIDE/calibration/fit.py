@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ class Schedule:
 
     epochs: float = 2
     least_steps: int = 300  # so few texts are seen more often
+    steps: int | None = None  # instead of epochs
     batch_tokens: int = 8192
     positions: int = 6144  # per batch whose logits are compared
     learning_rate: float = 3e-3
@@ -88,7 +90,8 @@ def fit_head(
     head = head.to(device, torch.float32).train()
     _measure(adapter, head, split.train, exits.depth)
     dice = Dice(torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed))
-    steps = max(schedule.least_steps, schedule.checks, round(schedule.epochs * split.train.batch_count(schedule.batch_tokens)))
+    by_epochs = max(schedule.least_steps, round(schedule.epochs * split.train.batch_count(schedule.batch_tokens)))
+    steps = max(schedule.checks, by_epochs if schedule.steps is None else schedule.steps)
     optimizers = _optimizers(head, schedule, device)
     schedulers = [
         torch.optim.lr_scheduler.OneCycleLR(own, schedule.learning_rate, total_steps=steps, pct_start=0.1, cycle_momentum=False)
@@ -112,6 +115,26 @@ def fit_head(
                 if since >= schedule.patience:
                     break
     return Fitted(best.head.eval().requires_grad_(False), best.agreement)
+
+
+def step_seconds(adapter: ModelAdapter, head: nn.Module, split: Split, exits: Exits, schedule: Schedule) -> float:
+    """Return the seconds of a training step, from a few on a copy of the head."""
+    device = adapter.device
+    head = copy.deepcopy(head).to(device, torch.float32).train()
+    dice = Dice(torch.Generator().manual_seed(0), torch.Generator(device).manual_seed(0))
+    batches = list(itertools.islice(_forever(split.train, schedule, dice.host), 4))
+    with frozen(adapter.model):
+        for number, (shard, rows) in enumerate(batches):
+            if number == 1:  # the first one warms up
+                began = _now(device)
+            _backward(adapter, head, shard, rows, exits, schedule, dice)
+    return (_now(device) - began) / (len(batches) - 1)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def fresh_head(strategy: str, sizes: HeadSizes, seed: int) -> nn.Module:

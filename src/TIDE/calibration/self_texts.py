@@ -4,15 +4,15 @@
     wave 2   answers to those and to the built-in prompts; continuations of built-in openings
     wave 3   answers to tasks about passages of wave 2 (summarise, translate, question …)
 
-Most answers are greedy, the rest sampled. The same seed gives the same texts. If generation is quick, a sample is several
-texts: a head learns more from additional texts than from more epochs.
+Most answers are greedy, the rest sampled. The same seed gives the same texts.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -34,8 +34,9 @@ TEMPERATURES = (0.6, 0.8, 1.0)
 WRITING_SHARE = 0.55  # of a GPU's free memory
 CPU_TOKENS = 8192  # per batch without a GPU
 MATERIAL = 768  # most tokens of passages in a task
-PER_SAMPLE = 4  # most texts per sample
-QUICK_WEIGHTS = 2_000_000_000  # texts per sample on a GPU: this divided by the number of weights
+TRIAL = 8  # steps that are timed, with few rows and with many
+TYPICAL = 96  # tokens of a prompt
+TASKS = 1.25  # times as long as a text takes by that: prompts of tasks are longer
 
 
 @dataclass(frozen=True)
@@ -59,21 +60,34 @@ def builtin_prompts() -> dict[str, list[str]]:
 
 
 def write_texts(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: int, seed: int, answer: int = ANSWER
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int, seed: int, answer: int = ANSWER
 ) -> list[Text]:
-    """Generate `samples` times `texts_per_sample` texts with the model."""
-    author, count = _Author(model, tokenizer, seed, answer), samples * texts_per_sample(model)
+    """Generate texts with the model."""
+    author = _Author(model, tokenizer, seed, answer)
     third = max(1, min(count // 3, MOST_BUILTIN))
     orders = author.builtin_orders(third) + author.prefills((count - third) // 2, "texts 1/3: openings of its own")
     texts = author.answers(orders, "texts 2/3: answers to those and to built-in prompts")
     return texts + author.answers(author.task_orders(texts, count - len(texts)), "texts 3/3: tasks about these")
 
 
-def texts_per_sample(model: PreTrainedModel) -> int:
-    """Return the number of texts per sample: one without a GPU and for large models, more for small ones."""
-    if input_device(model).type != "cuda":
-        return 1
-    return max(1, min(PER_SAMPLE, QUICK_WEIGHTS // model.num_parameters()))
+def writing_seconds(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int, answer: int = ANSWER
+) -> Callable[[int], float]:
+    """Time a few steps of few and of many rows. Return how long a number of texts takes to write."""
+    author = _Author(model, tokenizer, seed, answer)
+    fit = max(1, _tokens_that_fit(model) // (TYPICAL + author.answer))
+    few, many = max(1, min(8, fit // 2)), min(fit, 512)
+    orders = author.builtin_orders(many)
+    times = [author.step_seconds(orders[:count]) for count in (few, many)]
+    per_row = max(0.0, times[1] - times[0]) / max(1, many - few)
+
+    def seconds(count: int) -> float:
+        """Half of the texts are answers, half are tasks about those; half of the answers have openings of their own."""
+        rows, batches = min(fit, -(-count // 2)), -(-count // 2 // fit) or 1
+        step = times[0] + per_row * (rows - few)
+        return TASKS * batches * (2 * author.answer + OPENING) * step
+
+    return seconds
 
 
 class _Author:
@@ -136,6 +150,16 @@ class _Author:
 
     def answers(self, orders: list[_Order], title: str) -> list[Text]:
         return self._write(orders, self.answer, title)
+
+    def step_seconds(self, orders: list[_Order]) -> float:
+        """Return the seconds of a step that gives each row a token."""
+        self._continue(orders, 2)
+        took = []
+        for steps in (2, 2 + TRIAL):
+            began = time.perf_counter()
+            self._continue(orders, steps)  # its tokens come to the host, so it has ended then
+            took.append(time.perf_counter() - began)
+        return max(took[1] - took[0], took[1] / (100 * TRIAL)) / TRIAL
 
     def _heat(self, sampled: bool) -> float:
         return self.random.choice(TEMPERATURES) if sampled else 0.0

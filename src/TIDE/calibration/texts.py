@@ -98,7 +98,7 @@ def _check_found(source: str, documents: int, texts: int, samples: int) -> None:
             f'measure on. Give more, or "self".'
         )
     if texts < samples:
-        logger.warning("%s: %d texts were asked for and %d found. All are used.", source, samples, texts)
+        logger.warning("%s: there is room for %d texts and it has %d. All are used.", source, samples, texts)
 
 
 def _pieces(document: Document, tokenizer: PreTrainedTokenizerBase, longest: int, group: int) -> list[Text]:

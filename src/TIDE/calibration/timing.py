@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -57,24 +58,24 @@ class Costs:
 
 def measure_costs(adapter: ModelAdapter, key: str) -> Costs:
     """Time the model's layers, or return earlier timings of this model and machine."""
-    kept = _kept().get(key)
-    if kept:
-        by_count = {name: {int(n): value for n, value in kept[name].items()} for name in ("layer", "lm_head")}
-        return Costs(kept["entry"], by_count["layer"], by_count["lm_head"], kept["choice"], kept["num_layers"])
+    found = kept(key)
+    if found is not None:
+        by_count = {name: {int(n): value for n, value in found[name].items()} for name in ("layer", "lm_head")}
+        return Costs(found["entry"], by_count["layer"], by_count["lm_head"], found["choice"], found["num_layers"])
     with adapter.grad_off():
         entry, full = _passes(adapter)
         lm_head = {n: timed(adapter, lambda n=n: adapter.head(_states(adapter, n))) for n in COUNTS}  # type: ignore[misc]
         layer = {n: max(full[n] - entry - lm_head[n], 1e-7) / adapter.num_layers for n in COUNTS}
         costs = Costs(entry, layer, lm_head, _choice(adapter), adapter.num_layers)
-    _keep(key, asdict(costs))
+    keep(key, asdict(costs))
     return costs
 
 
 def measure_head(adapter: ModelAdapter, policy: CalibratedPolicy, depth: int, key: str) -> float:
     """Return the seconds to score and predict one token at an exit."""
-    kept = _kept().get(key)
-    if kept:
-        return float(kept["seconds"])
+    found = kept(key)
+    if found is not None:
+        return float(found["seconds"])
     with adapter.grad_off():
         request = policy.start(1, adapter.head)
         states = _states(adapter, CONTEXT + 1)
@@ -88,7 +89,7 @@ def measure_head(adapter: ModelAdapter, policy: CalibratedPolicy, depth: int, ke
             request.predict(candidates, adapter.head)
 
         seconds = timed(adapter, exit_once)
-    _keep(key, {"seconds": seconds})
+    keep(key, {"seconds": seconds})
     return seconds
 
 
@@ -161,12 +162,17 @@ def _timings_file() -> Path:
     return cache_folder() / "timings.json"
 
 
-def _kept() -> dict[str, dict]:
+def kept(key: str) -> dict[str, Any] | None:
+    """Return what was stored for a model and machine; None: nothing."""
+    return _all_kept().get(key)
+
+
+def keep(key: str, values: dict[str, Any]) -> None:
+    write_atomically(_timings_file(), json.dumps({**_all_kept(), key: values}, indent=1).encode())
+
+
+def _all_kept() -> dict[str, dict[str, Any]]:
     try:
         return json.loads(_timings_file().read_text("utf-8"))
     except (OSError, ValueError):
         return {}
-
-
-def _keep(key: str, values: dict) -> None:
-    write_atomically(_timings_file(), json.dumps({**_kept(), key: values}, indent=1).encode())

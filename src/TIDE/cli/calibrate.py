@@ -20,6 +20,7 @@ from TIDE.config import TIDEConfig
     "checkpoint_interval",
     "min_layers",
     "label",
+    minutes="calibration_minutes",
     samples="calibration_samples",
     dataset="calibration_dataset",
     strategy="exit_strategy",
@@ -44,17 +45,20 @@ def calibrate(
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same file.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A CPU-sized run: few, short texts.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted calibration.")] = False,
-    compress: Annotated[bool, typer.Option("--compress", help="Store exit heads in 8 bits.")] = False,
+    compress: Annotated[
+        bool | None,
+        typer.Option("--compress/--no-compress", help="8-bit exit heads; unless given: if nothing is lost."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the contents of the file as JSON.")] = False,
     config: TIDEConfig,
 ) -> None:
-    """Train exit heads and routers for a model. A few minutes on a GPU.
+    """Train exit heads and routers for a model. Three minutes on a GPU, or as many as it is given.
 
     \b
     Examples:
       tide calibrate my-org/my-model -o my.safetensors
       tide calibrate my-org/my-model --quick --json
-      tide calibrate default --dataset texts.jsonl --compress -o own.safetensors
+      tide calibrate default --dataset texts.jsonl --minutes 10 -o own.safetensors
     """
     logging.getLogger("TIDE").setLevel(logging.INFO)
 

@@ -10,11 +10,12 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from TIDE.server.answers import Answer, ChatAnswer, ChatChoice, ChatChunk, ChatDelta, ChatMessage, Reason, Usage
-from TIDE.server.errors import refused
-from TIDE.server.job import Burst, Call
+from TIDE.server.errors import APIError, refused
+from TIDE.server.forced_calls import ForcedCallParser, forced_calls
+from TIDE.server.job import Ask, Burst, Call
 from TIDE.server.logprobs import for_chat
 from TIDE.server.parsing import MessageParser, joined
-from TIDE.server.requests import ChatRequest
+from TIDE.server.requests import ChatRequest, ResponseFormat
 from TIDE.server.service import Service, new_id, note
 from TIDE.server.stream import collected, streamed
 
@@ -22,26 +23,37 @@ from TIDE.server.stream import collected, streamed
 async def chat(service: Service, request: Request, asked: ChatRequest) -> Response:
     """Answer a chat, at once or as it is written."""
     service.check_model(asked.model)
-    _check(asked, service.template)
+    calls = forced_calls(asked)
+    _check(asked, service.template, is_forced=calls is not None)
     ids = service.prompts.of_messages(asked)
     note(request, model=service.names[0], stream=bool(asked.stream), prompt_tokens=len(ids))
-    keeps_special = service.template is not None
-    asks = await asyncio.to_thread(
-        service.asks, asked, [ids], asked.asked_tokens, asked.asked_logprobs, keeps_special=keeps_special
-    )
-    reply = _Reply(service, asked, service.worker.submit(asks), ids)
+    asks = await asyncio.to_thread(_asks, service, asked, ids, calls)
+    reply = _Reply(service, asked, service.worker.submit(asks), ids, is_forced=calls is not None)
     if asked.stream:
         return await streamed(request, reply.call, reply.begin(), reply.chunks, reply.end)
     return reply.whole(await collected(request, reply.call)).response()
 
 
-def _check(asked: ChatRequest, template: dict[str, Any] | None) -> None:
+def _asks(service: Service, asked: ChatRequest, ids: list[int], calls: ResponseFormat | None) -> list[Ask]:
+    """Return the answers of a request; those that must call a tool follow the format of calls."""
+    limits = asked.asked_tokens, asked.asked_logprobs
+    if calls is None:
+        return service.asks(asked, [ids], *limits, keeps_special=service.template is not None)
+    try:
+        return service.asks(asked.model_copy(update={"response_format": calls}), [ids], *limits)
+    except APIError as problem:
+        problem.param = "tools" if problem.param == "response_format" else problem.param
+        raise
+
+
+def _check(asked: ChatRequest, template: dict[str, Any] | None, is_forced: bool) -> None:
     if asked.top_logprobs and not asked.logprobs:
         raise refused("top_logprobs goes with logprobs=true only.", "top_logprobs")
     if asked.stream_options and not asked.stream:
         raise refused("stream_options goes with stream=true only.", "stream_options")
-    if asked.tools and template is None and asked.tool_choice != "none":
-        raise refused("it is not known how this model calls tools: its tokenizer has no response template.", "tools")
+    if asked.tools and template is None and asked.tool_choice != "none" and not is_forced:
+        known = "its tokenizer has no response template. Ask for a call by tool_choice 'required' or a function's name"
+        raise refused(f"it is not known how this model calls tools: {known}.", "tools")
     if asked.tool_choice == "auto" and not asked.tools:
         raise refused("tool_choice goes with tools only.", "tool_choice")
 
@@ -49,7 +61,7 @@ def _check(asked: ChatRequest, template: dict[str, Any] | None) -> None:
 class _Reply:
     """The answers of one request, as they are sent."""
 
-    def __init__(self, service: Service, asked: ChatRequest, call: Call, ids: list[int]) -> None:
+    def __init__(self, service: Service, asked: ChatRequest, call: Call, ids: list[int], is_forced: bool) -> None:
         self.service = service
         self.asked = asked
         self.call = call
@@ -60,7 +72,12 @@ class _Reply:
         prompt = "" if service.template is None else service.tokenizer.decode(ids)
         wants_calls = bool(asked.tools) and asked.tool_choice != "none"
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()] if wants_calls else None
-        self.parsers = [MessageParser(service.template, prompt, tools, f"{self.id[9:33]}_{job.index}") for job in call.jobs]
+        own_ids = [f"{self.id[9:33]}_{job.index}" for job in call.jobs]
+        self.parsers: list[MessageParser | ForcedCallParser] = (
+            [ForcedCallParser(own_id) for own_id in own_ids]
+            if is_forced
+            else [MessageParser(service.template, prompt, tools, own_id) for own_id in own_ids]
+        )
 
     @property
     def usage(self) -> Usage:

@@ -68,7 +68,7 @@ def of_row(problem: Exception) -> APIError:
     return APIError(500, str(problem) if isinstance(problem, FloatingPointError) else INTERNAL)
 
 
-BRANCH = re.compile(r"[\[\]-]|^(str|int|bool|float|list|dict)$")  # how pydantic names the branches of a union
+BRANCH = re.compile(r"[\[\]-]|^(str|int|bool|float|list|dict|NamedTool)$")  # how pydantic names the branches of a union
 
 
 def _closeness(problem: Mapping[str, Any]) -> tuple[bool, bool, int]:

@@ -119,6 +119,17 @@ class Tool(Fields):
     function: Function
 
 
+class FunctionName(Fields):
+    name: str
+
+
+class NamedTool(Fields):
+    """A tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
@@ -128,7 +139,7 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None

@@ -1,0 +1,99 @@
+"""The minutes of a calibration and what they are spent on: texts first, then training.
+
+    0.4 of the time                 texts and their states, as many as fit
+    0.6 of what is left then        training of a head, and so on for every head that is tried
+
+Numbers of texts and steps follow from speeds measured on this machine. They are stored in the cache folder, so that
+calibrating twice gives the same file.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable
+
+from TIDE.calibration import timing
+from TIDE.calibration.collect import Budget
+
+logger = logging.getLogger(__name__)
+TEXTS_SHARE = 0.4
+HEAD_SHARE = 0.6  # of what is left
+ENOUGH = 2000  # texts; exits that learn from fewer agree clearly less
+FEWEST, MOST = 20, 1_000_000  # texts
+MOST_EPOCHS = 6  # seeing texts again and again stops helping
+DISK_SHARE = 0.5  # of the free space, for states that do not fit into memory
+
+
+class Clock:
+    """Decides how many texts a calibration learns from and for how many steps.
+
+    Args:
+        minutes: the time there is.
+        key: what decisions are stored under: model, machine and settings.
+    """
+
+    def __init__(self, minutes: float, key: str) -> None:
+        self.seconds = 60 * minutes
+        self.key = f"{key}|{minutes:g} minutes"
+        self.ends = time.monotonic() + self.seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return max(0.0, self.ends - time.monotonic())
+
+    def texts(self, measure: Callable[[], Callable[[int], float]], room: int) -> int:
+        """Return a number of texts.
+
+        Args:
+            measure: returns the time that a number of texts and their states take.
+            room: texts whose states can be kept.
+        """
+        return self._decided("texts", lambda: self._most_texts(measure(), max(FEWEST, min(room, MOST))))
+
+    def steps(self, depth: int, seconds: Callable[[], float], most: int) -> int:
+        """Return a number of training steps for a head.
+
+        Args:
+            seconds: measures the time of a step.
+        """
+
+        def count() -> int:
+            found = max(1, min(int(HEAD_SHARE * self.left / seconds()), most))
+            logger.info("depth %d: %d steps, %.0f s are left", depth, found, self.left)
+            return found
+
+        return self._decided(f"steps at depth {depth}", count)
+
+    def _most_texts(self, seconds: Callable[[int], float], most: int) -> int:
+        within = TEXTS_SHARE * self.seconds
+        low, high = FEWEST, most
+        while low < high:  # the largest number that fits
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if seconds(middle) <= within else (low, middle - 1)
+        logger.info("%d texts: about %.0f s of %.0f", low, seconds(low), self.seconds)
+        if low < min(ENOUGH, most):
+            needed = seconds(ENOUGH) / TEXTS_SHARE / 60
+            logger.warning(
+                "%g minutes are too few on this machine: there is time for %d texts. Exits learn little from fewer than %d, "
+                "which take about %.0f minutes. Give more minutes, or calibrate on a GPU.",
+                self.seconds / 60,
+                low,
+                ENOUGH,
+                max(1, needed),
+            )
+        return low
+
+    def _decided(self, what: str, count: Callable[[], int]) -> int:
+        kept = timing.kept(f"{self.key}|{what}")
+        if kept is None:
+            kept = {"count": count()}
+            timing.keep(f"{self.key}|{what}", kept)
+        return int(kept["count"])
+
+
+def room(budget: Budget, bytes_per_text: int) -> int:
+    """Return the number of texts whose states fit into memory and files."""
+    return int(budget.left + DISK_SHARE * shutil.disk_usage(budget.folder).free) // bytes_per_text

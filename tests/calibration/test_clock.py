@@ -1,0 +1,60 @@
+"""Calibration by the clock: texts and steps that fit into the minutes there are."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from TIDE.calibration.clock import ENOUGH, FEWEST, HEAD_SHARE, TEXTS_SHARE, Clock
+
+
+@pytest.fixture(autouse=True)
+def now(tmp_path, monkeypatch):
+    """A clock that stands still until it is moved, and a cache of its own."""
+    monkeypatch.setenv("TIDE_CACHE", str(tmp_path))
+    moment = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: moment[0])
+    return moment
+
+
+def per_text(seconds: float):
+    return lambda: lambda count: seconds * count
+
+
+def test_texts_take_their_share_of_the_time(caplog):
+    assert Clock(3, "a").texts(per_text(0.01), room=10**9) == TEXTS_SHARE * 180 / 0.01
+    assert Clock(30, "a").texts(per_text(0.01), room=10**9) == TEXTS_SHARE * 1800 / 0.01
+    assert not caplog.records
+
+
+def test_no_more_texts_than_there_is_room_for():
+    assert Clock(3, "a").texts(per_text(0.01), room=500) == 500
+
+
+def test_too_few_minutes_are_said_before_it_starts(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert Clock(3, "a").texts(per_text(1.0), room=10**9) == 72
+        assert Clock(0.01, "a").texts(per_text(100.0), room=10**9) == FEWEST
+    said = "3 minutes are too few on this machine: there is time for 72 texts."
+    assert f"{said} Exits learn little from fewer than {ENOUGH}" in caplog.text
+    assert "which take about 83 minutes" in caplog.text
+
+
+def test_each_head_takes_its_share_of_what_is_left(now):
+    clock = Clock(2, "a")
+    now[0] = 20.0
+    assert clock.steps(0, lambda: 0.1, most=10**9) == HEAD_SHARE * 100 / 0.1
+    now[0] = 80.0
+    assert clock.steps(4, lambda: 0.1, most=10**9) == HEAD_SHARE * 40 / 0.1
+    now[0] = 500.0
+    assert clock.steps(8, lambda: 0.1, most=10**9) == 1
+    assert Clock(2, "b").steps(0, lambda: 0.1, most=7) == 7
+
+
+def test_a_decision_is_made_once_for_a_model_a_machine_and_settings(now):
+    first = Clock(3, "a").texts(per_text(0.01), room=10**9)
+    assert Clock(3, "a").texts(lambda: pytest.fail("measured again"), room=10**9) == first
+    assert Clock(4, "a").texts(per_text(0.02), room=10**9) != first
+    assert Clock(3, "b").texts(per_text(0.02), room=10**9) != first
