@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle_heads import a_head, config_of, fitted, original, tensors_of, with_vocabulary, write
 from families import build
-from TIDE import TIDE, RouterFile
+from TIDE import TIDE, RouterFile, TIDEConfig
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.routing.eagle3.imported import read_folder
 from TIDE.routing.source import load_router
@@ -98,6 +98,16 @@ def test_a_tried_head_is_saved_and_loaded_as_a_router_file(deep, known, tmp_path
     torch.nn.init.normal_(another.lm_head.weight)
     with pytest.raises(ValueError, match="They differ in"):
         TIDE(another, tmp_path / "router.safetensors")
+
+
+def test_a_head_in_8_bits_still_agrees(deep, known, tmp_path):
+    config = config_of("speculators", **{IDS: [1, 3, 6]}, norm_output=True)
+    tried(write(tmp_path / "head", config, known), deep).save(tmp_path / "router.safetensors", compress=True)
+    start = torch.tensor([[1]])
+    with TIDE(deep, tmp_path / "router.safetensors", TIDEConfig(exit_threshold=0.0)) as engine:
+        options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert torch.equal(engine.generate(start, **options), deep.generate(start, **options))
+        assert engine.last_stats.drafted > 0
 
 
 def test_an_untried_head_is_not_saved(tmp_path):

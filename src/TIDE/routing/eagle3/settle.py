@@ -158,7 +158,9 @@ def _run(adapter: ModelAdapter, ids: torch.Tensor, depths: list[int]) -> _Text:
     inputs = PassInputs(ids, positions, None, None)
     passed = adapter.run(0, adapter.num_layers, inputs, keep=positions, taps=inner)
     assert passed.logits is not None
-    return _Text(passed.taps | {adapter.num_layers: passed.states}, passed.logits.argmax(-1))
+    states = passed.taps | {adapter.num_layers: passed.states}
+    here = {depth: own.to(ids.device) for depth, own in states.items()}  # layers may be on several devices
+    return _Text(here, passed.logits.argmax(-1).to(ids.device))
 
 
 def _agreement(head: EagleHead, vocabulary: torch.Tensor | None, text: _Text) -> list[float]:
@@ -168,7 +170,7 @@ def _agreement(head: EagleHead, vocabulary: torch.Tensor | None, text: _Text) ->
     for step, guesses in enumerate(head.unroll(text.states[0], deep, STEPS), 1):
         best = head.logits(guesses[:, step:].flatten(0, 1)).argmax(-1)
         best = best if vocabulary is None else vocabulary[best]
-        found.append(float((best == text.choices[:, step:].flatten()).float().mean()))
+        found.append(round(float((best == text.choices[:, step:].flatten()).float().mean()), 4))
     return found
 
 
@@ -193,7 +195,7 @@ def _differences(chosen: EagleSizes, said: EagleSizes) -> list[tuple[str, Any, A
 
 def _row(sizes: EagleSizes, agreement: list[float]) -> dict[str, Any]:
     flags = {name: getattr(sizes, name) for name in ("rope_theta", "norm_output", "norm_before_residual")}
-    return {"depths": list(sizes.depths)} | flags | {"agreement": [round(share, 3) for share in agreement]}
+    return {"depths": list(sizes.depths)} | flags | {"agreement": agreement}
 
 
 def _context(adapter: ModelAdapter, sizes: EagleSizes) -> int:
