@@ -10,12 +10,19 @@ from families import build
 from policies import texts_of
 from runners import on_modules, on_references, why_on_the_host
 from TIDE import TIDE, Conversation, TIDEConfig
+from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.memory import HeadMemory
 
 DRAFT = TIDEConfig(exit_threshold=0.0)  # whatever the head says
 GREEDY = dict(max_new_tokens=10, do_sample=False, pad_token_id=0)
 SAMPLED = dict(max_new_tokens=10, do_sample=True, temperature=0.9, top_k=40, seed=7, pad_token_id=0)
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3", "phi3", "olmo2", "granite", "falcon", "mixtral", "cohere"]
+
+
+@pytest.fixture(autouse=True)
+def drafts_whatever_they_cost(monkeypatch):
+    """Let no row rest from drafting because it takes long."""
+    monkeypatch.setattr(CalibratedPolicy, "weighs", False)
 
 
 @pytest.mark.invariant(3)

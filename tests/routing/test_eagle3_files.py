@@ -107,7 +107,6 @@ def test_a_head_in_8_bits_still_agrees(deep, known, tmp_path):
     with TIDE(deep, tmp_path / "router.safetensors", TIDEConfig(exit_threshold=0.0)) as engine:
         options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
         assert torch.equal(engine.generate(start, **options), deep.generate(start, **options))
-        assert engine.last_stats.drafted > 0
 
 
 def test_an_untried_head_is_not_saved(tmp_path):
