@@ -117,6 +117,27 @@ def test_a_conversation_goes_on_with_what_the_head_remembers(good):
     assert found == model.generate(again, **GREEDY)[0, again.shape[1] :].tolist()
 
 
+@pytest.mark.invariant(5)
+def test_rows_that_come_and_go_are_those_that_are_alone(good):
+    model, head = good
+    prompts = [[1], [5, 17, 80, 31], [1, 9]]
+    settings = [dict(do_sample=False), dict(do_sample=True, temperature=0.7, seed=5), dict(do_sample=False)]
+    with TIDE(model) as engine:
+        options = dict(max_new_tokens=14, pad_token_id=0, eos_token_id=None)
+        alone = [engine.generate(torch.tensor([ids]), **own, **options)[0] for ids, own in zip(prompts, settings, strict=True)]
+    with TIDE(model, head, TIDEConfig(exit_threshold=0.0, max_pending=3)) as engine:
+        rows = []
+        for ids, own in zip(prompts, settings, strict=True):
+            rows.append(engine.add(torch.tensor([ids]), **own, **options))
+            engine.step()
+            engine.step()
+        while not all(row.finished for row in rows):
+            engine.step()
+        assert sum(row.stats.accepted for row in rows) > 0
+    for row, ids, text in zip(rows, prompts, alone, strict=True):
+        assert row.new_tokens == text[len(ids) :].tolist()
+
+
 def test_first_drafts_in_the_engine_are_those_of_the_reference(llama, tmp_path, monkeypatch):
     ids, seen, places, guess = torch.tensor([[5, 17, 80, 31, 9, 44]]), [], [], HeadMemory.guess
     monkeypatch.setattr(HeadMemory, "guess", lambda self, rows, at: places.append(at) or guess(self, rows, at))
