@@ -27,6 +27,7 @@ HUMANEVAL = [
     for n in range(3)
 ]
 PAGES = "".join(f" = Page {n} = \n The number {n} is a number . \n = = Part = = \n It has a name . \n" for n in range(3))
+PAGES += " And so on , again and again . \n" * 60  # the last page is longer than what is read at once
 
 
 def data_folder(folder: Path) -> Path:
