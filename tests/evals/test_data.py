@@ -106,6 +106,6 @@ def test_an_answer_is_scored_by_its_value(said, right):
 
 
 def test_a_program_is_scored_by_its_tests():
-    assert passes_tests(HUMANEVAL[1], ["    return a + 1\n"]) == {"pass@1": 1.0}
+    assert passes_tests(HUMANEVAL[1], ["\n    return a + 1\n"]) == {"pass@1": 1.0}
     assert passes_tests(HUMANEVAL[1], ["    return a\n"]) == {"pass@1": 0.0}
     assert passes_tests(HUMANEVAL[1], ["    raise SystemExit(0)\n"]) == {"pass@1": 0.0}

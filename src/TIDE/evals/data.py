@@ -39,9 +39,10 @@ def gsm8k(folder: Path, examples: int) -> list[Row]:
 
 
 def humaneval(folder: Path, examples: int) -> list[Row]:
-    """Return prompts with their tests."""
+    """Return prompts with their tests. A prompt ends with its last word: after a new line small models take it for finished."""
     fields = ("prompt", "test", "entry_point")
-    return [{name: row[name] for name in fields} for row in json_rows(folder / "humaneval" / "humaneval.jsonl", fields)]
+    rows = json_rows(folder / "humaneval" / "humaneval.jsonl", fields)
+    return [{name: row[name] for name in fields} | {"prompt": row["prompt"].rstrip()} for row in rows]
 
 
 def mmlu(folder: Path, examples: int) -> list[Row]:
