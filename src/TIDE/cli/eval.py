@@ -68,7 +68,8 @@ def eval(
     Examples:
       tide eval default --tasks gsm8k,mmlu --data . --limit 50
       tide eval default --tasks humaneval --data . --execute-code --mode exact
-      tide eval my-org/my-model --router my.safetensors --tasks arc_easy --threshold 0.9 --threshold 0.6
+      tide eval default --tasks gsm8k --data . --threshold 0.9 --threshold 0.6
+      tide eval my-org/my-model --router my.safetensors --tasks arc_easy
     """
     names = list(dict.fromkeys(name.strip() for name in tasks.split(",") if name.strip()))
     modes = list(mode or MODES)
