@@ -67,6 +67,8 @@ def test_eval_goes_on_and_refuses_other_settings(warm, asked, tmp_path):
         done.returncode == 1
         and "given with other settings: found compared ['off', 'exact', 'fast 0.5', 'fast 0.9']" in done.stderr
     )
+    done = warm.tide("eval", *asked, "--tasks", "gsm8k", "--max-new-tokens", 7)
+    assert done.returncode == 1 and "found max_new_tokens 7 instead of 6" in done.stderr
     assert (tmp_path / "run.answers.jsonl").read_bytes() == kept
 
 

@@ -89,7 +89,7 @@ def eval(
     kept = output.with_suffix(".answers.jsonl")
     with TIDE.TIDE(loaded.model, source) as engine:
         compared = contenders(engine, modes, threshold or [])
-        settings = _settings(loaded, source, compared, batch_size)
+        settings = _settings(loaded, source, compared, batch_size) | {"max_new_tokens": max_new_tokens}
         asked = Compared(engine, loaded.tokenizer, compared, _answers(kept, settings), batch_size, max_new_tokens)
         try:
             found = evaluate(asked, chosen, limit)
