@@ -221,7 +221,12 @@ def test_a_task_that_nobody_knows_is_named(harness, questions):
 
 
 def test_stock_tasks_without_a_hub_are_told_in_a_line(harness, monkeypatch):
+    import datasets
+
+    offline = []
+
     def unreachable(self, names):
+        offline.append(bool(datasets.config.HF_HUB_OFFLINE))
         raise ConnectionError("no route")
 
     monkeypatch.setattr("lm_eval.tasks.TaskManager.load", unreachable)
@@ -231,6 +236,7 @@ def test_stock_tasks_without_a_hub_are_told_in_a_line(harness, monkeypatch):
     monkeypatch.setattr("TIDE.evals.tasks.hub_trouble", lambda: None)
     with pytest.raises(RuntimeError, match="cannot load arc_easy: no route. Local tasks need no hub"):
         chosen_tasks(["arc_easy"], None)
+    assert offline[0] and offline[1] == bool(datasets.config.HF_HUB_OFFLINE)
 
 
 @pytest.mark.parametrize("version", ["0.4.8", "0.5.0", "1.0"])

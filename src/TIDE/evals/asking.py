@@ -130,6 +130,8 @@ class Asker:
         """Return (log-likelihood, is greedy) of continuations. Pairs that are read alike share a row: choices of one token."""
         if most:
             pairs = [(before[-most:], after[:most]) for before, after in pairs]
+        if (longest := max(len(after) for _, after in pairs)) > self.max_length:
+            raise ValueError(f"expected continuations of up to {self.max_length} tokens, found one of {longest}.")
         read = [tuple((before + after)[-self.max_length - 1 : -1]) for before, after in pairs]
         rows = sorted({*read}, key=len)
         found: list[Reply | None] = [None] * len(pairs)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,13 +161,13 @@ def _stock(names: list[str], fewshot: int | None) -> dict[str, Any]:
     if unknown := [name for name in names if name not in known]:
         here = f"With --data DIR: {', '.join(LOCAL)}."
         raise ValueError(f"the harness has no task {', '.join(unknown)}. See lm_eval ls tasks for those it has. {here}")
+    trouble = hub_trouble()
     try:
-        tasks: dict[str, Any] = manager.load(names)["tasks"]
+        with _offline() if trouble else contextlib.nullcontext():
+            tasks: dict[str, Any] = manager.load(names)["tasks"]
     except Exception as problem:  # whatever the data set's library or the task's own code raises
-        trouble = hub_trouble()
-        why = (
-            f"its data is on the hub, which cannot be reached ({trouble})" if trouble else " ".join(str(problem).split())[:300]
-        )
+        unreachable = f"its data is on the hub, which cannot be reached ({trouble}), and was not downloaded before"
+        why = unreachable if trouble else " ".join(str(problem).split())[:300]
         raise RuntimeError(
             f"cannot load {', '.join(names)}: {why}. Local tasks need no hub: --data DIR with {', '.join(LOCAL)}."
         ) from problem
@@ -175,6 +176,20 @@ def _stock(names: list[str], fewshot: int | None) -> dict[str, Any]:
             task.set_config(key="num_fewshot", value=fewshot or 0)
         task.set_fewshot_seed(seed=0)
     return tasks
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Use earlier downloads only: without a connection, libraries try again for minutes."""
+    import datasets
+    from huggingface_hub import constants
+
+    held = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = held
 
 
 def _number(text: str) -> float | None:
