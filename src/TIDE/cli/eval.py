@@ -79,11 +79,13 @@ def eval(
     import TIDE
     from TIDE.evals.contenders import contenders
     from TIDE.evals.evaluation import evaluate
+    from TIDE.evals.machine import circumstances
     from TIDE.evals.model import Compared
     from TIDE.evals.tasks import chosen_tasks
 
     for library in ("lm_eval", "evaluate", "absl"):
         logging.getLogger(library).setLevel(logging.ERROR)
+    facts = circumstances()  # now: code may change while it is measured
     chosen = chosen_tasks(names, data, chat, fewshot)
     loaded = load(model)
     kept = output.with_suffix(".answers.jsonl")
@@ -95,7 +97,8 @@ def eval(
             found = evaluate(asked, chosen, limit)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"Answers so far are in {kept}. The same command goes on.") from None
-        results = _results(model, engine, settings, found)
+        facts |= {"model": model, "backend": engine.backend, "settings": settings}
+    results = facts | {"tasks": [one.as_dict() for one in found]}
     _write(output, results)
     typer.echo(json.dumps(results, indent=2) if as_json else "\n\n".join(one.table() for one in found))
     typer.echo(f"written: {output} and {kept}", err=True)
@@ -142,13 +145,6 @@ def _settings(loaded: Any, source: Path | None, compared: list[Any], batch_size:
         "batch_size": batch_size,
         "tide": __version__,
     }
-
-
-def _results(model: str, engine: Any, settings: dict[str, Any], found: list[Any]) -> dict[str, Any]:
-    from TIDE.evals.machine import circumstances
-
-    facts = circumstances() | {"model": model, "backend": engine.backend, "settings": settings}
-    return facts | {"tasks": [one.as_dict() for one in found]}
 
 
 def _write(path: Path, results: dict[str, Any]) -> None:
