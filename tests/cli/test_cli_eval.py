@@ -78,6 +78,7 @@ def test_eval_refuses_what_cannot_work_before_it_loads_a_model(warm, folder, sha
         (("--tasks", "humaneval"), "Allow it with --execute-code"),
         (("--tasks", " , "), "expected the name of a task, found none"),
         (("--tasks", "gsm8k", "--mode", "slow"), "expected off, exact, fast, found slow"),
+        (("--tasks", "gsm8k", "--mode", "exact", "--threshold", 0.5), "Add --mode fast"),
         (("--tasks", "gsm8k", "-o", "x.txt"), "expected a file that ends in .json"),
     ):
         done = warm.tide("eval", *given, *words)

@@ -72,8 +72,10 @@ def eval(
       tide eval my-org/my-model --router my.safetensors --tasks arc_easy
     """
     names = list(dict.fromkeys(name.strip() for name in tasks.split(",") if name.strip()))
-    modes = list(mode or MODES)
-    source = None if modes == ["off"] else router_path(model, router, " Or compare nothing: --mode off.")
+    modes, thresholds = list(mode or MODES), list(dict.fromkeys(threshold or []))
+    if thresholds and "fast" not in modes:
+        raise WrongUsage(f"expected mode fast beside --threshold, found {', '.join(modes)}. Add --mode fast.")
+    source = None if {*modes} == {"off"} else router_path(model, router, " Or compare nothing: --mode off.")
     _check(names, data, execute_code, fewshot)
 
     import TIDE
@@ -90,7 +92,7 @@ def eval(
     loaded = load(model)
     kept = output.with_suffix(".answers.jsonl")
     with TIDE.TIDE(loaded.model, source) as engine:
-        compared = contenders(engine, modes, threshold or [])
+        compared = contenders(engine, modes, thresholds)
         settings = _settings(loaded, source, compared, batch_size) | {"max_new_tokens": max_new_tokens}
         asked = Compared(engine, loaded.tokenizer, compared, _answers(kept, settings), batch_size, max_new_tokens)
         try:
