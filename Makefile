@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 export PYTHONDONTWRITEBYTECODE :=
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-newest test-oldest test-long test-wheel check bench wheel clean
+.PHONY: demo test test-newest test-oldest test-long test-eval test-wheel check bench wheel clean
 
 demo: $(VENV)/warm
 	$(VENV)/bin/tide demo
@@ -23,6 +23,11 @@ test-oldest: $(OLDEST)/ready
 # property tests with thousands of examples each, others every time, and what else tries more then: one to two hours
 test-long: $(VENV)/dev $(VENV)/warm
 	TIDE_LONG=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal --timeout=0 -m "hypothesis or long"
+
+# tide eval with the real harness, which `make test` does without: it brings 620 MB
+test-eval: $(VENV)/dev $(VENV)/warm
+	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[dev,eval]"
+	$(VENV)/bin/python -m pytest tests/evals tests/cli/test_cli_eval.py
 
 check: $(VENV)/dev
 	$(VENV)/bin/ruff check .

@@ -28,20 +28,8 @@ from typer.testing import CliRunner, Result
 from TIDE.cli.app import app
 
 SCRIPT = Path(sys.executable).with_name("tide")
-COMMANDS = (
-    "demo",
-    "calibrate",
-    "generate",
-    "chat",
-    "serve",
-    "tune",
-    "certify",
-    "analyze",
-    "bench",
-    "inspect",
-    "export",
-    "report",
-)
+COMMANDS = ("demo", "calibrate", "generate", "chat", "serve", "tune", "certify")
+COMMANDS += ("analyze", "bench", "eval", "inspect", "export", "report")
 Done = subprocess.CompletedProcess[str]
 
 

@@ -27,6 +27,7 @@ LEVEL = {
     "integrations": 4,
     "calibration": 5,
     "plots": 6,
+    "evals": 6,
     "server": 7,
     "the public surface": 8,
     "cli": 9,

@@ -61,6 +61,7 @@ WRONG = {
     "certify": (["x", "--prompts", sys.executable], "expected a .jsonl file with a prompt a line"),
     "analyze": (["default", "--dataset", "nowhere.txt"], "there is no file nowhere.txt. Give a .txt or .jsonl file"),
     "bench": (["hi", "--model", "nobody/nothing"], "give --router FILE, or make one: tide calibrate nobody/nothing"),
+    "eval": (["default", "--tasks", "gsm8k", "--data", "."], "there is no gsm8k/test.jsonl. Give --data the folder"),
     "inspect": (["nowhere.safetensors"], "there is no router file nowhere.safetensors"),
     "export": (["nowhere.safetensors", "--to", "new"], "there is no router file nowhere.safetensors"),
     "report": ([], "Missing argument"),

@@ -12,6 +12,7 @@ from TIDE.cli.certify import certify
 from TIDE.cli.chat import chat
 from TIDE.cli.demo import demo
 from TIDE.cli.errors import Commands
+from TIDE.cli.eval import eval
 from TIDE.cli.export import export
 from TIDE.cli.generate import generate
 from TIDE.cli.inspect import inspect
@@ -21,7 +22,7 @@ from TIDE.cli.serve import serve
 from TIDE.cli.tune import tune
 
 app = typer.Typer(cls=Commands, pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (demo, calibrate, generate, chat, serve, tune, certify, analyze, bench, inspect, export, report):
+for command in (demo, calibrate, generate, chat, serve, tune, certify, analyze, bench, eval, inspect, export, report):
     app.command()(command)
 
 

@@ -1,0 +1,155 @@
+"""`tide eval MODEL`: quality and speed of every mode on the tasks of the lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from TIDE.cli.errors import WrongUsage, checked
+from TIDE.cli.files import check_target
+from TIDE.cli.model import load, with_model
+from TIDE.cli.router import Router, router_path
+
+MODES = ("off", "exact", "fast")
+
+
+def _check_output(path: Path) -> None:
+    check_target(path, (".json",))
+
+
+def _check_modes(names: list[str]) -> None:
+    if unknown := sorted({*names} - {*MODES}):
+        raise ValueError(f"expected {', '.join(MODES)}, found {', '.join(unknown)}.")
+
+
+@with_model
+def eval(
+    model: str,
+    tasks: Annotated[str, typer.Option(metavar="NAME,…", help="gsm8k, humaneval, mmlu, wikitext, or stock tasks.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, metavar="DIR", help="Folder with the questions of local tasks."),
+    ] = None,
+    router: Router = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODE",
+            callback=checked(_check_modes),
+            help="A mode to compare with exits off: exact, fast; off compares nothing. May be repeated; all unless given.",
+        ),
+    ] = None,
+    threshold: Annotated[
+        list[float] | None,
+        typer.Option(metavar="NUMBER", min=0, max=1, help="An exit threshold of mode fast; may be repeated."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ask N questions of each task.")] = None,
+    fewshot: Annotated[int | None, typer.Option(metavar="N", min=0, help="Examples before each question.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask stock tasks as user messages.")] = False,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Questions asked together.")] = 1,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Longest answer, in tokens; as the task asks unless given.")
+    ] = None,
+    execute_code: Annotated[
+        bool, typer.Option("--execute-code", help="Run code that the model has written, in a sandbox.")
+    ] = False,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", callback=checked(_check_output), help="Results, as JSON.")
+    ] = Path("tide-eval.json"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Measure quality and speed of every mode on tasks. Modes are interleaved; an interrupted run goes on if repeated.
+
+    \b
+    Examples:
+      tide eval default --tasks gsm8k,mmlu --data . --limit 50
+      tide eval default --tasks humaneval --data . --execute-code --mode exact
+      tide eval default --tasks gsm8k --data . --threshold 0.9 --threshold 0.6
+      tide eval my-org/my-model --router my.safetensors --tasks arc_easy
+    """
+    names = list(dict.fromkeys(name.strip() for name in tasks.split(",") if name.strip()))
+    modes, thresholds = list(mode or MODES), list(dict.fromkeys(threshold or []))
+    if thresholds and "fast" not in modes:
+        raise WrongUsage(f"expected mode fast beside --threshold, found {', '.join(modes)}. Add --mode fast.")
+    source = None if {*modes} == {"off"} else router_path(model, router, " Or compare nothing: --mode off.")
+    _check(names, data, execute_code, fewshot)
+
+    import TIDE
+    from TIDE.evals.contenders import contenders
+    from TIDE.evals.evaluation import evaluate
+    from TIDE.evals.machine import circumstances
+    from TIDE.evals.model import Compared
+    from TIDE.evals.tasks import chosen_tasks
+
+    for library in ("lm_eval", "evaluate", "absl"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    facts = circumstances()  # now: code may change while it is measured
+    chosen = chosen_tasks(names, data, chat, fewshot)
+    loaded = load(model)
+    kept = output.with_suffix(".answers.jsonl")
+    with TIDE.TIDE(loaded.model, source) as engine:
+        compared = contenders(engine, modes, thresholds)
+        settings = _settings(loaded, source, compared, batch_size) | {"max_new_tokens": max_new_tokens}
+        asked = Compared(engine, loaded.tokenizer, compared, _answers(kept, settings), batch_size, max_new_tokens)
+        try:
+            found = evaluate(asked, chosen, limit)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"Answers so far are in {kept}. The same command goes on.") from None
+        facts |= {"model": model, "backend": engine.backend, "settings": settings}
+    results = facts | {"tasks": [one.as_dict() for one in found]}
+    _write(output, results)
+    typer.echo(json.dumps(results, indent=2) if as_json else "\n\n".join(one.table() for one in found))
+    typer.echo(f"written: {output} and {kept}", err=True)
+    if failed := [one.task for one in found if one.error is not None]:
+        raise RuntimeError(f"not measured: {', '.join(failed)}. What was measured is in {output}.")
+
+
+def _check(names: list[str], data: Path | None, execute_code: bool, fewshot: int | None) -> None:
+    """Refuse what cannot work, before a model is loaded."""
+    from TIDE.evals.harness import check_harness
+    from TIDE.evals.tasks import check_tasks
+
+    try:
+        if not names:
+            raise ValueError("expected the name of a task, found none.")
+        check_tasks(names, data, execute_code, fewshot)
+    except (ValueError, OSError) as problem:
+        raise WrongUsage(str(problem)) from None
+    check_harness()
+
+
+def _answers(path: Path, settings: dict[str, Any]) -> Any:
+    from TIDE.evals.answers import Answers
+
+    found = Answers(path, settings)
+    if len(found):
+        typer.echo(f"going on: {len(found)} answers are in {path}", err=True)
+    return found
+
+
+def _settings(loaded: Any, source: Path | None, compared: list[Any], batch_size: int) -> dict[str, Any]:
+    """Return what answers and their times depend on, besides questions."""
+    import hashlib
+
+    from TIDE.routing.fingerprint import fingerprint
+    from TIDE.version import __version__
+
+    return {
+        "model": fingerprint(loaded.model, loaded.tokenizer).describe(),
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": loaded.model.device.type,
+        "router": None if source is None else hashlib.sha256(source.read_bytes()).hexdigest()[:16],
+        "compared": [one.name for one in compared],
+        "batch_size": batch_size,
+        "tide": __version__,
+    }
+
+
+def _write(path: Path, results: dict[str, Any]) -> None:
+    from TIDE.routing.storage import write_atomically
+
+    write_atomically(path, json.dumps(results, indent=1).encode())

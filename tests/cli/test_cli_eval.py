@@ -1,0 +1,86 @@
+"""`tide eval`, run on a tiny model and a few questions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from commands import fits
+from eval_data import data_folder
+
+OUTCOME = {
+    "contender": str,
+    "mode": str,
+    "questions": int,
+    "same": int,
+    "quality": [dict],
+    "tokens": int,
+    "seconds": float,
+    "tokens_per_second": float,
+    "speedup": float,
+    "speedup_interval": [float],
+    "exit_rate": (int, float),
+    "loss": (dict, type(None)),
+    "certificate": type(None),
+}
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    return data_folder(tmp_path_factory.mktemp("questions"))
+
+
+@pytest.fixture
+def asked(folder, shared_router, questions, tmp_path):
+    pytest.importorskip("lm_eval", reason="the lm-evaluation-harness is not installed: make test-eval installs it")
+    given = ("--router", shared_router, "--data", questions, "--limit", 2, "--max-new-tokens", 6, "-o", tmp_path / "run.json")
+    return (folder, *given)
+
+
+def test_eval_prints_and_keeps_what_it_measures(warm, asked, tmp_path):
+    tasks = ("--tasks", "gsm8k,humaneval,mmlu,wikitext", "--execute-code")
+    done = warm.tide("eval", *asked, *tasks, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found == json.loads((tmp_path / "run.json").read_text())
+    assert [one["task"] for one in found["tasks"]] == ["gsm8k", "humaneval", "mmlu", "wikitext"]
+    for task in found["tasks"]:
+        assert [one["mode"] for one in task["outcomes"]] == ["off", "exact", "fast"]
+        assert fits(task["outcomes"], [OUTCOME])
+        assert task["outcomes"][1]["same"] == task["outcomes"][1]["questions"] == 2
+    assert (
+        found["command"].startswith("tide eval") and found["date"] and found["hardware"]["cores"] and found["packages"]["torch"]
+    )
+    kept = (tmp_path / "run.answers.jsonl").read_text().splitlines()
+    assert len(kept) == 1 + 4 * 2 * 3
+
+
+def test_eval_goes_on_and_refuses_other_settings(warm, asked, tmp_path):
+    assert warm.tide("eval", *asked, "--tasks", "gsm8k").returncode == 0
+    kept = (tmp_path / "run.answers.jsonl").read_bytes()
+    done = warm.tide("eval", *asked, "--tasks", "gsm8k")
+    assert done.returncode == 0 and "going on: 6 answers are in" in done.stderr
+    assert "gsm8k: 2 questions, exact_match" in done.stdout and "2 of 2" in done.stdout
+    done = warm.tide("eval", *asked, "--tasks", "gsm8k", "--threshold", 0.5, "--threshold", 0.9)
+    assert (
+        done.returncode == 1
+        and "given with other settings: found compared ['off', 'exact', 'fast 0.5', 'fast 0.9']" in done.stderr
+    )
+    done = warm.tide("eval", *asked, "--tasks", "gsm8k", "--max-new-tokens", 7)
+    assert done.returncode == 1 and "found max_new_tokens 7 instead of 6" in done.stderr
+    assert (tmp_path / "run.answers.jsonl").read_bytes() == kept
+
+
+def test_eval_refuses_what_cannot_work_before_it_loads_a_model(warm, folder, shared_router, questions, tmp_path):
+    given = (folder, "--router", shared_router, "--data", questions, "-o", tmp_path / "run.json")
+    for words, said in (
+        (("--tasks", "humaneval"), "Allow it with --execute-code"),
+        (("--tasks", " , "), "expected the name of a task, found none"),
+        (("--tasks", "gsm8k", "--mode", "slow"), "expected off, exact, fast, found slow"),
+        (("--tasks", "gsm8k", "--mode", "exact", "--threshold", 0.5), "Add --mode fast"),
+        (("--tasks", "gsm8k", "-o", "x.txt"), "expected a file that ends in .json"),
+    ):
+        done = warm.tide("eval", *given, *words)
+        assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,215 @@
+"""The sandbox: programs that loop, fork, allocate, write, send or leave early are really run, and held."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from TIDE.evals import confined
+from TIDE.evals.sandbox import CONFINED, Limits, Verdict, check_sandbox, run_code
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or platform.machine() not in confined.MACHINES,
+    reason="code is confined by seccomp, on Linux on x86_64 and aarch64",
+)
+SHORT = Limits(seconds=3.0)
+REFUSED = "Operation not permitted"
+
+
+def confined_processes() -> list[int]:
+    """The processes of sandboxes that are running now, of this test's process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command, status = (entry / "cmdline").read_bytes(), (entry / "stat").read_text()
+            except OSError:
+                continue
+            if str(CONFINED).encode() in command and int(status.rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
+def test_a_program_that_runs_to_its_end_passes():
+    assert run_code("def add(a, b): return a + b\nassert add(1, 2) == 3") == Verdict(True)
+
+
+def test_programs_may_use_the_standard_library():
+    names = "math, re, collections, itertools, functools, typing, hashlib, heapq, random, string, datetime, decimal, json"
+    assert run_code(f"import {names}\nassert hashlib.md5(b'x').hexdigest() and math.pi > 3") == Verdict(True)
+
+
+def test_a_program_that_fails_says_why():
+    assert run_code("assert 1 == 2, 'one is not two'") == Verdict(False, "AssertionError: one is not two")
+    assert run_code("def broken(:").said.startswith("SyntaxError")
+
+
+@pytest.mark.parametrize("leave", ["import os; os._exit(0)", "raise SystemExit(0)", "import sys; sys.exit()"])
+def test_leaving_early_is_no_success(leave):
+    assert not run_code(leave + "\nassert False").passed
+
+
+def test_a_loop_is_ended():
+    assert run_code("while True: pass", SHORT) == Verdict(False, "still running after 3 s")
+    assert confined_processes() == []
+
+
+def test_a_loop_that_ignores_signals_is_ended():
+    code = "import signal, time\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\nwhile True: time.sleep(1)"
+    assert run_code(code, SHORT).said == "still running after 3 s"
+    assert confined_processes() == []
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "os.fork()",
+        "os.posix_spawn('/bin/true', ['true'], {})",
+        "subprocess.Popen(['/bin/true'])",
+        "os.system('/bin/true') and bad()",
+        "os.execv('/bin/true', ['true'])",
+        "threading.Thread(target=print).start()",
+    ],
+)
+def test_nothing_is_started(start):
+    verdict = run_code(f"import os, subprocess, threading\ndef bad(): raise OSError('{REFUSED}')\n{start}", SHORT)
+    assert not verdict.passed
+    assert REFUSED in verdict.said or "can't start new thread" in verdict.said
+
+
+def test_a_fork_bomb_makes_no_process():
+    bomb = (
+        "import os\nrefused = 0\nfor _ in range(1000):\n    try: os.fork()\n    except OSError: refused += 1\n"
+        "assert refused == 1000"
+    )
+    assert run_code(bomb) == Verdict(True)  # it saw a thousand refusals
+    assert confined_processes() == []
+
+
+def test_a_big_allocation_is_refused():
+    assert run_code("held = bytearray(1 << 30)") == Verdict(False, "MemoryError: ")
+    assert not run_code("held = []\nwhile True: held.append(bytes(1 << 20))").passed
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "open({path!r}, 'w').write('x')",
+        "open({path!r}, 'ab').write(b'x')",
+        "os.open({path!r}, os.O_RDWR | os.O_CREAT)",
+        "os.mkdir({path!r})",
+        "os.symlink('/etc', {path!r})",
+        "os.mkfifo({path!r})",
+        "os.rename({kept!r}, {path!r})",
+        "os.unlink({kept!r})",
+        "os.truncate({kept!r}, 0)",
+        "os.chmod({kept!r}, 0)",
+        "open('here', 'w')",
+    ],
+)
+def test_no_file_is_written_or_changed(write, tmp_path):
+    kept, path = tmp_path / "kept", tmp_path / "new"
+    kept.write_text("as it was")
+    verdict = run_code("import os\n" + write.format(path=str(path), kept=str(kept)))
+    assert not verdict.passed and REFUSED in verdict.said
+    assert sorted(tmp_path.iterdir()) == [kept] and kept.read_text() == "as it was" and kept.stat().st_mode & 0o400
+
+
+def test_no_socket_is_made():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
+        verdict = run_code(code)
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert not verdict.passed and REFUSED in verdict.said
+    assert REFUSED in run_code("import socket\nsocket.socketpair()").said
+
+
+def test_no_signal_is_sent():
+    code = f"import os\nos.kill({os.getpid()}, {int(signal.SIGTERM)})"
+    assert REFUSED in run_code(code).said
+
+
+def test_limits_cannot_be_raised():
+    code = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))"
+    assert not run_code(code).passed
+
+
+def test_code_below_python_is_held_too():
+    """System calls without the standard library's checks."""
+    code = "import ctypes\nassert ctypes.CDLL(None, use_errno=True).{call} == -1 and ctypes.get_errno() == 1"
+    for call in ("socket(2, 1, 0)", "fork()", "creat(b'x', 0o600)", "syscall(425, 1, 0)"):  # 425: io_uring_setup
+        assert run_code(code.format(call=call)) == Verdict(True), call
+
+
+def test_what_is_printed_is_not_kept():
+    assert run_code("import os\nprint('x' * 1_000_000)\nos.write(1, b'x' * 100_000)") == Verdict(True)
+
+
+def test_a_flood_at_the_verdict_is_cut_off():
+    write = "try: os.write(place, b'{' * 4096)\n        except OSError: pass"
+    flood = f"import os\nwhile True:\n    for place in range(3, 8):\n        {write}"
+    began = time.monotonic()
+    assert not run_code(flood, Limits(seconds=300)).passed
+    assert time.monotonic() - began < 200  # its time was not up
+
+
+def test_a_crash_is_told():
+    assert run_code("import ctypes\nctypes.string_at(0)").said == "ended without a verdict (exit status -11)"
+
+
+def test_where_code_cannot_be_confined_it_is_not_run(tmp_path, monkeypatch):
+    mine = tmp_path / "confined.py"
+    text = CONFINED.read_text()
+    mine.write_text(text.replace("machine = platform.machine()", "machine = 'sparc'"))
+    monkeypatch.setattr("TIDE.evals.sandbox.CONFINED", mine)
+    target = tmp_path / "written"
+    with pytest.raises(RuntimeError, match="it needs Linux on x86_64 or aarch64, found linux on sparc"):
+        run_code(f"open({str(target)!r}, 'w')")
+    assert not target.exists()
+    run_code.cache_clear()
+
+
+def test_the_sandbox_is_checked_before_it_is_needed(monkeypatch):
+    check_sandbox()
+    monkeypatch.setattr("TIDE.evals.sandbox.run_code", lambda code: Verdict(False, "broken"))
+    with pytest.raises(RuntimeError, match="does not run even an empty program"):
+        check_sandbox()
+
+
+def test_a_sandbox_ends_with_the_process_that_asked(tmp_path):
+    """Killed, it cannot clean up; the kernel does."""
+    script = "from TIDE.evals.sandbox import *\nprint('ready', flush=True)\nrun_code('while True: pass', Limits(seconds=600))"
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+    child = ""
+    for _ in range(600):
+        child = children.read_text().strip()
+        if child and "2" in _seccomp(child):  # the filter is installed, so is the signal
+            break
+        time.sleep(0.1)
+    parent.kill()
+    parent.wait()
+    for _ in range(600):
+        if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it goes on")
+
+
+def _seccomp(process: str) -> str:
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split()[1] for line in lines if line.startswith("Seccomp:")), "")
