@@ -32,7 +32,7 @@ check: $(VENV)/dev
 
 # docs/ as a site in site/, without the network; warnings, broken links among them, are errors
 site: $(VENV)/dev
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 bench: $(VENV)/ready
 	$(VENV)/bin/python benchmarks/bench_decode.py
