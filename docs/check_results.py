@@ -3,7 +3,7 @@
 python docs/check_results.py            lists figures without a source or different from it; exits 1 if there are any
 
 A source is a JSON file: command, commit, date, hardware, and the figures in `table` (by row and column) or `figures` (by name).
-A page names it in a comment that a reader does not see, inside the paragraph or on the line above the table:
+A page names it in a comment that a reader does not see, inside the paragraph or above the table, with a blank line between:
 
     <!-- results: exits-off -->                              every number of this table is in exits-off.json, by row and column
     <!-- results: exact-arm:all exact-h200:all -->           its first row is row "all" of exact-arm.json, and so on

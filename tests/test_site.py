@@ -49,6 +49,14 @@ def test_every_page_and_the_api_are_there(site):
     assert any("self-speculative" in entry["text"] for entry in index["docs"])
 
 
+def test_tables_are_tables(site):
+    """Python-Markdown wants a blank line before them, which GitHub does not."""
+    for page in site.glob("*.html"):
+        assert not re.search(r"<p>[^<]*\|\s*-{3}", page.read_text("utf-8")) and "|---|" not in page.read_text("utf-8"), (
+            page.name
+        )
+
+
 def test_nothing_is_loaded_from_elsewhere(site):
     for page in site.rglob("*.html"):
         loaded = re.findall(
