@@ -1,4 +1,4 @@
-"""What a CPU user would pick otherwise: llama.cpp on the 4-bit file, and `model.generate`, beside TIDE, by turns in one run.
+"""What a CPU user would pick otherwise: llama.cpp on the 4-bit file, and `model.generate`, beside TIDE, interleaved in one run.
 
     python benchmarks/bench_llama_cpp.py --gguf FILE.gguf --llama-python ENV/bin/python [--compile] [--prompts P.jsonl]
 
