@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 export PYTHONDONTWRITEBYTECODE :=
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-newest test-oldest test-long test-eval test-wheel check bench wheel clean
+.PHONY: demo test test-newest test-oldest test-long test-eval test-wheel check bench site wheel clean
 
 demo: $(VENV)/warm
 	$(VENV)/bin/tide demo
@@ -33,6 +33,11 @@ check: $(VENV)/dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python docs/check_results.py
+
+# docs/ as a site in site/, without the network; warnings, broken links among them, are errors
+site: $(VENV)/dev
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 bench: $(VENV)/ready
 	$(VENV)/bin/python benchmarks/bench_decode.py
@@ -77,4 +82,4 @@ test-wheel: wheel
 	.venv-wheel/bin/tide --version
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .venv-wheel build dist src/*.egg-info
+	rm -rf $(VENV) $(OLDEST) .venv-wheel build dist site src/*.egg-info

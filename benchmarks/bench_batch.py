@@ -1,4 +1,4 @@
-"""Decoding speed of many rows together: `model.generate`, transformers' continuous batching, and TIDE, by turns in one run.
+"""Decoding speed of many rows together: `model.generate`, transformers' continuous batching, and TIDE, interleaved in one run.
 
     python benchmarks/bench_batch.py --rows 1 4 8                       the embedded default model with its exits
     python benchmarks/bench_batch.py --prompts question.jsonl           prompts of a file with Spec-Bench's `turns`
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def texts(model: Any, tokenizer: Any, options: argparse.Namespace) -> Callable[[int], list[list[int]]]:
-    """Return what gives so many prompts, as ids."""
+    """Return a function that gives a number of prompts, as ids."""
     if tokenizer is None:
         return lambda rows: torch.randint(10, model.config.vocab_size, (rows, options.prompt_tokens)).tolist()
     questions = QUESTIONS

@@ -1,4 +1,4 @@
-"""Decoding speed at batch 1: `model.generate` and TIDE, by turns in one run.
+"""Decoding speed at batch 1: `model.generate` and TIDE, interleaved in one run.
 
     python benchmarks/bench_decode.py                     the embedded default model
     python benchmarks/bench_decode.py --model llama-8b    a random Llama of that size in bf16, for a GPU

@@ -37,7 +37,7 @@ WEIGHTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-8b", choices=[*SHAPES])
-    parser.add_argument("--layers", type=int, default=8, help="so many, to leave caches behind")
+    parser.add_argument("--layers", type=int, default=8, help="number of layers, more than caches hold")
     parser.add_argument("--context", type=int, default=200, help="tokens of a row before")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128], help="of all rows")

@@ -1,4 +1,4 @@
-"""Time to the first token, by the length of the prompt: `model.generate` and TIDE, by turns in one run.
+"""Time to the first token, by the length of the prompt: `model.generate` and TIDE, interleaved in one run.
 
     python benchmarks/bench_prefill.py                        the embedded default model
     python benchmarks/bench_prefill.py --model llama-8b       a random Llama of that size in bf16, for a GPU

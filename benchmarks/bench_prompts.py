@@ -1,4 +1,4 @@
-"""Speed on real prompts, batch 1, greedy: `model.generate`, TIDE with exits off, and mode exact, by turns on every prompt.
+"""Speed on real prompts, batch 1, greedy: `model.generate`, TIDE with exits off, and mode exact, interleaved on every prompt.
 
     python benchmarks/bench_prompts.py --prompts PROMPTS.jsonl [--every N] [--new-tokens 128] [--router FILE]
 

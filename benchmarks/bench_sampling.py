@@ -1,4 +1,4 @@
-"""Speed of sampled and processed decoding beside greedy decoding, one row, exits off and exact, by turns on every prompt.
+"""Speed of sampled and processed decoding beside greedy decoding, one row, exits off and exact, interleaved on every prompt.
 
     python benchmarks/bench_sampling.py                      the embedded default model with its exits
     python benchmarks/bench_sampling.py --model llama-8b     a random Llama of that size in bf16, for a GPU: exits off only

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_startup.py --rounds 5
 
-New processes by turns: one that only imports torch and transformers with the classes a model needs, one that runs `tide
+New processes, interleaved: one that only imports torch and transformers with the classes a model needs, one that runs `tide
 generate` with exits and one without. Then the same steps in one more process, each timed. Compiled code must be there
 already: run `tide generate hi` once before. Prints a table, then one JSON line.
 """

@@ -1,4 +1,4 @@
-"""What drafting costs where it cannot help: mode exact against exits off, batch 1, by turns.
+"""What drafting costs where it cannot help: mode exact against exits off, batch 1, interleaved.
 
     python benchmarks/bench_worst.py --prompts PROMPTS.jsonl [--count 6] [--new-tokens 128] [--search 24]
 

@@ -51,11 +51,11 @@ class Browser:
         return None
 
     def open(self, page: Path, width: int, height: int, *, dark: bool = False) -> None:
-        """A file in a window of so many CSS pixels."""
+        """Open a file in a window of `width` by `height` CSS pixels."""
         self.open_url(page.absolute().as_uri(), width, height, dark=dark)
 
     def open_url(self, url: str, width: int, height: int, *, dark: bool = False) -> None:
-        """A page in a window of so many CSS pixels."""
+        """Open a page in a window of `width` by `height` CSS pixels."""
         metrics = dict(width=width, height=height, deviceScaleFactor=0, mobile=False)
         scheme = dict(name="prefers-color-scheme", value="dark" if dark else "light")
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)

@@ -129,7 +129,9 @@ def stand_ins(shelf, monkeypatch, tmp_path) -> None:
         return certify(given["engine"], few, 0.5, 0.8, tokenizer=given.get("tokenizer"), max_new_tokens=4)
 
     monkeypatch.setenv("TIDE_BACKEND", "modules")  # nothing to compile
-    monkeypatch.setattr(TIDE, "load_model", lambda name="default", **options: Loaded(tiny(), characters(TEMPLATE)))
+    tokenizer = characters(TEMPLATE)
+    tokenizer.padding_side = "left"  # as `load_model` leaves it
+    monkeypatch.setattr(TIDE, "load_model", lambda name="default", **options: Loaded(tiny(), tokenizer))
     monkeypatch.setattr(TIDE, "default_router", lambda: shelf / "router.safetensors")
     monkeypatch.setattr(TIDE, "calibrate", calibrated)
     monkeypatch.setattr(TIDE, "certify", certified)
@@ -281,6 +283,21 @@ def test_every_command_is_in_the_readme():
 def test_a_command_that_is_not_there_is_noticed(line, capsys):
     with pytest.raises(AssertionError):
         check_commands(f"A page.\n\n    {line}\n")
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------------
+
+
+@of_page
+def test_long_pages_have_a_table_or_a_picture(page):
+    text = page.read_text("utf-8")
+    if len(prose(text).split()) > 1000:
+        assert re.search(r"^\|[\s:|-]+\|$|!\[|<img ", text, re.MULTILINE), f"{len(prose(text).split())} words"
+
+
+def test_every_page_is_in_the_index():
+    listed = (ROOT / "docs" / "index.md").read_text("utf-8")
+    assert [page.name for page in PAGES[1:] if page.name != "index.md" and f"({page.name})" not in listed] == []
 
 
 # ---- what is said of the code ---------------------------------------------------------------------------------------------

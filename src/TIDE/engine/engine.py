@@ -46,7 +46,7 @@ from TIDE.stats import ExitStats
 
 
 class TIDE:
-    """A causal LM whose easy tokens leave early.
+    """A causal LM that is decoded with early exits.
 
     Args:
         model: a Hugging Face causal LM in eval mode, or PEFT's around one. It is not changed beyond `close`.
@@ -240,7 +240,7 @@ class TIDE:
         return row
 
     def warm_up(self, rows: int = 1, tokens: int = 992, progress: bool = True) -> None:
-        """Compile and capture what up to so many rows, of up to so many tokens, will need: see `warm_up.py`."""
+        """Compile and capture, ahead of requests, what up to `rows` rows of up to `tokens` tokens need: see `warm_up.py`."""
         self._check_usable()
         warm_up(self, rows, tokens, progress)
 

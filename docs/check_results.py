@@ -1,0 +1,190 @@
+"""Compares every figure in the README and the docs with its source in docs/results.
+
+python docs/check_results.py            lists figures without a source or different from it; exits 1 if there are any
+
+A source is a JSON file: command, commit, date, hardware, and the figures in `table` (by row and column) or `figures` (by name).
+A page names it in a comment that a reader does not see, inside the paragraph or above the table, with a blank line between:
+
+    <!-- results: exits-off -->                              every number of this table is in exits-off.json, by row and column
+    <!-- results: exact-arm:all exact-h200:all -->           its first row is row "all" of exact-arm.json, and so on
+    <!-- results: certificate.ratio certificate.loss -->     the figures of this paragraph are these two
+    <!-- settings: 0.05 0.95 -->                             these numbers were chosen, or are quoted, and were not measured
+    <!-- settings: defaults -->                              nothing here was measured
+
+A table takes as many rows and columns of its source as it likes. In a paragraph every number with a decimal point or a
+thousands separator is a figure; whole numbers are compared if the comment names them. Code and version numbers are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
+# the log is a record of its own: it has experiments that no page repeats
+PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem not in ("log", "structure"))]
+FIELDS = {"what", "command", "commit", "date", "hardware", "software", "settings", "table", "figures", "note", "entered"}
+REQUIRED = {"what", "command", "commit", "date", "hardware"}
+
+FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+MARK = re.compile(r"<!-- (results|settings): (.*?) -->", re.DOTALL)
+HIDDEN = re.compile(
+    r"<!--.*?-->|`[^`\n]*`|\]\([^)]*\)"  # comments, code, where links lead
+    r"|(?:Python|torch|transformers|Triton|TIDE|tide-inference|Llama|Qwen|Gemma|openai|fastapi|Serve|langchain-tests|schemathesis)"
+    r"[- ]v?\d+(?:\.\d+)+|\d+\.\d+\.\d+[.\d]*",  # versions
+    re.DOTALL,
+)
+NUMBER = re.compile(r"(?<![\w.,])\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?<![\w.])(?<![A-Za-z]-)\d+(?:\.\d+)?")
+
+
+def numbers(text: str) -> list[str]:
+    """Return the numbers of a text as they are written, code and versions aside."""
+    return NUMBER.findall(HIDDEN.sub(lambda found: " " if "](" not in found[0] else "]", text))
+
+
+def is_figure(number: str) -> bool:
+    """Tell whether a number of a paragraph needs a source."""
+    return "." in number or "," in number
+
+
+def value(number: str) -> float:
+    return float(number.replace(",", ""))
+
+
+@cache
+def source(name: str) -> dict[str, Any]:
+    """Return a results file, or fail with what it lacks."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise KeyError(f"there is no docs/results/{name}.json")
+    found = json.loads(path.read_text("utf-8"))
+    if missing := REQUIRED - set(found):
+        raise KeyError(f"docs/results/{name}.json lacks {', '.join(sorted(missing))}")
+    if unknown := set(found) - FIELDS:
+        raise KeyError(f"docs/results/{name}.json has unknown fields: {', '.join(sorted(unknown))}")
+    return found
+
+
+def check(text: str) -> list[str]:
+    """Return what is wrong with the figures of a page, a line each."""
+    wrong = []
+    for block, marks in _blocks(text):
+        if _is_table(block):
+            wrong += _check_table(block, marks)
+        else:
+            wrong += _check_paragraph(block, marks)
+    return wrong
+
+
+def _blocks(text: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Cut a page at blank lines; a comment that stands alone belongs to what follows it."""
+    found, waiting = [], []
+    for block in re.split(r"\n\s*\n", FENCE.sub("", text)):
+        marks = waiting + [(kind, names) for kind, names in MARK.findall(block)]
+        waiting = []
+        if not re.sub(r"<!--.*?-->", "", block, flags=re.DOTALL).strip():
+            waiting = marks
+        elif re.fullmatch(r"(?:(?: {4}|\t).*\n?)+", block):  # indented code
+            continue
+        else:
+            found.append((block, marks))
+    return found
+
+
+def _is_table(block: str) -> bool:
+    return any(re.match(r"\s*\|[\s:|-]+\|\s*$", line) for line in block.splitlines())
+
+
+def _cells(line: str) -> list[str]:
+    return [_plain(cell) for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+
+
+def _plain(cell: str) -> str:
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"<!--.*?-->|[*`]", "", cell)).strip()
+
+
+def _check_table(block: str, marks: list[tuple[str, str]]) -> list[str]:
+    names = [name for kind, named in marks if kind == "results" for name in named.split()]
+    lines = [line for line in block.splitlines() if line.strip().startswith("|")]
+    header, body = _cells(lines[0]), lines[2:]
+    if not any("." not in name for name in names):  # figures by name, or none: as in a paragraph
+        return _check_paragraph("\n".join(body), marks)
+    if any(":" in name for name in names) and len(names) != len(body):
+        return [f"{len(names)} sources for {len(body)} rows: {lines[0].strip()}"]
+    wrong = []
+    for number, line in enumerate(body):
+        row, *cells = _cells(line)
+        own, key = names, row
+        if ":" in names[0]:
+            file, _, key = names[number].replace("_", " ").partition(":")
+            own = [file]
+        for column, cell in zip(header[1:], cells, strict=False):
+            if found := [value(number) for number in numbers(cell)]:
+                expected = _cell(own, key, column)
+                if found != expected:
+                    wrong.append(f"{row} | {column}: found {cell}, expected {expected} ({', '.join(own)})")
+    return wrong
+
+
+def _cell(names: list[str], row: str, column: str) -> list[float] | None:
+    """Return the numbers of a cell in the first source that has it."""
+    for name in names:
+        if "." not in name:
+            kept = source(name).get("table", {}).get(row, {}).get(column)
+            if kept is not None:
+                return [float(own) for own in (kept if isinstance(kept, list) else [kept])]
+    return None
+
+
+def _check_paragraph(block: str, marks: list[tuple[str, str]]) -> list[str]:
+    if any(kind == "settings" and not re.search(r"\d", named) for kind, named in marks):
+        return []  # nothing in it was measured, for the reason given
+    wrong = []
+    found = numbers(block)
+    left = Counter(value(number) for number in found if is_figure(number))
+    whole = Counter(value(number) for number in found if not is_figure(number))
+    for kind, named in marks:
+        for name in named.split():
+            for expected in _figure(name) if kind == "results" else [value(name)]:
+                if left[expected] > 0:
+                    left[expected] -= 1
+                elif whole[expected] > 0:
+                    whole[expected] -= 1
+                else:
+                    wrong.append(f"{name} is {expected:g}, which this does not say: {_begin(block)}")
+    if without := [f"{number:,.12g}" for number, count in left.items() if count > 0]:
+        wrong.append(f"no source for {', '.join(without)}: {_begin(block)}")
+    return wrong
+
+
+def _figure(name: str) -> list[float]:
+    file, _, key = name.partition(".")
+    kept = source(file).get("figures", {})
+    if key not in kept:
+        raise KeyError(f"docs/results/{file}.json has no figure {key!r}")
+    return [float(own) for own in (kept[key] if isinstance(kept[key], list) else [kept[key]])]
+
+
+def _begin(block: str) -> str:
+    return " ".join(block.split())[:100]
+
+
+def main() -> int:
+    wrong = []
+    for page in PAGES:
+        try:
+            wrong += [f"{page.relative_to(ROOT)}: {problem}" for problem in check(page.read_text("utf-8"))]
+        except KeyError as problem:
+            wrong.append(f"{page.relative_to(ROOT)}: {problem.args[0]}")
+    print("\n".join(wrong) or f"all figures of {len(PAGES)} pages have their source")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Every figure in README and docs has its source in docs/results, and an altered one is noticed."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TOOL = runpy.run_path(str(ROOT / "docs" / "check_results.py"))
+check = TOOL["check"]
+of_page = pytest.mark.parametrize("page", TOOL["PAGES"], ids=lambda page: page.name)
+
+
+@of_page
+def test_figures_are_those_of_their_sources(page):
+    assert check(page.read_text("utf-8")) == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/when_tide_does_not_help.md"])
+def test_an_altered_figure_is_noticed(page):
+    """Each number of each marked table and paragraph, one at a time."""
+    altered = 0
+    for block, marks in TOOL["_blocks"]((ROOT / page).read_text("utf-8")):
+        comments = "".join(f"<!-- {kind}: {names} -->" for kind, names in marks)
+        if "<!-- results" not in comments:
+            continue
+        shown = re.sub(r"<!--.*?-->", "", block, flags=re.DOTALL)
+        for found in re.finditer(r"(?<=[ (|–*~])\d[\d,]*\.\d+(?=[ )|%–,*;:]|\.\s|$)", shown):
+            if found[0] in TOOL["numbers"](shown):
+                other = found[0][:-1] + str((int(found[0][-1]) + 1) % 10)
+                assert check(f"{comments}\n{shown[: found.start()]}{other}{shown[found.end() :]}"), (found[0], block)
+                altered += 1
+    assert altered > (100 if "benchmarks" in page else 5)
+
+
+def test_a_figure_without_a_source_is_noticed():
+    assert check("It is 1.25 times as fast.") != []
+    assert check("| a | b |\n|---|---|\n| x | 1.25 |") != []
+    assert check("It is 1.25 times as fast, at 30,001 tok/s. <!-- settings: 1.25 30001 -->") == []
+    assert check("Python 3.11, transformers 5.17.0, `--risk 0.05`, licence Apache-2.0, 12 layers.") == []
+
+
+def test_a_table_may_leave_out_rows_and_columns_but_not_mix_them_up():
+    marked = "<!-- results: exact-h200 -->\n| | exact |\n|---|---|\n"
+    assert check(marked + "| coding | 1,831 |\n") == []
+    assert check(marked + "| coding | 1,832 |\n") != []
+    assert check(marked + "| coding | 1,662 |\n") != []  # a number of another row
+    assert check(marked + "| cooking | 1,831 |\n") != []
+    assert check(marked.replace("exact |", "exact, more or less |") + "| coding | 1,831 |\n") != []
+    assert (
+        check("<!-- results: exact-arm:all exact-h200:all -->\n| | exact |\n|---|---|\n| one | 30.0 |\n| two | 1,621 |") == []
+    )
+    assert (
+        check("<!-- results: exact-arm:all exact-h200:all -->\n| | exact |\n|---|---|\n| one | 1,621 |\n| two | 30.0 |") != []
+    )
+
+
+def test_a_paragraph_must_say_what_its_comment_names():
+    assert check("Drafts: 21,848. <!-- results: exact-arm.drafted -->") == []
+    assert check("Drafts: many. <!-- results: exact-arm.drafted -->") != []
+    with pytest.raises(KeyError, match="no figure 'dreamt'"):
+        check("Drafts: 21,848. <!-- results: exact-arm.dreamt -->")
+    with pytest.raises(KeyError, match="there is no docs/results/nowhere"):
+        check("Drafts: 21,848. <!-- results: nowhere.drafted -->")
+
+
+def test_every_source_says_how_it_was_measured_and_is_quoted():
+    pages = "".join(page.read_text("utf-8") for page in TOOL["PAGES"])
+    for path in sorted(TOOL["RESULTS"].glob("*.json")):
+        found = TOOL["source"](path.stem)
+        assert found["command"] and found["hardware"] and ("table" in found or "figures" in found), path.name
+        assert re.search(rf"results:[^>]*\b{re.escape(path.stem)}\b", pages), f"{path.name} is quoted nowhere"
+        assert json.loads(path.read_text("utf-8")) == found
