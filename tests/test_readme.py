@@ -58,7 +58,7 @@ def newcomer(tmp_path, monkeypatch):
 
 
 def test_the_readmes_commands_run_one_after_the_other(newcomer):
-    """As they stand, but for what stands in place of a name. Servers, what trains for minutes and what needs more have tests of their own."""
+    """As they stand, but for stand-ins of names. Servers, and what trains long or needs more, have tests of their own."""
     ran = set()
     for line in (one for several in COMMANDS for one in several.split("; ")):
         _, name, *rest = shlex.split(line)
