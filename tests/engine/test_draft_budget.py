@@ -195,6 +195,27 @@ def test_exits_that_seemed_too_slow_are_tried_again_after_a_rest():
     assert budget.should_draft(10**6 + 1)
 
 
+def test_a_busy_moment_is_not_held_against_drafts_for_good():
+    """The first pass with a draft took four steps. Later ones would take 1.1, and texts are short: 64 tokens each."""
+    costs, experience, slow, drafted = Costs(), Experience(), [4.0], []
+    for _ in range(4):
+        budget, size, drafts = a_budget(costs, experience), 10, 0
+        while size < 74:
+            costs.begin_round(1)
+            while budget.should_draft(size):
+                costs.exit.add(0.1)
+                if not budget.should_exit(0.9):
+                    break
+                size += 1
+                drafts += 1
+            tokens = len(budget.odds)
+            costs.saw_pass(tokens, slow.pop() if slow and tokens > 1 else 0.9 + 0.1 * tokens)
+            size += 1
+            budget.record_round(size, tokens)
+        drafted.append(drafts)
+    assert not slow and min(drafted[1:]) > 40
+
+
 def test_a_short_time_counts_at_once_and_a_long_one_little():
     seconds = ClippedMean()
     for value, expected in ((8.0, 8.0), (1.0, 1.0), (100.0, 1.2)):

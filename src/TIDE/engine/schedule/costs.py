@@ -42,7 +42,7 @@ class Costs:
     def __init__(self) -> None:
         self.exit = ClippedMean()  # seconds up to and with an exit of one row
         self._steps: dict[int, ClippedMean] = {}  # by rows
-        self._passes: dict[int, dict[int, RunningMean]] = {}  # by rows, then by tokens: a deep pass, in steps
+        self._passes: dict[int, dict[int, ClippedMean]] = {}  # by rows, then by tokens: a deep pass, in steps
         self._rounds: dict[int, dict[int, ClippedMean]] = {}  # by slots, then by drafts: seconds of a captured round
         self.rows = self.tokens = 1
 
@@ -56,7 +56,7 @@ class Costs:
         return self._steps.setdefault(self.rows, ClippedMean())
 
     @property
-    def passes(self) -> dict[int, RunningMean]:
+    def passes(self) -> dict[int, ClippedMean]:
         """By tokens: a deep pass of the rows at hand, in steps."""
         return self._passes.setdefault(self.rows, {})
 
@@ -70,7 +70,7 @@ class Costs:
         if tokens == self.rows:
             self.step.add(seconds)
         elif self.step.mean is not None:
-            known = self.passes.setdefault(tokens, RunningMean())
+            known = self.passes.setdefault(tokens, ClippedMean())
             if known.mean is not None:
                 self.step.add(seconds / known.mean)
             known.add(min(seconds / self.step.mean, 2.0 * tokens / self.rows))
@@ -83,13 +83,23 @@ class Costs:
         """Record a captured round."""
         self.rounds(slots).setdefault(drafts, ClippedMean()).add(seconds)
 
+    @property
+    def guess(self) -> float:
+        """Steps that a place costs before it was measured: a step of more rows is longer, and a place less of it."""
+        return GUESS / (1 + GUESS * (self.rows - 1))
+
     def deep(self, tokens: int) -> float:
-        """Return the steps that a deep pass takes: measured, or between those measured; a guess beyond them."""
-        known = {self.rows: 1.0} | {n: own.mean for n, own in self.passes.items() if own.mean is not None}
+        """Return the steps that a deep pass takes: measured, or between those measured; a guess beyond them.
+
+        A pass takes no longer than one of more tokens: where it seems so, its timing is of a busy moment.
+        """
+        known, least = {self.rows: 1.0}, float("inf")
+        for count in sorted(self.passes, reverse=True):
+            least = min(least, self.passes[count].mean or least)
+            known[count] = max(1.0, least)
         below = max((n for n in known if n <= tokens), default=self.rows)
         above = min((n for n in known if n > tokens), default=None)
-        guess = GUESS / (1 + GUESS * (self.rows - 1))  # a step of more rows is longer, and a place less of it
-        slope = guess if above is None else (known[above] - known[below]) / (above - below)
+        slope = self.guess if above is None else (known[above] - known[below]) / (above - below)
         return known[below] + slope * (tokens - below)
 
     def marginal_cost(self, tokens: int) -> float:

@@ -14,8 +14,8 @@ However sure the scores are, a row drafts one token more than any row ever had a
 draft each.
 
 A row keeps a balance of the steps that drafting won and cost; one that lost a few rests for a while, longer each time. So does
-one whose exits take too long; then it tries again, for a machine that was busy may be idle now. Of rows together one at a time
-tries.
+one whose exits take too long; then it tries again, for a machine that was busy may be idle now: its first draft is weighed
+with the guessed cost of a place if the measured one is higher. Of rows together one at a time tries.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class DraftBudget:
         self._rest = Rest()
         self._until = 0  # size of the text at which a rest ends
         self._trials = TRIAL
+        self._is_trial = False
         self._tries_from = size + place * FIRST_REST
         if experience.in_vain >= HOPELESS:
             self._rest = Rest(LONGEST_REST)
@@ -85,13 +86,15 @@ class DraftBudget:
             self._take_rest(size)
             return False
         self._trials -= 1
+        self._is_trial = True
         return True
 
     def should_exit(self, score: float, threshold: float = 0.0) -> bool:
         """Return True if a token with this score becomes a draft, and record it."""
         number = len(self.odds)
         odds = self.odds[-1] * score
-        cost = self.costs.marginal_cost(self.costs.tokens) / self.costs.worth
+        place = self.costs.marginal_cost(self.costs.tokens)
+        cost = (min(place, self.costs.guess) if self._is_trial else place) / self.costs.worth
         trust = WORTH * self.acceptance.share(number)
         self.asked += 1
         self.experience.in_vain += 1
@@ -114,6 +117,7 @@ class DraftBudget:
             self._settle(size, WORTH * tokens - self._spent())
         self.odds = [1.0]
         self.asked = 0
+        self._is_trial = False
 
     def _spent(self) -> float:
         """Return what the row's part of the round cost, in tokens' worth."""
