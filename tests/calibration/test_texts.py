@@ -85,7 +85,7 @@ def test_a_file_with_more_is_sampled(writer, plain, write):
 
 def test_a_file_with_fewer_is_used_whole_and_says_so(writer, plain, write, caplog):
     assert len(load_texts(write(WORDS[:25]), writer, plain, 40, 0)) == 25
-    assert "40 texts were asked for and 25 found" in caplog.text
+    assert "there is room for 40 texts and it has 25" in caplog.text
 
 
 def test_a_long_document_gives_pieces_of_one_group(writer, plain, write):

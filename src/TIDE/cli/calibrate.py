@@ -45,10 +45,7 @@ def calibrate(
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same file.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A CPU-sized run: few, short texts.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted calibration.")] = False,
-    compress: Annotated[
-        bool | None,
-        typer.Option("--compress/--no-compress", help="8-bit exit heads; unless given: if nothing is lost."),
-    ] = None,
+    compress: Annotated[bool, typer.Option("--compress", help="Store exit heads in 8 bits at any cost.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the contents of the file as JSON.")] = False,
     config: TIDEConfig,
 ) -> None:
@@ -72,7 +69,7 @@ def calibrate(
             seed=seed,
             quick=quick,
             resume=resume,
-            compress=compress,
+            compress=compress or None,
             epochs=epochs,
         )
     except KeyboardInterrupt:

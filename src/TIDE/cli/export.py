@@ -37,7 +37,7 @@ def export(
     \b
     Examples:
       tide export my.safetensors --to head
-      tide export my-org/my-eagle3-head --model my-org/my-model --to head --layout speculators
+      tide export my-org/my-head --model my-org/my-model --to head
     """
     from TIDE.routing.source import load_router
 
