@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import statistics
 from collections.abc import Callable
@@ -141,15 +142,17 @@ def contenders(engine: Any, prompts: list[list[int]], manager: Any) -> dict[str,
     return found
 
 
-def answered(manager: Any, prompts: list[list[int]], new: int) -> None:
-    """Let continuous batching answer."""
-    waiting = {manager.add_request(own, max_new_tokens=new) for own in prompts}
-    while waiting:
+def answered(manager: Any, prompts: list[list[int]], new: int, at_once: int | None = None) -> None:
+    """Let continuous batching answer: all prompts together, or so many at a time."""
+    first, waiting = prompts[:at_once], iter(prompts[len(prompts[:at_once]) :])
+    running = {manager.add_request(own, max_new_tokens=new) for own in first}
+    while running:
         output = manager.get_result(timeout=60)
         if output is None:
-            raise SystemExit(f"continuous batching gave no answer to {len(waiting)} requests within 60 s.")
+            raise SystemExit(f"continuous batching gave no answer to {len(running)} requests within 60 s.")
         if output.is_finished():
-            waiting.discard(output.request_id)
+            running.discard(output.request_id)
+            running |= {manager.add_request(own, max_new_tokens=new) for own in itertools.islice(waiting, 1)}
 
 
 def step_seconds(model: Any, prompts: list[list[int]], new: int) -> float:

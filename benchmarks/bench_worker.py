@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import statistics
 import time
@@ -27,8 +28,8 @@ from typing import Any
 import torch
 
 import TIDE
-from bench_batch import continuous, texts
-from bench_decode import on_gpu
+from bench_batch import answered, continuous, texts
+from bench_decode import on_gpu, timed
 from TIDE.engine.cache.prefixes import new_salt
 from TIDE.server.job import Ask
 from TIDE.server.metrics import Metrics
@@ -62,21 +63,6 @@ async def loaded(worker: Worker, prompts: list[list[int]], clients: int, new: in
     return answers, time.perf_counter() - began
 
 
-def batched(manager: Any, prompts: list[list[int]], clients: int, new: int) -> float:
-    """Return the seconds that continuous batching takes, with so many requests at a time."""
-    began, waiting = time.perf_counter(), list(prompts)
-    running = {manager.add_request(waiting.pop(), max_new_tokens=new) for _ in range(min(clients, len(waiting)))}
-    while running:
-        output = manager.get_result(timeout=60)
-        if output is None:
-            raise SystemExit(f"continuous batching gave no answer to {len(running)} requests within 60 s.")
-        if output.is_finished():
-            running.discard(output.request_id)
-            if waiting:
-                running.add(manager.add_request(waiting.pop(), max_new_tokens=new))
-    return time.perf_counter() - began
-
-
 async def compared(worker: Worker, manager: Any, give: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     await worker.start()
     found = []
@@ -94,7 +80,8 @@ async def compared(worker: Worker, manager: Any, give: Any, options: argparse.Na
             found.append(dict(rows=rows, name=name, tok_s=speed, first_ms=statistics.median(firsts), p95_ms=p95, differ=differ))
             print(f"{rows:>5}  {name:<12}{speed:>9.1f}{found[-1]['first_ms']:>10.1f}{p95:>8.1f}{differ:>8}", flush=True)
         if manager is not None:
-            seconds = [batched(manager, prompts, rows, new) for _ in range(options.rounds + 1)][1:]
+            run = functools.partial(answered, manager, prompts, new, rows)
+            seconds = [timed(run)[0] for _ in range(options.rounds + 1)][1:]
             found.append(dict(rows=rows, name="continuous", tok_s=len(prompts) * new / statistics.median(seconds)))
             print(f"{rows:>5}  {'continuous':<12}{found[-1]['tok_s']:>9.1f}", flush=True)
     await worker.stop(60)

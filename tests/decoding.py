@@ -15,6 +15,7 @@ from TIDE.engine.plan import make_plan
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.host_stage import HostStage
 from TIDE.engine.round.sampler import Sampler
+from TIDE.engine.round.stop import StopRule
 from TIDE.engine.row import Row
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.modules import ModuleRunner
@@ -22,7 +23,6 @@ from TIDE.engine.runners.numba_runner import NumbaRunner
 from TIDE.engine.runners.select import checked, described_layers
 from TIDE.engine.runners.triton_runner import TritonRunner
 from TIDE.engine.schedule.scheduler import Scheduler
-from TIDE.engine.stop import StopRule
 from TIDE.kernels import reference, sampling
 from TIDE.kernels.dispatch import compiled_ops
 

@@ -58,6 +58,11 @@ def test_imports_point_one_way():
             assert other == part or LEVEL[other] < LEVEL[part], f"{file.name} of {part} imports {other}"
 
 
+def test_the_engine_has_few_names_at_its_top():
+    names = {path.stem for path in (SOURCE / "engine").iterdir() if not path.name.startswith("__")}
+    assert len(names) <= 12, sorted(names)
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
 def test_files_are_small_and_say_what_they_are(file):
     text = file.read_text()

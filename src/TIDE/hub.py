@@ -7,10 +7,20 @@ earlier downloads are used.
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 TIMEOUT = 5.0  # seconds
 EXPECTED = "expected 'default', a folder with a model, a .gguf file, or a hub id that can be reached"
+
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def is_hub_id(source: str | Path, suffixes: tuple[str, ...]) -> bool:
+    """Return True if a source is looked for on the hub: nothing here has its name, and no file with these suffixes could."""
+    name = str(source)
+    return not Path(name).exists() and Path(name).suffix not in suffixes and HUB_ID.fullmatch(name) is not None
 
 
 def hub_trouble() -> str | None:

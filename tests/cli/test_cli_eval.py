@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from commands import fits
 from eval_data import data_folder
+from TIDE.cli.eval import _identity
 
 OUTCOME = {
     "contender": str,
@@ -84,3 +86,13 @@ def test_eval_refuses_what_cannot_work_before_it_loads_a_model(warm, folder, sha
         done = warm.tide("eval", *given, *words)
         assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_answers_with_other_exits_are_told_apart(tmp_path):
+    """A router file by its content, a folder or a hub id by its name: `tide eval --router` takes all three."""
+    file = tmp_path / "router.safetensors"
+    file.write_bytes(b"one")
+    one = _identity(file)
+    file.write_bytes(b"other")
+    assert _identity(file) != one
+    assert _identity(tmp_path) == str(tmp_path) and _identity(Path("my-org/my-head")) == "my-org/my-head"

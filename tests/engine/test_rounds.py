@@ -26,12 +26,12 @@ from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.module_prefill import LONGEST, SHORTEST, padded_length
 from TIDE.engine.round.round import Launched
+from TIDE.engine.round.stop import StopRule
 from TIDE.engine.row import RoundResult, Row
 from TIDE.engine.runners.snapshot import ModelSnapshot
 from TIDE.engine.schedule.acceptance import FIRST_REST, LONGEST_REST
 from TIDE.engine.schedule.costs import Costs
 from TIDE.engine.schedule.draft_length import DraftLength
-from TIDE.engine.stop import StopRule
 from TIDE.kernels import reference
 
 OPTIONS = dict(max_new_tokens=16, do_sample=False, eos_token_id=None)

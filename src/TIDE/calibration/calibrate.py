@@ -297,7 +297,7 @@ class _Job:
 
 
 def _fits_8_bits(file: RouterFile) -> bool:
-    """Whether no exit loses agreement in 8 bits."""
+    """Return True if no exit loses agreement in 8 bits."""
     lost = [
         sum(own.figures["agreement_by_step"]) - sum(own.figures["agreement_in_8_bits"])
         for own in file.exits.values()

@@ -22,9 +22,9 @@ from tqdm import tqdm
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.engine.round.sampler import Sampler
 from TIDE.engine.round.segments import Segments
+from TIDE.engine.round.stop import StopRule
 from TIDE.engine.row import Row
 from TIDE.engine.runners.modules import ModuleRunner
-from TIDE.engine.stop import StopRule
 from TIDE.models.default import cache_folder
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.policy import Candidates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -133,8 +134,6 @@ def _answers(path: Path, settings: dict[str, Any]) -> Any:
 
 def _settings(loaded: Any, source: Path | None, compared: list[Any], batch_size: int) -> dict[str, Any]:
     """Return what answers and their times depend on, besides questions."""
-    import hashlib
-
     from TIDE.routing.fingerprint import fingerprint
     from TIDE.version import __version__
 
@@ -142,11 +141,16 @@ def _settings(loaded: Any, source: Path | None, compared: list[Any], batch_size:
         "model": fingerprint(loaded.model, loaded.tokenizer).describe(),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": loaded.model.device.type,
-        "router": None if source is None else hashlib.sha256(source.read_bytes()).hexdigest()[:16],
+        "router": None if source is None else _identity(source),
         "compared": [one.name for one in compared],
         "batch_size": batch_size,
         "tide": __version__,
     }
+
+
+def _identity(source: Path) -> str:
+    """Return a hash of a router file, or the name of a folder or hub id."""
+    return hashlib.sha256(source.read_bytes()).hexdigest()[:16] if source.is_file() else str(source)
 
 
 def _write(path: Path, results: dict[str, Any]) -> None:

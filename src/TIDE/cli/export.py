@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -45,7 +46,8 @@ def export(
     if model is not None:
         from TIDE.adapters.adapter import ModelAdapter
 
-        held = held.for_model(ModelAdapter(load(model).model))
+        with closing(ModelAdapter(load(model).model)) as adapter:
+            held = held.for_model(adapter)
     held.export(to, layout, model)
     written = {"folder": str(to), "layout": layout, "files": sorted(path.name for path in to.iterdir())}
     typer.echo(json.dumps(written) if as_json else f"written: {to} ({', '.join(written['files'])})")

@@ -36,7 +36,7 @@ class RemoteTalk(Messages):
 
     @property
     def stats(self) -> str:
-        """What is known of the last answer; empty before the first."""
+        """Facts known of the last answer; empty before the first."""
         found = {name: value for name, value in self.record.items() if name not in ("prompt", "answer", "depths")}
         return "\n".join(f"{name}: {round(value, 2)}" for name, value in found.items())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -10,14 +9,14 @@ import typer
 
 from TIDE.cli.errors import WrongUsage, checked
 from TIDE.cli.files import check_target
+from TIDE.hub import is_hub_id
 
 SUFFIXES = (".safetensors", ".pt")
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def check_router(name: str) -> None:
     """Raise if there are no exits of this name; a hub id is looked up when they are loaded."""
-    if name != "default" and not Path(name).exists() and (Path(name).suffix in SUFFIXES or not HUB_ID.fullmatch(name)):
+    if name != "default" and not Path(name).exists() and not is_hub_id(name, SUFFIXES):
         raise ValueError(
             f"there is no router file {name}. Make one with tide calibrate, or give 'default' for the shipped one."
         )

@@ -73,7 +73,7 @@ class Talk(Messages):
 
     @property
     def stats(self) -> str:
-        """Where the tokens of the last answer were decided; empty before the first."""
+        """Depths at which the tokens of the last answer were decided; empty before the first."""
         found = self.engine.last_stats
         return found.summary() if found.total_tokens else ""
 

@@ -27,19 +27,19 @@ from TIDE.adapters.weights import is_quantized, unwrapped
 from TIDE.config import TIDEConfig
 from TIDE.engine.batch import Batch
 from TIDE.engine.decoding import Decoding
-from TIDE.engine.forward import forward, laid_out, output_of, rows_of
 from TIDE.engine.inputs import as_keywords, check_embeds, check_ids, context_of, left_padding
 from TIDE.engine.plan import make_plan
 from TIDE.engine.request import Request, prepare, refuse_ropes_that_change
 from TIDE.engine.round.device_drafter import why_not_planned
+from TIDE.engine.round.forward import forward, laid_out, output_of, rows_of
 from TIDE.engine.round.sampler import columns_of
+from TIDE.engine.round.warm_up import warm_up
 from TIDE.engine.row import Row, total
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.check import check_unknown, warn_where_tokens_are_not_alone
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.runners.select import select_runner
 from TIDE.engine.schedule.scheduler import Scheduler
-from TIDE.engine.warm_up import warm_up
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.source import load_router
 from TIDE.stats import ExitStats

@@ -27,8 +27,8 @@ from transformers.generation import GenerationMode, MaxLengthCriteria, PrefixCon
 from TIDE.engine.inputs import USE_GENERATE, Context, left_padding
 from TIDE.engine.round.options import check, row_seeds, take_own
 from TIDE.engine.round.processors import Sampling, TextPenalties, read
+from TIDE.engine.round.stop import StopRule
 from TIDE.engine.row import Row
-from TIDE.engine.stop import StopRule
 from TIDE.stats import Seconds
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from TIDE.engine.round.processors import Sampling
-from TIDE.engine.stop import StopRule
+from TIDE.engine.round.stop import StopRule
 from TIDE.stats import ExitStats, Seconds
 
 if TYPE_CHECKING:

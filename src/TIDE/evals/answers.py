@@ -21,7 +21,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Answer:
-    """What a contender replied to a question, and what it took.
+    """A contender's reply to a question, and what it took.
 
     Attributes:
         replies: one per request of the harness: a text, [log-likelihood, is greedy] or a log-likelihood.

@@ -1,4 +1,4 @@
-"""What a measurement was made with: command, date, hardware, versions and commit."""
+"""Circumstances of a measurement: command, date, hardware, versions and commit."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a contender made of a task.
+    """The outcome of a task for a contender.
 
     Attributes:
         same: questions with the answer of exits off: the same tokens, or log-likelihoods that are the same up to rounding.

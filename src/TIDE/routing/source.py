@@ -1,4 +1,4 @@
-"""Where exits come from: a router file, a folder, or an id on the Hugging Face hub.
+"""Sources of exits: a router file, a folder, or an id on the Hugging Face hub.
 
 router.safetensors, router.pt      a router file
 a folder, or owner/name            one with router.safetensors in it, or an EAGLE-3 head: config.json and weights
@@ -6,28 +6,19 @@ a folder, or owner/name            one with router.safetensors in it, or an EAGL
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from TIDE.hub import hub_trouble
+from TIDE.hub import hub_trouble, is_hub_id
 from TIDE.routing.router_file import HUB_FILE, RouterFile
 from TIDE.routing.storage import SUFFIXES
-
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-
-
-def is_hub_id(source: str | Path) -> bool:
-    """Return True if a source is looked for on the hub: nothing here has its name, and no router file could have it."""
-    name = Path(source).as_posix()
-    return not Path(name).exists() and Path(name).suffix not in SUFFIXES and HUB_ID.fullmatch(name) is not None
 
 
 def load_router(source: str | Path) -> RouterFile:
     """Read exits; raise with the reason if they are not usable."""
-    if is_hub_id(source):
+    if is_hub_id(source, SUFFIXES):
         name = Path(source).as_posix()
         return _from_hub(name)
     path = Path(source)

@@ -55,7 +55,7 @@ class Timings(Answer):
 
 
 class Details(Answer):
-    """What TIDE did for an answer, or for the tokens of a chunk. Counts and times come with the end."""
+    """The work of TIDE for an answer, or for the tokens of a chunk. Counts and times come with the end."""
 
     tokens: list[WrittenToken]
     num_layers: int

@@ -1,4 +1,4 @@
-"""What every request passes: an id, the key, the size of its body, and one line of log when it is over.
+"""The guard that every request passes: an id, the key, the size of its body, and one line of log when it is over.
 
 {"time": …, "id": "…", "method": "POST", "path": "/v1/chat/completions", "status": 200, "seconds": 0.41, "client": …,
  "model": …, "prompt_tokens": 12, "completion_tokens": 64, …}

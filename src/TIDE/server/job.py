@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ask:
-    """What an answer is to be.
+    """The answer that is asked for.
 
     Attributes:
         options: keywords of `engine.add`.
@@ -52,7 +52,7 @@ class Times:
 
 @dataclass
 class Burst:
-    """What a round added to an answer; with a reason or an error it is the last one.
+    """The part that a round added to an answer; with a reason or an error it is the last one.
 
     Attributes:
         count: tokens of the answer so far.

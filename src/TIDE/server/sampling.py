@@ -19,7 +19,7 @@ DEFAULTS = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penal
 
 
 class SamplingDefaults:
-    """What holds where a request says nothing: the model's generation config, then OpenAI's defaults.
+    """Defaults where a request says nothing: the model's generation config, then OpenAI's defaults.
 
     Args:
         vocabulary: tokens that there are logits for.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What the operator of a server may choose.
+    """Choices of the operator of a server.
 
     Attributes:
         names: that clients may ask for as `model`; the first is in answers. Empty: the name of the model.

@@ -16,10 +16,10 @@ import torch
 
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.engine.round.segments import Segments
+from TIDE.engine.round.stop import StopRule
 from TIDE.engine.row import Row
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.modules import ModuleRunner
-from TIDE.engine.stop import StopRule
 from TIDE.routing.policy import Candidates, ExitPolicy
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What captured rounds need of a runner: layers on slots, the choice of tokens, and kernels for exits.
+"""Needs of captured rounds of a runner: layers on slots, the choice of tokens, and kernels for exits.
 
 Every method launches work on fixed addresses and waits for nothing, so that it can be captured in a CUDA graph.
 """

@@ -18,10 +18,10 @@ from TIDE.engine.plan import Plan
 from TIDE.engine.round.host_stage import HostStage
 from TIDE.engine.round.sampler import Sampler
 from TIDE.engine.round.segments import Segments
+from TIDE.engine.round.stop import StopRule
 from TIDE.engine.row import Draft, Row
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.schedule.scheduler import Scheduler
-from TIDE.engine.stop import StopRule
 from TIDE.routing.policy import ExitPolicy
 from TIDE.stats import Clock, Seconds
 
