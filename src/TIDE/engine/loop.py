@@ -94,9 +94,11 @@ class Loop:
             self._in_flight = None  # launched ahead of the end
             return
         overlap = self.overlap and self.stage.may_overlap
-        if self._in_flight is not None and not overlap:
+        if self._in_flight is not None and (not overlap or _is_last(rows)):
             self._read(self._in_flight, is_typical=False)
             self._in_flight = None
+            if all(row.finished for row in rows):
+                return
         if self.stage.is_planned:
             self.scheduler.begin_round(rows, self.plan, self.stage.width)
         for row in rows:
@@ -136,3 +138,8 @@ class Loop:
             row.extend(result)
             self.scheduler.saw(row, result, round_, seconds if is_typical else None)
             is_typical = False  # a round is timed once
+
+
+def _is_last(rows: Sequence[Row]) -> bool:
+    """Return True if the round in flight is the last one of all rows that take part in it: it gives each a token at least."""
+    return all(row.stop.room(row) <= 1 for row in rows)

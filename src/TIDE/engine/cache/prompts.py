@@ -6,8 +6,11 @@ come. So a graph of so many tokens is captured once, and not for every number of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from TIDE.engine.cache.blocks import NOBODY
@@ -19,7 +22,13 @@ STEP = 16  # a pass has so many tokens, or twice as many, and so on
 ROWS = 64  # of a pass
 FEW, MANY = 16, 64  # tokens of a row that read K/V together, in a pass that is captured or not
 
-Given = tuple[int, int, int, int, int]  # id, row, position and both places of a token, as `Tokens` has them
+
+class Part(NamedTuple):
+    """Tokens of one row in a pass."""
+
+    ids: Sequence[int]
+    first: int  # position of the first of them
+    blocks: Sequence[int]  # of the row, from its first token on
 
 
 class Prompts:
@@ -41,21 +50,28 @@ class Prompts:
         """Return the tokens of a pass for so many."""
         return -(-tokens // STEP) * STEP
 
-    def write(self, given: Sequence[Given], blocks: Sequence[Sequence[int]]) -> Tokens:
-        """Take tokens, and the blocks of their rows; return them with padding, which is nobody's."""
-        count = self.padded(len(given))
-        table = torch.tensor([*given, *[(0, ROWS, 0, 0, 0)] * (count - len(given))]).T.contiguous()
-        self._short[:, :count].copy_(table[1:3], non_blocking=True)
-        self._long[:, :count].copy_(table[[0, 3, 4]], non_blocking=True)
-        self._write_tables(blocks)
+    def write(self, parts: Sequence[Part]) -> Tokens:
+        """Take tokens of some rows; return them with padding, which is nobody's."""
+        counts = [len(part.ids) for part in parts]
+        count, starts, size = self.padded(sum(counts)), [0, *itertools.accumulate(counts)], self.slots.store.size
+        table = np.zeros((5, count), np.int64)  # row, position, id and both places of each token, as `Tokens` has them
+        table[0] = ROWS
+        for number, (part, start, stop) in enumerate(zip(parts, starts, starts[1:], strict=False)):
+            positions = np.arange(part.first, part.first + len(part.ids) + 1)
+            places = np.array(part.blocks)[positions // size] * size + positions % size
+            table[:2, start:stop] = np.full(stop - start, number), positions[:-1]
+            table[2:, start:stop] = np.asarray(part.ids), places[:-1], places[1:]
+        self._short[:, :count].copy_(torch.from_numpy(table[:2]), non_blocking=True)
+        self._long[:, :count].copy_(torch.from_numpy(table[2:]), non_blocking=True)
+        self._write_tables([part.blocks for part in parts])
         (rows, positions), (ids, places, after) = self._short[:, :count], self._long[:, :count]
-        return Tokens(ids, rows, positions, places, after, self._grouped([own[1] for own in given], count))
+        return Tokens(ids, rows, positions, places, after, self._grouped(counts, count))
 
-    def _grouped(self, rows: list[int], count: int) -> torch.Tensor:
+    def _grouped(self, counts: list[int], count: int) -> torch.Tensor:
         """Return the groups of a pass: of one that is captured in a fixed buffer, with room for any rows."""
         if count > CAPTURED:
-            return _grouped(rows, MANY).to(self._groups.device, non_blocking=True)
-        found, room = _grouped(rows, FEW), self._groups[: min(count, count // FEW + ROWS)]
+            return _grouped(counts, MANY).to(self._groups.device, non_blocking=True)
+        found, room = _grouped(counts, FEW), self._groups[: min(count, count // FEW + ROWS)]
         room.fill_(-1)
         room[: len(found)].copy_(found, non_blocking=True)
         return room
@@ -66,11 +82,16 @@ class Prompts:
         self.slots.tables[: len(blocks), :width].copy_(table, non_blocking=True)
 
 
-def _grouped(rows: list[int], together: int) -> torch.Tensor:
-    """Return the numbers of tokens of one row that follow each other, so many at most in a group; -1: none."""
-    groups: list[list[int]] = []
-    for number, row in enumerate(rows):
-        if not number or row != rows[number - 1] or len(groups[-1]) == together:
-            groups.append([])
-        groups[-1].append(number)
-    return torch.tensor([own + [-1] * (together - len(own)) for own in groups], dtype=torch.int32)
+def _grouped(counts: Sequence[int], together: int) -> torch.Tensor:
+    """Return the numbers of tokens of one row that follow each other, so many at most in a group; -1: none.
+
+    Args:
+        counts: tokens of the rows, which follow each other.
+    """
+    start, groups = 0, []
+    for count in counts:
+        own = np.full(-(-count // together) * together, -1, np.int32)
+        own[:count] = np.arange(start, start + count)
+        groups.append(own.reshape(-1, together))
+        start += count
+    return torch.from_numpy(np.concatenate(groups))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from TIDE.engine.cache.blocks import NOBODY
-from TIDE.engine.cache.prompts import CAPTURED, CHUNK, ROWS, Given, Prompts
+from TIDE.engine.cache.prompts import CAPTURED, CHUNK, ROWS, Part, Prompts
 from TIDE.engine.cache.slots import Tokens
 from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.row import Row
@@ -37,11 +37,6 @@ class Entering:
     def target(self) -> int:
         return len(self.text)
 
-    def token(self, number: int, position: int, size: int) -> Given:
-        """Return a token as `Prompts` takes it, in the row `number` of a pass; blocks have `size` positions."""
-        place, after = (self.blocks[at // size] * size + at % size for at in (position, position + 1))
-        return self.text[position], number, position, place, after
-
     @property
     def is_done(self) -> bool:
         return self.done == self.target
@@ -68,21 +63,21 @@ class Prefill:
             columns: that no row has more of.
             others_wait: for their next round, so the pass is a short one.
         """
-        most, given, rows = PACE if others_wait else CHUNK, list[Given](), list[Entering]()
+        room, parts = PACE if others_wait else CHUNK, list[Part]()
         for own in entering[:ROWS]:
-            if len(given) == most:
+            if not room:
                 break
-            stop = min(own.target, own.done + most - len(given))
-            given += [own.token(len(rows), position, self.slots.store.size) for position in range(own.done, stop)]
+            stop = min(own.target, own.done + room)
+            parts.append(Part(own.text[own.done : stop], own.done, own.blocks))
             own.row.stats.layers_run += (stop - own.done) * self.runner.num_layers
+            room -= stop - own.done
             own.done = stop
-            rows.append(own)
-        return self._launch(self.prompts.write(given, [own.blocks for own in rows]), columns)
+        return self._launch(self.prompts.write(parts), columns)
 
     def run_nothing(self, count: int, columns: int) -> None:
         """Run a pass of so many tokens that are nobody's; it is captured then."""
-        size = self.slots.store.size
-        self._launch(self.prompts.write([(0, 0, place % size, 0, 0) for place in range(count)], [[NOBODY]]), columns)
+        nobodys = [NOBODY] * (count // self.slots.store.size + 1)
+        self._launch(self.prompts.write([Part([0] * count, 0, nobodys)]), columns)
 
     def _launch(self, tokens: Tokens, columns: int) -> bool:
         count = len(tokens.ids)
