@@ -28,6 +28,7 @@ from TIDE.adapters.adapter import ModelAdapter
 from TIDE.engine.cache.prompts import STEP
 from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.row import Row
+from TIDE.engine.runners.triton_runner import TritonRunner
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.kernels import reference
 from TIDE.stats import ExitStats
@@ -259,5 +260,24 @@ def test_layers_of_rounds_are_counted_when_they_run(strategy, depth, overlap, mo
     monkeypatch.setattr(reference, "decoder_layer", watched)
     policy = None if strategy is None else policy_of(strategy, depth, 1, "on_references")
     row = on_device(SCRIPT, policy, within=False, overlap=overlap)
-    padding = -(PROMPT - 1) % STEP
+    padding = -PROMPT % STEP
     assert row.stats.layers_run == sum(ran) - padding * runner.num_layers
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("strategy", [None, "memory"])
+@pytest.mark.parametrize("new", [1, 5])
+def test_a_text_without_drafts_takes_as_many_passes_as_it_has_new_tokens(new, strategy, overlap, monkeypatch):
+    """The first of them is chosen from the pass of the prompt, and no round is launched behind the last one."""
+    runner, passes, layers = runners()["on_references"], [], TritonRunner.layers_on_slots
+
+    def counted(self, slots, span, *given):
+        passes.extend([1] * (span.stop == self.num_layers))
+        return layers(self, slots, span, *given)
+
+    monkeypatch.setattr(TritonRunner, "layers_on_slots", counted)
+    policy = None if strategy is None else policy_of(strategy, 0, 0, "on_references")
+    (row,) = in_a_loop(runner, policy, prompt(), new, Script([0]), device=True, overlap=overlap, max_pending=7)
+    assert row.tokens == text()[: PROMPT + new]
+    assert len(passes) == new
+    assert row.stats.layers_run == (PROMPT + new - 1) * runner.num_layers

@@ -137,6 +137,8 @@ def project_tile(card: Card, height: int, width: int, dim: int, size: int, token
     rows = shape.rows if is_tall else SMALLEST
     if size == 2 and dim >= MOST and tokens >= 4 * MOST:
         rows = MOST // 2  # a whole head
+        if _many_tiles(card, 3 * height // 2, size, tokens) >= 2 * card.processors:
+            return _tile(card, MANY_TOKENS, rows, width, size, tokens, weights=2, wide=MANY)
     return _tile(card, shape, rows, width, size, tokens, weights=2)
 
 
@@ -159,7 +161,7 @@ def attention_tile(card: Card, dim: int, queries: int, size: int) -> AttentionTi
 
 def prompt_tile(card: Card, dim: int) -> PromptTile:
     """Return the tile of attention over long passes of prompts, for heads of `dim` numbers of half precision."""
-    keys, queries = _keys(card, dim, 2), min(MOST, most_queries(card, dim, 2))
+    keys, queries = _keys(card, dim, 2), min(MOST // 2, most_queries(card, dim, 2))
     return PromptTile(queries, keys, _stages(card, keys, dim, queries, 2), 8 if queries * dim > MOST * 64 else 4)
 
 

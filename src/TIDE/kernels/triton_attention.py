@@ -76,7 +76,7 @@ def _attend(
         for chunk in range(first, last + 1):
             of_chunk = _chunk(
                 asked, keys + base, values + base, table, chunk, top, newest, oldest, scaling, stride_table, stride_block,
-                stride_column, SIZE, CAP, DIM, BLOCK, N, TILE, CHUNK,
+                stride_column, SIZE, WINDOW, CAP, DIM, BLOCK, N, TILE, CHUNK,
             )  # fmt: skip
             peak, total, mixed = _merged(peak, total, mixed, of_chunk[0], of_chunk[1], of_chunk[2])
         tl.store(out + at, (mixed / total[None, :]).to(out.dtype.element_ty), mask=known)
@@ -86,7 +86,7 @@ def _attend(
             return
         peak, total, mixed = _chunk(
             asked, keys + base, values + base, table, chunk, top, newest, oldest, scaling, stride_table, stride_block,
-            stride_column, SIZE, CAP, DIM, BLOCK, N, TILE, CHUNK,
+            stride_column, SIZE, WINDOW, CAP, DIM, BLOCK, N, TILE, CHUNK,
         )  # fmt: skip
         if first == last:
             tl.store(out + at, (mixed / total[None, :]).to(out.dtype.element_ty), mask=known)
@@ -117,8 +117,8 @@ def _attend(
 @triton.jit
 def _chunk(
     asked, keys, values, table, chunk, top, newest, oldest, scaling, stride_table, stride_block, stride_column,
-    SIZE: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys of a chunk, up to position `top`. A tile lies in one block."""
     dim, inside = tl.arange(0, BLOCK), tl.arange(0, TILE)
@@ -141,7 +141,9 @@ def _chunk(
         scores = tl.dot(key, asked, input_precision="ieee") * scaling
         if CAP > 0:
             scores = CAP * (2 * tl.sigmoid(2 * scores / CAP) - 1)  # CAP * tanh(scores / CAP)
-        seen = (position[:, None] <= newest[None, :]) & (position[:, None] >= oldest[None, :])
+        seen = position[:, None] <= newest[None, :]
+        if WINDOW != 0:
+            seen &= position[:, None] >= oldest[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 0))
         safe = tl.where(higher == float("-inf"), 0.0, higher)

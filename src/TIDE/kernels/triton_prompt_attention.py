@@ -74,7 +74,7 @@ def _attend_prompts(
     for chunk in range(first, top // CHUNK + 1):
         own_peak, own_total, own_mixed = _chunk(
             asked, keys + base, values + base, table, chunk, top, newest, oldest, scaling, stride_block, stride_column,
-            SIZE, CAP, DIM, BLOCK, M, TILE, CHUNK,
+            SIZE, WINDOW, CAP, DIM, BLOCK, M, TILE, CHUNK,
         )  # fmt: skip
         higher = tl.maximum(peak, own_peak)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
@@ -88,10 +88,13 @@ def _attend_prompts(
 @triton.jit
 def _chunk(
     asked, keys, values, table, chunk, top, newest, oldest, scaling, stride_block, stride_column,
-    SIZE: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys of a chunk, up to position `top`. A tile lies in one block."""
+    """Attend to the keys of a chunk, up to position `top`. A tile lies in one block.
+
+    Masks that are not needed are not made: they cost registers, and those are what this loop has least of.
+    """
     dim, inside, first = tl.arange(0, BLOCK), tl.arange(0, TILE), chunk * CHUNK
     stop = tl.minimum(first + CHUNK, top + 1)
     peak, mixed = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M, BLOCK), tl.float32)
@@ -100,13 +103,17 @@ def _chunk(
         position = tile + inside
         block = tl.load(table + tile // SIZE).to(tl.int64)
         where = block * stride_block + position % SIZE * stride_column
-        written = (position < stop)[:, None] & (dim < DIM)[None, :]
+        written = (position < stop)[:, None]
+        if DIM != BLOCK:
+            written &= (dim < DIM)[None, :]
         key = tl.load(keys + where[:, None] + dim[None, :], mask=written, other=0.0)
         value = tl.load(values + where[:, None] + dim[None, :], mask=written, other=0.0)
         scores = tl.dot(asked, tl.trans(key), input_precision="ieee") * scaling
         if CAP > 0:
             scores = CAP * (2 * tl.sigmoid(2 * scores / CAP) - 1)  # CAP * tanh(scores / CAP)
-        seen = (position[None, :] <= newest[:, None]) & (position[None, :] >= oldest[:, None])
+        seen = position[None, :] <= newest[:, None]
+        if WINDOW != 0:
+            seen &= position[None, :] >= oldest[:, None]
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)

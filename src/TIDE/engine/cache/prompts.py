@@ -36,6 +36,10 @@ class Prompts:
 
     Args:
         slots: that nobody else has; their last row is nobody's.
+
+    Attributes:
+        ends: numbers of the last tokens of the rows of a pass.
+        last: (ROWS, hidden) their states, once it has run.
     """
 
     def __init__(self, slots: Slots) -> None:
@@ -44,6 +48,8 @@ class Prompts:
         self._short = torch.zeros(2, CHUNK, dtype=torch.int32, device=device)
         self._long = torch.zeros(3, CHUNK, dtype=torch.long, device=device)
         self._groups = torch.zeros(CAPTURED, FEW, dtype=torch.int32, device=device)
+        self.ends = torch.zeros(ROWS, dtype=torch.long, device=device)
+        self.last = slots.like.new_zeros(ROWS, len(slots.like))
 
     @staticmethod
     def padded(tokens: int) -> int:
@@ -64,6 +70,8 @@ class Prompts:
         self._short[:, :count].copy_(torch.from_numpy(table[:2]), non_blocking=True)
         self._long[:, :count].copy_(torch.from_numpy(table[2:]), non_blocking=True)
         self._write_tables([part.blocks for part in parts])
+        ends = [stop - 1 for stop in starts[1:]]
+        self.ends.copy_(torch.tensor(ends + [0] * (ROWS - len(ends))), non_blocking=True)
         (rows, positions), (ids, places, after) = self._short[:, :count], self._long[:, :count]
         return Tokens(ids, rows, positions, places, after, self._grouped(counts, count))
 

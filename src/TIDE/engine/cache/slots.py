@@ -129,6 +129,7 @@ class Slots:
         self.guesses = like.new_zeros(MOST_TOKENS * rows, len(like))  # of the exit head, one for each draft
         self.result = torch.zeros(rows, FIELDS, **single)
         self.states = like.new_zeros(MOST_TOKENS * rows, len(like))
+        self.last = like.new_zeros(rows, len(like))  # of newest tokens that have run with their texts, at full depth
         self.columns_ids = torch.arange(columns, device=like.device)
         self.positions = self.columns_ids.clamp(max=(context or columns) - 1)  # of the tokens at each column
         self.text = torch.zeros(1, columns if store.is_dense else 0, **long)  # of a pass of modules

@@ -179,9 +179,9 @@ class DeviceDrafter:
         self._remember(memory, parts, tokens.after)
         self._keep(memory, self._entered(memory, tokens, states), tokens)
 
-    def settle(self, drafts: int) -> None:
-        """Note how far the memory head was fed, once the round has moved on."""
-        if self.memory is not None and drafts:
+    def settle(self) -> None:
+        """Note that the memory head was fed everything before the newest tokens."""
+        if self.memory is not None:
             self.memory.fed.copy_(self.slots.starts[0])
 
     def _find_places(self, starts: torch.Tensor, places: torch.Tensor, ring: torch.Tensor) -> None:

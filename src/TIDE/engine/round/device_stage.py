@@ -138,10 +138,12 @@ class DeviceStage:
         """Hand work to the device: texts of rows that joined, then a round that starts from what the one before left."""
         with self.runner.grad_off(), self.runner.device_guard():
             is_prefill = bool(self.seats.entering)
-            is_typical = self._prefill()
+            is_typical, have_run = self._prefill()
             running = self.seats.running
             if not running:
                 return Launched(list, is_prefill=True, is_typical=False)
+            if have_run.issuperset(running) and not self.choice.on_host:
+                return self._read_later(running, 0, is_prefill, self._launch_first() and is_typical)
             wanted, lengths = max(row.wanted or 0 for row in running), self.lengths(self.slots.rows)
             drafts = next((length for length in lengths if length >= wanted), lengths[-1])
             self._write_limits(drafts)
@@ -150,25 +152,38 @@ class DeviceStage:
                 row.stats.layers_run += (drafts + 1) * self.runner.num_layers
             return self._read_later(running, drafts, is_prefill, is_typical)
 
-    def _prefill(self) -> bool:
-        """Run texts of rows that joined: one pass if others wait for their next round, otherwise all."""
-        is_typical = True
+    def _prefill(self) -> tuple[bool, set[Row]]:
+        """Run texts of rows that joined: one pass if others wait for their next round, otherwise all.
+
+        Returns:
+            is_typical: nothing was compiled or captured for it.
+            have_run: rows whose newest tokens have run too.
+        """
+        is_typical, entering = True, self.seats.entering
         while self.seats.entering:
             others_wait = bool(self.seats.running)
             with device_errors():
                 self._plan_columns(max(row.size for row in self.rows))
                 if ready := self.seats.ready():
+                    for own in ready:
+                        own.takes_newest |= self.may_choose_first and not others_wait
                     is_typical &= self.texts().run(ready, self._most, others_wait)
                 self.seats.seat()
             if others_wait:
                 break
-        return is_typical
+        return is_typical, {own.row for own in entering if own.takes_newest and own.is_done}
+
+    @property
+    def may_choose_first(self) -> bool:
+        """True if rows may begin without a round. In mode "fast" the drafts of that round may be part of the text."""
+        return self.plan.exact and self.runner.has_compiled_layers
 
     def texts(self) -> Prefill | ModulePrefill:
         """Return what runs texts of rows that joined."""
         if not self.runner.has_compiled_layers:
             return ModulePrefill(self.runner, self.slots, self.depth)
-        return Prefill(self.runner, self.runner.prompts(self.seats.exit, self.slots.columns), self.depth, self.drafter)
+        prompts = self.runner.prompts(self.seats.exit, self.slots.columns)
+        return Prefill(self.runner, prompts, self.depth, self.drafter, self.slots)
 
     def _plan_columns(self, longest: int) -> None:
         self._most = max(self._most, self.levels(longest)[-1])
@@ -195,13 +210,21 @@ class DeviceStage:
         Args:
             columns: that attention is planned for: one of `levels`.
         """
-        self.seats.make_room(rows, tokens)
+        self._serve_nobody(rows, tokens, features)
         self._most = columns
-        self.choice.serve(self.slots, {}, features)
         if self.drafter is not None:
             self.drafter.waiting = 1
             self.drafter.catch_up()
         self._launch_round(drafts)
+
+    def choose_nothing(self, rows: int, tokens: int, features: Features | None) -> None:
+        """Choose first tokens on such slots without any row; it is captured then."""
+        self._serve_nobody(rows, tokens, features)
+        self._launch_first()
+
+    def _serve_nobody(self, rows: int, tokens: int, features: Features | None) -> None:
+        self.seats.make_room(rows, tokens)
+        self.choice.serve(self.slots, {}, features)
 
     def _write_limits(self, drafts: int) -> None:
         limits = [MOST_TOKENS] * self.slots.rows
@@ -223,6 +246,11 @@ class DeviceStage:
         self.choice.choose_on_host(drafts)
         with device_errors():
             return self.runner.launch(self.slots, ("accept", *key), lambda: self.accept(drafts)) and is_typical
+
+    def _launch_first(self) -> bool:
+        """Launch the choice of the first new tokens of all rows; return True if that was as fast as it will be from now on."""
+        with device_errors():
+            return self.runner.launch(self.slots, ("first", self.choice.features), self.choose_first)
 
     def _read_later(self, rows: list[Row], drafts: int, is_prefill: bool, is_typical: bool) -> Launched:
         """Copy the result to the host; whoever asks for it waits for the copy."""
@@ -260,6 +288,14 @@ class DeviceStage:
         drafts = [Draft(int(fields[TOKENS + i]), self.depth, scores[i]) for i in range(accepted)]
         full = Draft(int(fields[TOKENS + accepted]), self.runner.num_layers)
         return RoundResult([*drafts, full], drafted, accepted, scores=scores, made=made)
+
+    def choose_first(self) -> None:
+        """Choose the tokens after those that have run with their texts."""
+        self._states = self.slots.last
+        self.sample(0)
+        self.accept(0)
+        if self.drafter is not None:
+            self.drafter.settle()
 
     # ---- the parts of a round: what a graph captures ------------------------------------------------------------------------
 
@@ -300,5 +336,5 @@ class DeviceStage:
             drafted, self.threshold, self.plan.exact,
         )  # fmt: skip
         self.choice.count()
-        if self.drafter is not None:
-            self.drafter.settle(drafted)
+        if self.drafter is not None and drafted:
+            self.drafter.settle()

@@ -1,4 +1,7 @@
-"""Prefill on slots: everything of a row's text but its newest token, which the next round takes like any other.
+"""Prefill on slots: a row's text, so that rounds can go on from its newest token.
+
+That token runs in a round like any other. But where nobody else waits for a round, it runs with the text, and the first new
+token is chosen from its state: no layer is read once more for it.
 
 Compiled layers take tokens of any rows in one pass, and give each the bits it has in any company. So K/V of a text do not
 depend on how it was cut into passes, on the rows beside it, or on what of it was there already.
@@ -8,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from TIDE.engine.cache.blocks import NOBODY
 from TIDE.engine.cache.prompts import CAPTURED, CHUNK, ROWS, Part, Prompts
-from TIDE.engine.cache.slots import Tokens
+from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.row import Row
 from TIDE.engine.runners.device import DeviceRunner
@@ -22,6 +27,8 @@ class Entering:
     """A row on its way in.
 
     Attributes:
+        text: all tokens but the newest.
+        takes_newest: that one runs too.
         done: tokens that have run.
         target: tokens that have to.
     """
@@ -31,11 +38,12 @@ class Entering:
         self.place = place
         self.blocks = blocks
         self.text = row.tokens[:-1]
+        self.takes_newest = False
         self.done = 0
 
     @property
     def target(self) -> int:
-        return len(self.text)
+        return len(self.text) + self.takes_newest
 
     @property
     def is_done(self) -> bool:
@@ -47,11 +55,13 @@ class Prefill:
 
     Args:
         depth: of the exit.
+        rows: slots that the rows will be decoded on.
     """
 
-    def __init__(self, runner: DeviceRunner, prompts: Prompts, depth: int, drafter: DeviceDrafter | None) -> None:
+    def __init__(self, runner: DeviceRunner, prompts: Prompts, depth: int, drafter: DeviceDrafter | None, rows: Slots) -> None:
         self.runner = runner
         self.prompts = prompts
+        self.rows = rows
         self.slots = prompts.slots
         self.depth = depth
         self.drafter = None if drafter is None else drafter.on(prompts.slots)
@@ -68,11 +78,19 @@ class Prefill:
             if not room:
                 break
             stop = min(own.target, own.done + room)
-            parts.append(Part(own.text[own.done : stop], own.done, own.blocks))
+            parts.append(Part(own.row.tokens[own.done : stop], own.done, own.blocks))
             own.row.stats.layers_run += (stop - own.done) * self.runner.num_layers
             room -= stop - own.done
             own.done = stop
-        return self._launch(self.prompts.write(parts), columns)
+        is_typical = self._launch(self.prompts.write(parts), columns)
+        self._hand_over(entering[: len(parts)])
+        return is_typical
+
+    def _hand_over(self, entered: Sequence[Entering]) -> None:
+        """Leave the states of newest tokens where the rows are decoded."""
+        if ended := [(number, own.place) for number, own in enumerate(entered) if own.takes_newest and own.is_done]:
+            numbers, places = torch.tensor(ended).to(self.rows.last.device, non_blocking=True).T
+            self.rows.last[places] = self.prompts.last[numbers]
 
     def run_nothing(self, count: int, columns: int) -> None:
         """Run a pass of so many tokens that are nobody's; it is captured then."""
@@ -93,10 +111,12 @@ class Prefill:
         if drafter is None:
             for _ in self.runner.layers_on_slots(slots, range(last), states, tokens, columns, ()):
                 pass
+            torch.index_select(states, 0, self.prompts.ends, out=self.prompts.last)
             return
         noted = None if slots.memory is None else states.new_empty(count, slots.memory.seen)
         drafter.through(range(self.depth), states, tokens, columns, noted)
         deep = states.clone()
         drafter.through(range(self.depth, last), deep, tokens, columns, noted)
+        torch.index_select(deep, 0, self.prompts.ends, out=self.prompts.last)
         if noted is not None:
             drafter.remember_prompt(tokens, states, noted)

@@ -130,7 +130,7 @@ class Seats:
     def seat(self) -> None:
         """Let rows whose texts have run take part in rounds, and others find what they left."""
         for own in self.entering:
-            self._keep(own.row, own.text, own.done)
+            self._keep(own.row, own.text, min(own.done, len(own.text)))
         done = [own for own in self.entering if own.is_done]
         self.entering = [own for own in self.entering if not own.is_done]
         for own in done:

@@ -85,4 +85,5 @@ def _rounds(stage: DeviceStage, rows: int, tokens: int) -> list[Callable[[], obj
     for width in [1 << power for power in range(slots_for(rows).bit_length())]:
         for columns, drafts, choice in itertools.product(stage.levels(tokens), stage.lengths(width), CHOICES):
             works.append(partial(stage.run_nothing, width, tokens, columns, drafts, choice))
+        works += [partial(stage.choose_nothing, width, tokens, choice) for choice in CHOICES if stage.may_choose_first]
     return works
