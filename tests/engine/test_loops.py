@@ -19,7 +19,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from decoding import Script, in_a_loop, on_modules, on_numba, on_references
+from decoding import Script, in_a_loop, on_modules, on_numba, on_references, rows_of
 from families import build
 from policies import Everyone
 from properties import examples
@@ -27,8 +27,12 @@ from router_files import a_file
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.engine.cache.prompts import STEP
 from TIDE.engine.round.device_drafter import DeviceDrafter
-from TIDE.engine.row import Row
+from TIDE.engine.round.round import Launched
+from TIDE.engine.round.stop import StopRule
+from TIDE.engine.row import RoundResult, Row
 from TIDE.engine.runners.triton_runner import TritonRunner
+from TIDE.engine.schedule.costs import Costs
+from TIDE.engine.schedule.draft_length import LOOKS, DraftLength
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.kernels import reference
 from TIDE.stats import ExitStats
@@ -281,3 +285,27 @@ def test_a_text_without_drafts_takes_as_many_passes_as_it_has_new_tokens(new, st
     assert row.tokens == text()[: PROMPT + new]
     assert len(passes) == new
     assert row.stats.layers_run == (PROMPT + new - 1) * runner.num_layers
+
+
+def test_rounds_of_mode_fast_teach_nothing_about_those_of_mode_exact():
+    scheduler, policy = Scheduler(), policy_of("lens", 2, 1, "on_references")
+    known = dict(device=True, max_pending=3)
+    in_a_loop(runners()["on_references"], policy, prompt(), NEW, scheduler, mode="fast", exit_threshold=0.0, **known)
+    assert not scheduler.costs.rounds(1) and scheduler.length.acceptance.share(1) == 1
+    in_a_loop(runners()["on_references"], policy, prompt(), NEW, scheduler, **known)
+    assert scheduler.costs.rounds(1)
+
+
+def test_what_a_round_without_drafts_takes_is_looked_at_while_drafts_pay():
+    """Otherwise a time from a busy moment would stand for good."""
+    costs = Costs()
+    length, (row,) = DraftLength(costs), rows_of(prompt(), 4, StopRule())
+    length.begin(row)
+    chosen = []
+    for _ in range(3 * LOOKS):
+        chosen.append(length.choose([row], 7))
+        seconds = 1 + chosen[-1] / 10 if len(chosen) > 2 else 50.0
+        result = RoundResult([], chosen[-1], chosen[-1], scores=[0.9] * chosen[-1], made=chosen[-1])
+        length.saw(row, Launched(list, chosen[-1]), result, seconds)
+    assert chosen[LOOKS // 2 :].count(0) == 2
+    assert costs.rounds(1)[0].mean < 50

@@ -51,3 +51,18 @@ def test_nothing_is_captured_after_a_warm_up():
             ids = prompt(tokens)
             assert engine.generate(ids, **OPTIONS).shape[1] == tokens + 40
         assert engine.capture_seconds == before and engine.last_stats.reused_tokens == 0
+
+
+def test_kernels_that_are_compiled_ahead_do_not_run():
+    from TIDE.kernels import triton_products
+    from TIDE.kernels.compile_ahead import compiled_ahead
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator).cuda() for shape in ((3, 48), (80, 48)))
+    with compiled_ahead(shows=False):
+        assert torch.isfinite(triton_products.linear(x, torch.zeros_like(weight))).shape == (3, 80)
+        base = torch.full((3, 80), 5.0, device="cuda")
+        triton_products._launch_linear(x, weight, triton_products.EMPTY, base)
+    assert (base == 5).all()
+    triton_products._launch_linear(x, weight, triton_products.EMPTY, base)
+    torch.testing.assert_close(base, x @ weight.T, rtol=1e-3, atol=1e-3)

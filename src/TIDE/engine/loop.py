@@ -136,7 +136,7 @@ class Loop:
             if self.stage.is_planned and row is results[0][0]:
                 row.stats.seconds.add("prompt" if round_.is_prefill else "deep", seconds)
             row.extend(result)
-            self.scheduler.saw(row, result, round_, seconds if is_typical else None)
+            self.scheduler.saw(row, self.plan, result, round_, seconds if is_typical else None)
             is_typical = False  # a round is timed once
 
 

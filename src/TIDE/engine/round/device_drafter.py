@@ -222,7 +222,7 @@ class DeviceDrafter:
     def _feed(self, memory: Memory) -> None:
         """Make memories and K/V of tokens that wait: always sixteen, and those behind the newest are overwritten later."""
         slots = self.slots
-        places, ring = torch.empty_like(slots.places), torch.empty_like(slots.ring)
+        places, ring = torch.zeros_like(slots.places), torch.zeros_like(slots.ring)
         self._find_places(memory.fed, places, ring)
         positions = (memory.fed + slots.steps).flatten()
         ids, rows = slots.tokens[:-1].flatten(), slots.row_ids.flatten()

@@ -1,35 +1,39 @@
 """Warm-up: everything that a device compiles or captures, before the first request instead of in it.
 
-    prompts     passes of 16, 32, … 256 tokens; longer ones are launched as they are
+    prompts     passes of 16, 32, … 256 tokens; some longer ones, which are never captured
     rounds      on slots for 1, 2, 4, … rows, with each number of drafts that the scheduler may choose
 
-All of it runs on slots that no row has, so what it writes belongs to nobody.
+All of it runs on slots that no row has, so what it writes belongs to nobody. Kernels are compiled first, many at a time.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from TIDE.engine.cache.prompts import CAPTURED, STEP
+from TIDE.engine.cache.prompts import CAPTURED, CHUNK, STEP
 from TIDE.engine.cache.slots import slots_for
 from TIDE.engine.round.device_drafter import why_not_planned
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.module_prefill import LONGEST, ModulePrefill, padded_length
 from TIDE.engine.round.sampler import Sampler
+from TIDE.engine.runners.check import first_compiled_difference
 from TIDE.engine.runners.device import DeviceError, DeviceRunner, device_errors
 from TIDE.engine.runners.select import checked
+from TIDE.engine.runners.triton_runner import TritonRunner
 from TIDE.kernels.sampling import Features
 
 logger = logging.getLogger(__name__)
 
 TIMES = 2  # a graph is captured the second time its work is asked for
+LONG = (CAPTURED + STEP, 512, 1024, CHUNK)  # passes that are not captured, but compiled: kernels differ between them
 CHOICES = (None, Features(filters=True))  # greedy rows, and rows that sample among the likeliest tokens
 
 
@@ -41,6 +45,7 @@ def warm_up(engine: Any, rows: int, tokens: int, shows: bool) -> None:
     for name, value in dict(rows=rows, tokens=tokens).items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number from 1 on, found {value!r}.")
+    _compile(engine, rows, tokens, shows)
     if not engine.runner.is_checked:
         engine._use(checked(engine.runner))
     runner, plan, policy = engine.runner, engine.plan, engine.policy
@@ -49,16 +54,36 @@ def warm_up(engine: Any, rows: int, tokens: int, shows: bool) -> None:
         logger.info("there are no graphs to capture: %s", reason or runner.failed)
         engine.generate(torch.ones(1, 2, dtype=torch.long, device=engine.model.device), max_new_tokens=4, pad_token_id=0)
         return
-    stage = DeviceStage(runner, plan, policy, Sampler(device=runner.device))
+    with _stage(engine) as stage:
+        for work in tqdm(_works(stage, rows, tokens), desc="warming up", unit="graph", disable=not shows, leave=False):
+            for _ in range(TIMES):
+                with device_errors():
+                    work()
+
+
+def _compile(engine: Any, rows: int, tokens: int, shows: bool) -> None:
+    """Compile, many at a time, the kernels that the check of a runner and its rounds need."""
+    runner, is_planned = engine.runner, why_not_planned(engine.plan, engine.policy) is None
+    if not isinstance(runner, TritonRunner) or runner.device.type != "cuda" or runner.failed is not None:
+        return
+    was_checked, runner.is_checked = runner.is_checked, True  # as if
+    try:
+        with _stage(engine) as stage, runner.compiled_ahead(shows):
+            for work in [partial(first_compiled_difference, runner), *(_works(stage, rows, tokens) if is_planned else ())]:
+                with device_errors():
+                    work()
+    finally:
+        runner.is_checked = was_checked
+
+
+@contextmanager
+def _stage(engine: Any) -> Iterator[DeviceStage]:
+    """Open a stage on slots that nobody has. What a device refuses there ends the warm-up, and nothing else."""
+    runner = engine.runner
+    stage = DeviceStage(runner, engine.plan, engine.policy, Sampler(device=runner.device))
     try:
         with runner.grad_off(), runner.device_guard():
-            rows = min(rows, runner.most_rows)
-            stage.seats.grow(rows, tokens)
-            works = [*_prompts(stage, tokens), *_rounds(stage, rows, tokens)]
-            for work in tqdm(works, desc="warming up", unit="graph", disable=not shows, leave=False):
-                for _ in range(TIMES):
-                    with device_errors():
-                        work()
+            yield stage
     except BaseException as problem:
         stage.forget()
         if not isinstance(problem, DeviceError | torch.OutOfMemoryError):
@@ -68,6 +93,13 @@ def warm_up(engine: Any, rows: int, tokens: int, shows: bool) -> None:
         stage.close()
 
 
+def _works(stage: DeviceStage, rows: int, tokens: int) -> list[Callable[[], object]]:
+    """Return everything that up to so many rows of up to so many tokens need."""
+    rows = min(rows, stage.runner.most_rows)
+    stage.seats.grow(rows, tokens)
+    return [*_prompts(stage, tokens), *_rounds(stage, rows, tokens)]
+
+
 def _prompts(stage: DeviceStage, tokens: int) -> list[Callable[[], object]]:
     """Return the passes of prompts."""
     stage.seats.make_room(1, tokens)
@@ -75,7 +107,8 @@ def _prompts(stage: DeviceStage, tokens: int) -> list[Callable[[], object]]:
     if isinstance(texts, ModulePrefill):
         lengths = sorted({padded_length(count) for count in range(1, min(tokens, LONGEST) + 1)})
         return [partial(texts.run_nothing, count) for count in lengths]
-    counts = range(STEP, min(CAPTURED, texts.prompts.padded(tokens)) + 1, STEP)
+    longest = texts.prompts.padded(tokens)
+    counts = [*range(STEP, min(CAPTURED, longest) + 1, STEP), *(count for count in LONG if count < longest)]
     return [partial(texts.run_nothing, count, columns) for columns in stage.levels(tokens) for count in counts]
 
 

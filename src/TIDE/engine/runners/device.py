@@ -22,6 +22,7 @@ from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.graphs import Graphs
 from TIDE.kernels import reference
 from TIDE.kernels import sampling as reference_sampling
+from TIDE.kernels.compile_ahead import compiled_ahead
 from TIDE.routing.exits import Exit
 
 if TYPE_CHECKING:
@@ -125,6 +126,14 @@ class DeviceRunner(Runner):
         if slots not in self._graphs:
             self._graphs[slots] = Graphs(self.device)
         return self._graphs[slots].run(key, work)
+
+    @contextmanager
+    def compiled_ahead(self, shows: bool) -> Iterator[None]:
+        """Compile, many at a time, the kernels of work that is launched in here; it does not run."""
+        with compiled_ahead(shows):
+            yield
+        for graphs in self._graphs.values():
+            graphs.forget_runs()
 
     # ---- slots and K/V -----------------------------------------------------------------------------------------------------
 

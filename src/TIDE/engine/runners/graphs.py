@@ -51,6 +51,10 @@ class Graphs:
             work()
         return known
 
+    def forget_runs(self) -> None:
+        """Take work for new that was not captured: so far it was compiled and not run."""
+        self._seen &= self._captured.keys()
+
     def _capture(self, key: Hashable, work: Callable[[], object]) -> None:
         began, graph = time.perf_counter(), torch.cuda.CUDAGraph()
         collects = gc.isenabled()

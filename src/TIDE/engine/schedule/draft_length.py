@@ -4,7 +4,8 @@
     seconds of the round              measured, for so many slots and drafts
 
 The k with the most tokens per second is taken, of rows together for one in the slowest eighth: they are waited for. If
-that is 0, a rest follows, and a round with the fewest drafts tries again.
+that is 0, a rest follows, and a round with the fewest drafts tries again. While drafts pay, a round without any is timed now
+and then: it is what all others are compared with, and texts grow.
 
 Routers score every draft, and the scores of the latest rounds say how easy a text is just now. So a is a short running mean of
 the row's scores, times the long-run share of drafts that were accepted by those that the scores promised. Of many rows some are
@@ -28,6 +29,7 @@ TOGETHER = (0, 1, 2, 3)  # on MANY slots or more, where each draft of all rows m
 MANY = 8
 EVERY = 4  # rounds of rows together from one choice to the next
 LONGER = 4  # times as many rounds are in the means of rows together
+LOOKS = 128  # rounds with drafts from one without to the next
 PAYS = 1.03  # times the tokens without drafts: less is not worth it
 FIRST_SHARE = 0.7  # of drafts that are accepted, before any was seen
 
@@ -53,6 +55,7 @@ class DraftLength:
         self._rest = Rest()
         self._rested = 0  # rounds
         self._rounds = 0
+        self._drafting = 0  # rounds for which drafts were chosen
         self._is_trial = False  # the round before tried what does not seem to pay
         self._rows: Sequence[Row] = ()  # of the round before
         self._crowd = 1  # most rows together since there were others
@@ -85,6 +88,10 @@ class DraftLength:
         if best and pace[best] > PAYS * pace[0]:
             self._rest.reset()
             self._rested = 0
+            self._drafting += 1 if slots < MANY else EVERY
+            if self._drafting % LOOKS == 0:
+                self._is_trial = True
+                return 0
             return best
         self._rested += 1 if slots < MANY else EVERY
         if self._rested < self._rest.length:

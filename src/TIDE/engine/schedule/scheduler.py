@@ -49,10 +49,15 @@ class Scheduler:
         most = most_drafts(row, plan)
         return min(self.length.chosen, most) if plan.exact else most
 
-    def saw(self, row: Row, result: RoundResult, round_: Launched, seconds: float | None) -> None:
-        """Record what a round gave a row, and the seconds since the round before it; None: they are not typical."""
+    def saw(self, row: Row, plan: Plan, result: RoundResult, round_: Launched, seconds: float | None) -> None:
+        """Record what a round gave a row, and the seconds since the round before it; None: they are not typical.
+
+        Rounds of mode "fast" teach nothing about those of mode exact: they are read before the next one is launched, and
+        whatever their scores let out is accepted.
+        """
         if round_.drafts is not None:
-            self.length.saw(row, round_, result, seconds)
+            if plan.exact:
+                self.length.saw(row, round_, result, seconds)
         elif row.budget is not None and not round_.is_prefill:
             row.budget.record_round(len(row.tokens), len(result.tokens))
 

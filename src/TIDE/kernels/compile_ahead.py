@@ -1,0 +1,51 @@
+"""Triton kernels compiled ahead, many at a time.
+
+    with compiled_ahead():
+        work()                  launches of this thread only say what has to be compiled
+    work()                      everything is there
+
+What kernels would have written is not there after the first time, so it must not matter: buffers are nobody's, and those that
+hold indices are zeros.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+MOST_THREADS = 16
+
+
+@contextmanager
+def compiled_ahead(shows: bool) -> Iterator[None]:
+    """Compile what is launched in this thread instead of running it, and wait for it at the end.
+
+    What a compiler refuses it refuses again when it is launched, so errors are left to that.
+
+    Args:
+        shows: a progress bar.
+    """
+    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+
+    own, run = threading.get_ident(), JITFunction.run
+
+    def compile_only(self: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *given, grid=grid, warmup=warmup or threading.get_ident() == own, **options)
+
+    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool, ignore_errors=True) as mode:
+        JITFunction.run = compile_only
+        try:
+            yield
+        finally:
+            JITFunction.run = run
+        asked = list(mode.raw_futures)
+        for _ in tqdm(as_completed(asked), total=len(asked), desc="compiling", unit="kernel", disable=not shows, leave=False):
+            pass
