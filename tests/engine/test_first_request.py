@@ -44,7 +44,9 @@ def test_the_first_token_is_shown_before_the_runner_is_checked(place, depth, ids
         first += stream
         assert engine.runner.is_checked and engine.scheduler.rounds
         work = engine.last_stats.layers_run
+        assert engine.last_stats.cold_starts == 1 and "Began on the model's own layers" in engine.last_stats.summary()
         assert list(engine.stream(ids, **OPTIONS)) == first
+        assert engine.last_stats.cold_starts == 0
         again = (padded_length(50) if place is on_modules else 50) * 4
         assert work <= engine.last_stats.layers_run + again + 2 * 4  # and a round's drafts more
     assert first == model.generate(ids, **OPTIONS)[0, 50:].tolist()

@@ -144,6 +144,7 @@ class Batch:
         for asked in added:
             if asked.row.budget is None and not asked.row.scores:
                 self.scheduler.admit(asked.row, asked.plan)
+            asked.row.stats.cold_starts |= not self.runner.is_checked
             reason = self.why_not(asked, together) if self.runner.is_checked else "the runner is not checked yet"
             self.reason = reason if self.runner.is_checked else None
             self._group(asked, on_device=reason is None, rows=together).loop.add([asked.row])
