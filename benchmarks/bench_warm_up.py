@@ -47,8 +47,8 @@ def main() -> None:
             found[name] = json.loads(done.stdout.splitlines()[-1])
             own = found[name]
             print(
-                f"{name} cache: warm_up {own['warm_up']:.1f} s; {args.prompts} prompts of new lengths {own['first']:.1f} tok/s, "
-                f"again {own['again']:.1f}, ratio {own['first'] / own['again']:.3f}"
+                f"{name} cache: warm_up {own['warm_up']:.1f} s; {args.prompts} prompts of new lengths at {own['first']:.1f} "
+                f"tok/s, again at {own['again']:.1f}, ratio {own['first'] / own['again']:.3f}"
             )
     del args.child
     print(json.dumps(dict(vars(args), **found)))
