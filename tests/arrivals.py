@@ -81,7 +81,7 @@ def another_engine() -> TIDE.TIDE:
     return on_references(TIDE.TIDE(a_model()))
 
 
-MOST_NEW = 14  # of most texts
+MOST_NEW = 9  # of most texts
 
 
 @functools.cache
