@@ -107,7 +107,7 @@ def test_another_model_is_calibrated_and_used_in_three_lines(monkeypatch, tmp_pa
     """They run as they stand, on a tiny random model and with few texts."""
     (block,) = re.findall(r"```python\n(model, tokenizer = [^`]*TIDE\.calibrate\([^`]*)```", (ROOT / "README.md").read_text())
     assert len(block.splitlines()) == 3
-    few = functools.partial(TIDE.TIDEConfig, calibration_samples=20, checkpoint_interval=2)
+    few = functools.partial(TIDE.TIDEConfig, calibration_samples=20, checkpoint_interval=4)
     monkeypatch.setattr(TIDE, "load_model", lambda name: Loaded(build("llama"), characters(TEMPLATE)))
     monkeypatch.setattr("TIDE.calibration.calibrate.TIDEConfig", few)
     monkeypatch.setattr("TIDE.calibration.calibrate.FULL", QUICK)

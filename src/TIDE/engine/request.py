@@ -154,7 +154,7 @@ def prepare(
 
 
 def captured(model: PreTrainedModel, *given: Any, own: dict[str, Any], **rest: Any) -> Request:
-    """Return the request that `model.generate` hands to a `custom_generate` of the user's own call; `own` are TIDE's options."""
+    """Return the request that `model.generate` hands to the user's own `custom_generate`; `own` are TIDE's options."""
     request = _capture(model, *given, **rest)
     check({}, [request.config])
     request.seed, request.salt, _ = take_own(own, vocabulary=0)
