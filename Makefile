@@ -72,7 +72,7 @@ wheel: $(VENV)/dev
 	rm -rf dist
 	$(VENV)/bin/python -m build --wheel
 
-# the wheel by itself, away from the source tree
+# what a newcomer does, in an environment of its own: the wheel away from the source tree, and the README's quick start
 test-wheel: wheel
 	rm -rf .venv-wheel
 	$(PYTHON) -m venv .venv-wheel
@@ -80,6 +80,8 @@ test-wheel: wheel
 	.venv-wheel/bin/python $(PIP) -c constraints.txt dist/*.whl
 	cd / && $(CURDIR)/.venv-wheel/bin/python -c "import TIDE; print(TIDE.__version__, TIDE.TIDE, TIDE.TIDEConfig())"
 	.venv-wheel/bin/tide --version
+	awk '/^```/ {on = /python/ && !seen++; next} on' README.md > .venv-wheel/quick_start.py
+	cd / && $(CURDIR)/.venv-wheel/bin/python $(CURDIR)/.venv-wheel/quick_start.py
 
 clean:
 	rm -rf $(VENV) $(OLDEST) .venv-wheel build dist site src/*.egg-info

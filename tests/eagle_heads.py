@@ -191,7 +191,7 @@ def a_head(folder: Path, depths: list[int] | None = None, layout: str = "origina
     return write(folder, config, original(tensors) if layout == "original" else tensors)
 
 
-def fitted(model, depths: tuple[int, ...], steps: int = 150, theta: float = 10000.0, **flags: bool) -> dict[str, torch.Tensor]:
+def fitted(model, depths: tuple[int, ...], steps: int = 60, theta: float = 10000.0, **flags: bool) -> dict[str, torch.Tensor]:
     """Tensors of a head that knows a few hundred tokens of a model's own text by heart: those it will be tried on."""
     from TIDE.adapters.adapter import ModelAdapter
     from TIDE.routing.eagle3.export import _tensors

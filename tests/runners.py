@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import TIDE
+from router_files import a_file
 from TIDE.engine.runners.select import described_layers
 from TIDE.engine.runners.static_modules import StaticModuleRunner
 from TIDE.engine.runners.triton_runner import TritonRunner
@@ -60,3 +62,13 @@ class Recording(Scheduler):
         if is_planned:
             self.rounds.append(wanted)
         return wanted
+
+
+def in_rounds(model, depth=None, place=on_references, script=(), then=None, strategy="memory", policy=None, **config):
+    """An engine with rounds as on a GPU, and at a depth a random head; drafts by a script, if there is one."""
+    with TIDE.TIDE(model) as engine:
+        if depth is not None:
+            policy = a_file(model, strategy, (depth,), 0.0).policy(engine.adapter)
+    engine = place(TIDE.TIDE(model, policy, TIDE.TIDEConfig(**config)))
+    engine.scheduler = Recording(script, then)
+    return engine

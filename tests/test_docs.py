@@ -35,7 +35,7 @@ from TIDE.models.load import Loaded
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-LAYERS = 30  # as many as the embedded model has: pages name depths
+LAYERS = {"how_it_works.md": 30}  # as many as the embedded model has, where a page names a depth; elsewhere a few are quicker
 of_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -98,28 +98,21 @@ def test_a_link_that_leads_nowhere_is_noticed():
 # ---- code -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory) -> Path:
-    """A folder with a router file for the model of `tiny`."""
-    folder = tmp_path_factory.mktemp("shelf")
-    made("memory", tiny()).save(folder / "router.safetensors")
-    return folder
-
-
-def tiny():
-    return build("llama", num_hidden_layers=LAYERS, max_position_embeddings=1024)
-
-
 @pytest.fixture
-def stand_ins(shelf, monkeypatch, tmp_path) -> None:
+def stand_ins(page, monkeypatch, tmp_path) -> None:
     """Whatever a page loads is tiny, what it calibrates is there already, and what it certifies is not much."""
-    certify = TIDE.certify
+    layers, router, certify = LAYERS.get(page.name, 4), tmp_path / "shipped.safetensors", TIDE.certify
+
+    def tiny():
+        return build("llama", num_hidden_layers=layers, max_position_embeddings=1024)
+
+    made("memory", tiny()).save(router)
     takes = {name: inspect.signature(getattr(TIDE, name)) for name in ("calibrate", "certify")}
 
     def calibrated(*args, **kwargs):
         given = takes["calibrate"].bind(*args, **kwargs)
         given.apply_defaults()
-        file = TIDE.RouterFile.load(shelf / "router.safetensors")
+        file = TIDE.RouterFile.load(router)
         file.save(given.arguments["save_path"])
         return file
 
@@ -132,7 +125,7 @@ def stand_ins(shelf, monkeypatch, tmp_path) -> None:
     tokenizer = characters(TEMPLATE)
     tokenizer.padding_side = "left"  # as `load_model` leaves it
     monkeypatch.setattr(TIDE, "load_model", lambda name="default", **options: Loaded(tiny(), tokenizer))
-    monkeypatch.setattr(TIDE, "default_router", lambda: shelf / "router.safetensors")
+    monkeypatch.setattr(TIDE, "default_router", lambda: router)
     monkeypatch.setattr(TIDE, "calibrate", calibrated)
     monkeypatch.setattr(TIDE, "certify", certified)
     monkeypatch.chdir(tmp_path)

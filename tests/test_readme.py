@@ -13,7 +13,9 @@ import torch
 
 import TIDE
 from characters import TEMPLATE, characters
+from commands import COMMANDS as ALL_COMMANDS
 from commands import tide
+from eagle_heads import a_head
 from families import build
 from router_files import made
 from TIDE.calibration.calibrate import QUICK
@@ -24,6 +26,23 @@ README = (ROOT / "README.md").read_text("utf-8")
 ((QUICK_START, OUTPUT),) = re.findall(r"```python\n(import .*?)```\n\n```text\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line.split("  #")[0] for line in README.splitlines() if line.startswith("tide ")]
 STAND_INS = {"MODEL": "model", "FILE": "router.safetensors", "P.jsonl": "prompts.jsonl", "...": "Hello."}
+STAND_INS["OWNER/EAGLE3-HEAD"] = "eagle"
+BRIEFLY = {  # command -> options that make it quick; all others generate two tokens
+    "demo": ["--rounds", "1", "--max-new-tokens", "2"],
+    "bench": ["--rounds", "1", "--max-new-tokens", "2"],
+    "tune": ["--limit", "1", "--threshold", "0.9", "--max-new-tokens", "2"],
+    "analyze": ["--dataset", "texts.txt", "--samples", "4", "--no-heads"],
+    "chat": [],
+    "inspect": [],
+    "report": [],
+    "export": [],
+}
+ELSEWHERE = {  # what runs on, trains, or needs the harness -> the test that runs it
+    "serve": "server/test_faults.py",
+    "chat --url": "server/test_remote_chat.py",
+    "calibrate": "cli/test_cli_calibrate.py",
+    "eval": "cli/test_cli_eval.py",
+}
 
 
 @pytest.mark.real
@@ -45,6 +64,9 @@ def newcomer(tmp_path, monkeypatch):
     made("memory", model).save(tmp_path / "router.safetensors")
     lines = "\n".join(json.dumps({"prompt": f"Say {number}."}) for number in range(80))
     (tmp_path / "prompts.jsonl").write_text(lines, "utf-8")
+    texts = "\n\n".join(f"Text {number}: {'the sea is wide, ' * 12}" for number in range(40))
+    (tmp_path / "texts.txt").write_text(texts, "utf-8")
+    a_head(tmp_path / "eagle")
 
     def load(name="default", **_):
         return Loaded(build("llama", max_position_embeddings=1024), characters(TEMPLATE))
@@ -58,29 +80,34 @@ def newcomer(tmp_path, monkeypatch):
 
 
 def test_the_readmes_commands_run_one_after_the_other(newcomer):
-    """As they stand, but for stand-ins of names. Servers, and what trains long or needs more, have tests of their own."""
+    """As they stand, but for stand-ins of names and options that make them quick."""
     ran = set()
     for line in (one for several in COMMANDS for one in several.split("; ")):
         _, name, *rest = shlex.split(line)
-        if name in ("serve", "calibrate", "analyze", "eval", "export") or "--url" in rest:
+        command = "chat --url" if "--url" in rest else name
+        ran.add(command)
+        if command in ELSEWHERE:
             continue
         words = [STAND_INS.get(word, word) for word in rest]
-        short = [] if name in ("chat", "inspect", "report") else ["--max-new-tokens", "2"]
-        few = {"tune": ["--limit", "1", "--threshold", "0.9"], "bench": ["--rounds", "1"], "demo": ["--rounds", "1"]}.get(
-            name, []
-        )
-        done = tide(name, *words, *few, *short, stdin="Hello.\n" if name == "chat" else None)
+        briefly = BRIEFLY.get(name, ["--max-new-tokens", "2"])
+        done = tide(name, *words, *briefly, stdin="Hello.\n" if name == "chat" else None)
         assert done.exit_code == 0, f"{line}: {done.output}"
-        ran.add(name)
-    assert ran == {"demo", "generate", "report", "chat", "bench", "inspect", "tune", "certify"}
-    assert {"run.json", "run.html", "tide-demo.html"} <= {path.name for path in newcomer.iterdir()}
+    assert ran == {*ALL_COMMANDS, "chat --url"}
+    left = {"run.json", "run.html", "tide-demo.html", "depth.png", "head"}
+    assert left <= {path.name for path in newcomer.iterdir()}
+
+
+@pytest.mark.parametrize("command", ELSEWHERE)
+def test_commands_that_take_long_have_tests_of_their_own(command):
+    words = re.escape(command).replace(r"\ ", '",? "')
+    assert re.search(rf'"{words}"', (ROOT / "tests" / ELSEWHERE[command]).read_text("utf-8"))
 
 
 def test_another_model_is_calibrated_and_used_in_three_lines(monkeypatch, tmp_path):
     """They run as they stand, on a tiny random model and with few texts."""
     (block,) = re.findall(r"```python\n(model, tokenizer = [^`]*TIDE\.calibrate\([^`]*)```", (ROOT / "README.md").read_text())
     assert len(block.splitlines()) == 3
-    few = functools.partial(TIDE.TIDEConfig, calibration_samples=20, checkpoint_interval=2)
+    few = functools.partial(TIDE.TIDEConfig, calibration_samples=20, checkpoint_interval=4)
     monkeypatch.setattr(TIDE, "load_model", lambda name: Loaded(build("llama"), characters(TEMPLATE)))
     monkeypatch.setattr("TIDE.calibration.calibrate.TIDEConfig", few)
     monkeypatch.setattr("TIDE.calibration.calibrate.FULL", QUICK)

@@ -39,7 +39,7 @@ from TIDE.stats import ExitStats
 
 pytestmark = pytest.mark.invariant(3)
 
-NEW, PROMPT = 16, 24
+NEW, PROMPT = 12, 24
 VOCAB = 12  # so few tokens that random heads are right now and then
 COUNTS = [field.name for field in fields(ExitStats) if field.name != "seconds"]
 SCRIPT = [2, 0, 4, 1, 7, 0, 0, 3]
@@ -144,7 +144,7 @@ def drafting(wrong: frozenset[int]):
 @examples(10)
 @given(lengths=lengths_of_rounds, wrong=st.frozensets(st.integers(PROMPT, PROMPT + NEW)), depth=st.sampled_from([0, 2]))
 @example(lengths=SCRIPT, wrong=frozenset(), depth=0)
-@example(lengths=SCRIPT, wrong=frozenset({27, 31, 32, 38}), depth=2)
+@example(lengths=SCRIPT, wrong=frozenset({26, 29, 30, 34}), depth=2)
 @example(lengths=[7], wrong=frozenset(), depth=2)
 def test_all_loops_do_the_same_with_drafts_that_are_right_or_wrong(lengths, wrong, depth):
     plain = on_host(lengths, Fixed(depth, wrong))

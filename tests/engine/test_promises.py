@@ -28,7 +28,7 @@ from TIDE.routing.calibrated import CalibratedPolicy
 
 pytestmark = [pytest.mark.invariant(1), pytest.mark.invariant(3), pytest.mark.invariant(5)]
 
-NEW, DRAFTS = 9, 3
+NEW, DRAFTS = 6, 3
 HEADS = {  # of router files: strategy and checkpoints
     "memory at 0": ("memory", (0,)),
     "lens at 2": ("lens", (2,)),

@@ -1,6 +1,6 @@
 """Rows together on a GPU: each has the bits it has alone, whenever it joins. Skipped without one.
 
-PYTHONPATH=src:tests:tests/engine python -m pytest -o addopts="" tests/gpu
+PYTHONPATH=src:tests python -m pytest -o addopts="" tests/gpu
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from collections import defaultdict
 
 import pytest
 import torch
-from test_batch import KINDS, Text, decoded, gib_of
 from test_on_gpu import with_exit
 
 import TIDE
+from arrivals import KINDS, Text, decoded, gib_of
 from families import build
 from runners import Recording
 from TIDE.config import TIDEConfig

@@ -41,6 +41,16 @@ def test_generate_samples_with_the_engines_seed(engine, prompts):
     assert torch.equal(*drawn)
 
 
+def test_generate_takes_the_salt_of_shared_prompts(engine):
+    ids, asked = torch.tensor([[5, 6, 7]]), dict(custom_generate=TIDE.custom_generate, tide=engine, **OPTIONS)
+    engine.model.generate(ids, cache_salt="alice", **asked)
+    assert engine.last_rows[0].salt == "alice"
+    engine.model.generate(ids, **asked)
+    assert engine.last_rows[0].salt is None
+    with pytest.raises(ValueError, match="cache_salt must be a string, found 7"):
+        engine.model.generate(ids, cache_salt=7, **asked)
+
+
 def test_settings_without_a_token_to_draw_are_refused_here_too(engine, prompts):
     asked = dict(custom_generate=TIDE.custom_generate, tide=engine, max_new_tokens=4, do_sample=True, top_p=0.0)
     with pytest.raises(ValueError, match="top_p must be a number above 0 and at most 1, found 0.0"):

@@ -14,7 +14,9 @@ from TIDE.cli.model import load, with_model
 from TIDE.cli.router import NoExits, Router, exits_path
 from TIDE.cli.settings import RUNNING, with_settings
 from TIDE.config import TIDEConfig
+from TIDE.server.settings import ServerSettings
 
+DEFAULTS = ServerSettings()
 KEY = "A key that clients must send; may be given several times. Also TIDE_API_KEY, with commas."
 Keys = Annotated[list[str] | None, typer.Option("--api-key", metavar="KEY", help=KEY)]
 
@@ -38,12 +40,16 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(metavar="N", min=2, help="Longest prompt and answer, in tokens; unless given, the model's.")
     ] = None,
-    max_rows: Annotated[int, typer.Option(metavar="N", min=1, help="Answers decoded at a time.")] = 32,
-    max_queue: Annotated[int, typer.Option(metavar="N", min=0, help="Answers that may wait; others get status 429.")] = 256,
-    request_seconds: Annotated[float, typer.Option(metavar="NUMBER", min=0.1, help="Time limit of a request.")] = 600.0,
+    max_rows: Annotated[int, typer.Option(metavar="N", min=1, help="Answers decoded at a time.")] = DEFAULTS.max_rows,
+    max_queue: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Answers that may wait; others get status 429.")
+    ] = DEFAULTS.max_queue,
+    request_seconds: Annotated[
+        float, typer.Option(metavar="NUMBER", min=0.1, help="Time limit of a request.")
+    ] = DEFAULTS.request_seconds,
     drain_seconds: Annotated[
         float, typer.Option(metavar="NUMBER", min=0.0, help="Time that answers have to end when the server is stopped.")
-    ] = 30.0,
+    ] = DEFAULTS.drain_seconds,
     salted_keys: Annotated[
         bool, typer.Option("--salted-keys", help="Requests with different API keys share no part of the prefix cache.")
     ] = False,
@@ -62,7 +68,7 @@ def serve(
       tide serve my-org/my-model --router my.safetensors --api-key secret
     """
     source = exits_path(model, router, no_exits)
-    from TIDE.server import ServerSettings, create_app
+    from TIDE.server import create_app
     from TIDE.server.serve import serve as run
 
     keys = [*(api_key or ()), *filter(None, os.environ.get("TIDE_API_KEY", "").split(","))]

@@ -153,11 +153,11 @@ def prepare(
     return _accepted(request)
 
 
-def captured(model: PreTrainedModel, *given: Any, seed: int | Sequence[int] | None = None, **rest: Any) -> Request:
-    """Return the request that `model.generate` hands to a `custom_generate` of the user's own call."""
+def captured(model: PreTrainedModel, *given: Any, own: dict[str, Any], **rest: Any) -> Request:
+    """Return the request that `model.generate` hands to the user's own `custom_generate`; `own` are TIDE's options."""
     request = _capture(model, *given, **rest)
     check({}, [request.config])
-    request.seed = seed
+    request.seed, request.salt, _ = take_own(own, vocabulary=0)
     return _accepted(request)
 
 

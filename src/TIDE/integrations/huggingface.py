@@ -28,9 +28,16 @@ def custom_generate(
     generation_config: GenerationConfig,
     tide: TIDE | None = None,
     seed: int | Sequence[int] | None = None,
+    cache_salt: str | None = None,
     **rest: Any,
 ) -> torch.Tensor:
-    """Decode for `model.generate`, in place of its own loop; `tide` is the engine, `seed` that of sampling."""
+    """Decode for `model.generate`, in place of its own loop.
+
+    Args:
+        tide: the engine.
+        seed: of sampling, as in `TIDE.generate`.
+        cache_salt: prompts that begin alike share K/V if they have the same one.
+    """
     if not isinstance(tide, TIDE):
         raise TypeError(
             f"custom_generate needs an engine: model.generate(..., custom_generate=TIDE.custom_generate, tide=engine); "
@@ -41,7 +48,8 @@ def custom_generate(
             f"the engine belongs to another {type(tide.model).__name__} than the {type(model).__name__} that generates. Make "
             f"one for this model: TIDE.TIDE(model, ...)."
         )
-    request = captured(model, input_ids, logits_processor, stopping_criteria, generation_config, seed=seed, **rest)
+    own = dict(seed=seed, cache_salt=cache_salt)
+    request = captured(model, input_ids, logits_processor, stopping_criteria, generation_config, own=own, **rest)
     return tide.answer(request, _streamer_of_the_caller())
 
 

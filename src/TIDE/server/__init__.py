@@ -7,11 +7,22 @@ rounds, so the text of an answer does not depend on what else the server is doin
 """
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]:
-    raise ImportError(f"the server needs {', '.join(missing)}. Install with: pip install 'tide-inference[serve]'")
-
-from TIDE.server.app import create_app
 from TIDE.server.settings import ServerSettings
 
+if TYPE_CHECKING:
+    from TIDE.server.app import create_app
+
 __all__ = ["ServerSettings", "create_app"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the application when it is first used: settings alone need none of its packages."""
+    if name != "create_app":
+        raise AttributeError(f"module 'TIDE.server' has no attribute {name!r}. It has {', '.join(__all__)}.")
+    if missing := [package for package in ("fastapi", "uvicorn", "prometheus_client") if find_spec(package) is None]:
+        raise ImportError(f"the server needs {', '.join(missing)}. Install with: pip install 'tide-inference[serve]'")
+    from TIDE.server.app import create_app
+
+    return create_app

@@ -1,0 +1,76 @@
+"""How many drafts a round makes follows from what was accepted and what rounds took."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from TIDE.engine.round.round import Launched
+from TIDE.engine.round.stop import StopRule
+from TIDE.engine.row import RoundResult, Row
+from TIDE.engine.schedule.acceptance import FIRST_REST, LONGEST_REST
+from TIDE.engine.schedule.costs import Costs
+from TIDE.engine.schedule.draft_length import DraftLength
+
+
+def a_text(length):
+    row = Row([1, 2], StopRule(), 4)
+    length.begin(row)
+    return row
+
+
+def record(length, row, drafts, accepted, seconds):
+    length.saw(row, Launched(list, drafts), RoundResult([], drafts, min(drafts, accepted), made=drafts), seconds)
+
+
+def lengths_after(accepted, seconds, rounds=60):
+    length = DraftLength(Costs())
+    row = a_text(length)
+    for _ in range(rounds):
+        drafts = length.choose([row], 7)
+        record(length, row, drafts, accepted, seconds(drafts))
+    return lambda most: length.choose([row], most), length
+
+
+def test_the_length_goes_by_what_stands_and_what_it_takes():
+    def a_tenth(drafts):
+        return 1 + drafts / 10
+
+    assert lengths_after(7, a_tenth)[0](7) == 7
+    assert lengths_after(7, a_tenth)[0](4) == 4
+    assert lengths_after(2, a_tenth)[0](7) == 2
+    assert lengths_after(7, lambda drafts: 1 + 2 * drafts)[0](7) == 0
+
+
+def test_drafts_that_never_stand_are_tried_ever_more_rarely():
+    _, length = lengths_after(0, lambda drafts: 1 + drafts / 10, 200)
+    row = a_text(length)
+    tried = [number for number in range(4 * LONGEST_REST) if length.choose([row], 7)]
+    assert tried[0] < FIRST_REST
+    gaps = [later - earlier for earlier, later in pairwise(tried)]
+    assert gaps == sorted(gaps) and max(gaps) == LONGEST_REST
+
+
+def test_the_last_rows_of_a_batch_do_not_speak_for_the_next_batch():
+    """They are the ones in which drafts were rejected."""
+    length = DraftLength(Costs())
+    rows = [a_text(length) for _ in range(8)]
+
+    def a_round(own, score):
+        drafts = max(1, length.choose(own, 7, 8))
+        for row in own:
+            length.saw(row, Launched(list, drafts, rows=8), RoundResult([], drafts, 0, scores=[score], made=drafts), 1.0)
+
+    for _ in range(20):
+        a_round(rows, 0.9)
+    for _ in range(20):
+        a_round(rows[-1:], 0.1)
+    assert a_text(length).scores[0] > 0.7 > 0.5 > rows[-1].scores[0]
+
+
+def test_draft_length_adapts_quickly_to_a_new_prompt():
+    _, length = lengths_after(0, lambda drafts: 1 + drafts / 10, 200)
+    row, chosen = a_text(length), []
+    for _ in range(3 * FIRST_REST):
+        chosen.append(length.choose([row], 7))
+        record(length, row, chosen[-1], chosen[-1], 1 + chosen[-1] / 10)
+    assert min(chosen[-FIRST_REST:]) > 2

@@ -1,0 +1,33 @@
+"""Settings of a server: one set of defaults, and what they need."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import TIDE.server
+from TIDE.cli.serve import serve
+
+
+def test_the_command_has_the_defaults_of_the_settings():
+    settings = TIDE.server.ServerSettings()
+    taken = inspect.signature(serve).parameters
+    for name in ("max_model_len", "max_rows", "max_queue", "request_seconds", "drain_seconds", "salted_keys", "vllm_metrics"):
+        assert taken[name].default == getattr(settings, name), name
+
+
+def test_packages_of_the_server_are_asked_for_when_it_is_used(monkeypatch):
+    monkeypatch.setattr(TIDE.server, "find_spec", lambda name: None)
+    assert TIDE.server.ServerSettings().max_rows
+    with pytest.raises(ImportError, match=r"the server needs fastapi, uvicorn, prometheus_client. Install with: pip install"):
+        _ = TIDE.server.create_app
+    with pytest.raises(AttributeError, match="no attribute 'make_app'. It has ServerSettings, create_app"):
+        _ = TIDE.server.make_app
+
+
+def test_the_command_line_does_not_import_the_server():
+    script = "import sys, TIDE.cli.app; assert not {'fastapi', 'uvicorn', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
