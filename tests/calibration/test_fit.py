@@ -11,11 +11,10 @@ from torch.nn import functional as F
 
 from families import build
 from TIDE.adapters.adapter import ModelAdapter
-from TIDE.calibration import fit, vocabulary
+from TIDE.calibration import fit
 from TIDE.calibration.collect import Budget, collect
 from TIDE.calibration.fit import Exits, Schedule, Split, agreement, fit_head
 from TIDE.calibration.text import Text
-from TIDE.calibration.vocabulary import draft_vocabulary, token_mass
 from TIDE.routing.heads import build_head, head_sizes, memory_depths, normed
 
 DEPTH = 2
@@ -124,20 +123,3 @@ def test_collected_states_are_the_models_hidden_states(adapter, tmp_path):
         torch.testing.assert_close(shard.states(depth)[row, : ids.shape[1]], out.hidden_states[depth][0])
     assert torch.equal(shard.best[row, : ids.shape[1]], out.logits[0].argmax(-1))
     assert int(shard.asked.sum()) == sum(len(text.ids) - text.start for text in texts)
-
-
-def test_the_draft_vocabulary_covers_the_mass_with_the_fewest_tokens(adapter, tmp_path, monkeypatch):
-    split = a_split(adapter, tmp_path)
-    mass = token_mass(adapter, split.train)
-    assert float(mass.sum()) == pytest.approx(split.train.tokens, rel=1e-3)
-    found = draft_vocabulary(adapter, split.train)
-    assert torch.equal(found, found.sort().values)
-    share = mass / mass.sum()
-    assert float(share[found].sum()) >= 0.999
-    without_least = sorted(share[found].tolist())[1:]
-    assert sum(without_least) < 0.999 or len(found) <= 2
-    adapter.model.generation_config.eos_token_id = int(mass.argmin())
-    assert mass.argmin() in draft_vocabulary(adapter, split.train), "an exit has to be able to end the text"
-    adapter.model.generation_config.eos_token_id = None
-    monkeypatch.setattr(vocabulary, "CPU_LARGEST", 5)
-    assert set(draft_vocabulary(adapter, split.train).tolist()) == set(share.topk(5).indices.tolist())

@@ -1,6 +1,6 @@
 """Calibration: one call trains exits for a frozen model.
 
-    texts → states → draft vocabulary → for each candidate checkpoint: head, router → placement → router file
+    texts → states → for each candidate checkpoint: head, draft vocabulary at the first, router → placement → router file
 
 A clock decides how many texts there are and how long heads are trained, so that all of it takes the minutes it was given.
 
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from TIDE.adapters.adapter import ModelAdapter
@@ -28,13 +29,13 @@ from TIDE.adapters.weights import unwrapped
 from TIDE.calibration.clock import MOST, MOST_EPOCHS, Clock, room
 from TIDE.calibration.collect import Budget, collect, collecting_seconds, extended
 from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, agreement, fit_head, fresh_head, step_seconds
-from TIDE.calibration.fit_router import FittedRouter, fit_router
+from TIDE.calibration.fit_router import FittedRouter, fit_router, fresh_router
 from TIDE.calibration.placement import Candidate, Placed, best_setting, is_worth_going_deeper, place
 from TIDE.calibration.self_texts import ANSWER, TYPICAL, writing_seconds
 from TIDE.calibration.text import Text
 from TIDE.calibration.texts import load_texts
 from TIDE.calibration.timing import Costs, machine, measure_costs, measure_head
-from TIDE.calibration.vocabulary import draft_vocabulary
+from TIDE.calibration.vocabulary import Choice, choose_vocabulary, ranked, training_vocabulary
 from TIDE.calibration.work import Work
 from TIDE.config import TIDEConfig
 from TIDE.engine.runners.check import check_unknown
@@ -147,7 +148,9 @@ class _Job:
             collect(self.adapter, _some([t for t in texts if t.is_held_out]), depths, self.budget, "states to measure on"),
         )
         self.costs = measure_costs(self.adapter, self.key)
-        self.vocabulary = draft_vocabulary(self.adapter, self.split.train)
+        self.tokens = ranked(self.adapter, self.split.train)
+        self.trained_on = training_vocabulary(self.adapter, self.tokens)
+        self.choice: Choice | None = None
         exits, candidates, tried = self._try_all(strategy)
         placed = place(candidates, tried, self.costs)
         return self._file(exits, placed, len(texts))
@@ -193,6 +196,10 @@ class _Job:
         for depth in self._depths():
             with extended(self.adapter, self.split, input_depths(depth, self._sizes(depth).inputs), self.budget):
                 fitted = self._fit(strategy, depth, [*exits.values()])
+                if self.choice is None:
+                    self.choice = self._choose(fitted.head, depth)
+                if fitted.agreement:
+                    fitted = fitted._replace(agreement=self._agreement(fitted.head, depth))
                 found = self._router(fitted, depth)
                 in_8_bits = self._agreement_in_8_bits(fitted, depth)
             figures = {
@@ -201,7 +208,7 @@ class _Job:
                 "agreement_in_8_bits": [round(share, 4) for share in in_8_bits],
             }
             exits[depth] = Exit(fitted.head.to("cpu", torch.bfloat16), found.router, 1.0, figures)
-            candidates[depth] = Candidate(found.trace, self._head_seconds(strategy, exits, depth))
+            candidates[depth] = Candidate(found.trace, self._head_seconds(exits[depth], depth, self.vocabulary))
             tried.append(best_setting(candidates, (depth,), self.costs))
             logger.info("depth %d: agreement %s, %s", depth, figures["agreement_by_step"], tried[-1].row(self.costs))
             if strategy == "memory" and not is_worth_going_deeper(tried):
@@ -222,11 +229,11 @@ class _Job:
         kept = self.work.head(depth, head)
         if kept is not None:
             return Fitted(kept.head.to(self.adapter.device), kept.agreement)
-        size = self.adapter.vocab_size if self.vocabulary is None else len(self.vocabulary)
+        size = self.adapter.vocab_size if self.trained_on is None else len(self.trained_on)
         schedule = self.effort.schedule.fitted_to(self.adapter.hidden_dim, size, self.adapter.device)
         if strategy == "lens":
             schedule = replace(schedule, epochs=LENS_EPOCHS * schedule.epochs)
-        where = Exits(depth, self.vocabulary)
+        where = Exits(depth, self.trained_on)
         if self.clock is not None and self.epochs is None:
             most = max(schedule.least_steps, MOST_EPOCHS * self.split.train.batch_count(schedule.batch_tokens))
             steps = self.clock.steps(depth, lambda: step_seconds(self.adapter, head, self.split, where, schedule), most)
@@ -244,6 +251,9 @@ class _Job:
         head = copy.deepcopy(fitted.head)
         restored = storage.restore(storage.compress({name: own.cpu() for name, own in head.state_dict().items()}))
         head.load_state_dict(restored)
+        return self._agreement(head, depth)
+
+    def _agreement(self, head: nn.Module, depth: int) -> list[float]:
         steps = self.effort.schedule.draft_steps
         return agreement(self.adapter, head, self.split.valid, Exits(depth, self.vocabulary), steps)
 
@@ -252,17 +262,35 @@ class _Job:
         head = fitted.head.to(self.adapter.device)
         return fit_router(self.adapter, head, self.split, where, self.config, steps, self.seed, f"router at depth {depth}")
 
-    def _head_seconds(self, strategy: str, exits: dict[int, Exit], depth: int) -> float:
-        file = RouterFile(strategy, {depth: exits[depth]}, (depth,), 1, self.vocabulary)
-        policy = CalibratedPolicy(file, self.adapter)
-        vocabulary = "all" if self.vocabulary is None else len(self.vocabulary)
-        seconds = measure_head(self.adapter, policy, depth, f"{self.key}|{strategy}|{depth}|{vocabulary}")
-        exits[depth].head.to("cpu", torch.bfloat16)
-        exits[depth].router.to("cpu")
+    @property
+    def vocabulary(self) -> torch.Tensor | None:
+        """The draft vocabulary; None: all tokens."""
+        assert self.choice is not None, "it is chosen with the first head"
+        return self.choice.vocabulary
+
+    def _choose(self, head: nn.Module, depth: int) -> Choice:
+        """Choose the draft vocabulary with the first head."""
+        timed = Exit(copy.deepcopy(head), fresh_router(self.adapter, self.config, self.seed), 1.0)
+        found = choose_vocabulary(
+            *(self.adapter, head, depth, self.effort.schedule.draft_steps, self.split.valid, self.tokens, self.costs),
+            lambda vocabulary: self._head_seconds(timed, depth, vocabulary),
+        )
+        logger.info("draft vocabulary: %s", found.words)
+        return found
+
+    def _head_seconds(self, exit_: Exit, depth: int, vocabulary: torch.Tensor | None) -> float:
+        """Time an exit with a vocabulary; it is left on the CPU."""
+        strategy = self.config.exit_strategy
+        policy = CalibratedPolicy(RouterFile(strategy, {depth: exit_}, (depth,), 1, vocabulary), self.adapter)
+        size = "all" if vocabulary is None else len(vocabulary)
+        seconds = measure_head(self.adapter, policy, depth, f"{self.key}|{strategy}|{depth}|{size}")
+        exit_.head.to("cpu", torch.bfloat16)
+        exit_.router.to("cpu")
         return seconds
 
     def _file(self, exits: dict[int, Exit], placed: list[Placed], texts: int) -> RouterFile:
         best = placed[0]
+        assert self.choice is not None
         for depth, threshold in zip(best.checkpoints, best.thresholds, strict=True):
             exits[depth].threshold = threshold
         speedup = best.tokens_per_second * self.costs.full_step
@@ -282,6 +310,8 @@ class _Job:
             "placement": [one.row(self.costs) for one in placed],
             "expected_speedup": round(speedup, 3),
             "milliseconds": _milliseconds(self.costs),
+            "draft_vocabulary": self.choice.words,
+            "draft_vocabularies": [one.row() for one in self.choice.measured],
         }
         return RouterFile(
             strategy=self.config.exit_strategy,

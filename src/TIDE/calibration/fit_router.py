@@ -81,9 +81,7 @@ def fit_router(
         steps: draft steps to train on; heads without memory have one.
     """
     generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        router = Router(adapter.hidden_dim, config.router_bottleneck_dim, SIGNALS)
+    router = fresh_router(adapter, config, seed)
     job = _Job(adapter, head, router.to(adapter.device), exits, config, steps if isinstance(head, MemoryHead) else 1)
     _train(router, *_examples(job, split.train, generator), generator, title)
     router.eval().requires_grad_(False)
@@ -97,6 +95,13 @@ def fit_router(
     if not enough:
         figures["held_out"] = "too few"
     return FittedRouter(router.cpu(), figures, Trace(scores, agreed, texts))
+
+
+def fresh_router(adapter: ModelAdapter, config: TIDEConfig, seed: int) -> Router:
+    """Return an untrained router, the same for the same seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return Router(adapter.hidden_dim, config.router_bottleneck_dim, SIGNALS)
 
 
 def platt(raw: torch.Tensor, label: torch.Tensor) -> tuple[float, float]:
