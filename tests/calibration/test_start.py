@@ -16,7 +16,7 @@ from TIDE.calibration import calibrate as module
 from TIDE.calibration.fit import Fitted
 from TIDE.calibration.start import Start
 from TIDE.config import TIDEConfig
-from TIDE.routing.eagle3.fresh import fresh_depths, fresh_eagle_head
+from TIDE.routing.eagle3.fresh import fresh_depths
 from TIDE.routing.eagle3.head import EagleHead
 from TIDE.routing.router import Router
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_trained_on_from_is_refused_in_one_line(what, config, sai
         a_file(build("llama", **other), what if what in ("identity", "lens") else "memory", (2,), 0.5).save(path)
     adapter = ModelAdapter(llama)
     with pytest.raises(ValueError, match=said) as error:
-        Start(adapter, TIDEConfig(**config), 0, path).depths()
+        Start(adapter, TIDEConfig(**config), 0, path)
     assert len(str(error.value).splitlines()) == 1
     adapter.close()
 
@@ -142,7 +142,7 @@ def test_what_cannot_be_trained_on_from_is_refused_in_one_line(what, config, sai
 def test_models_that_no_eagle3_head_is_made_for_are_named(name, said):
     adapter = ModelAdapter(build(name))
     with pytest.raises(ValueError, match=f"no EAGLE-3 head can be trained for .*{said}.*Use exit_strategy='memory'"):
-        fresh_eagle_head(adapter, None, 0)
+        Start(adapter, TIDEConfig(exit_strategy="eagle3"), 0, None)
     adapter.close()
 
 

@@ -194,7 +194,7 @@ class _Job:
                 fitted = self._fit(depth, [*exits.values()])
                 if self.choice is None and not self.start.has_own_vocabulary:
                     self.choice = self._choose(fitted.head, depth)
-                if fitted.agreement:
+                if fitted.agreement and self.vocabulary is not self.trained_on:
                     fitted = fitted._replace(agreement=self._agreement(fitted.head, depth))
                 found = self._router(fitted, depth)
                 in_8_bits = self._agreement_in_8_bits(fitted, depth)
@@ -225,7 +225,9 @@ class _Job:
             measure(self.adapter, head, self.split.train, depth)
         else:
             held = head.to(self.adapter.device)
-            begun = Fitted(copy.deepcopy(held), agreement(self.adapter, held, self.split.valid, where, schedule.draft_steps))
+            begun = Fitted(
+                copy.deepcopy(held).eval(), agreement(self.adapter, held, self.split.valid, where, schedule.draft_steps)
+            )
         if self.clock is not None and self.epochs is None:
             most = max(schedule.least_steps, MOST_EPOCHS * self.split.train.batch_count(schedule.batch_tokens))
             steps = self.clock.steps(depth, lambda: step_seconds(self.adapter, head, self.split, where, schedule), most)

@@ -18,7 +18,7 @@ from torch import nn
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration.fit import fresh_head
 from TIDE.config import TIDEConfig
-from TIDE.routing.eagle3.fresh import fresh_depths, fresh_eagle_head
+from TIDE.routing.eagle3.fresh import check_model, fresh_depths, fresh_eagle_head
 from TIDE.routing.exits import EAGLE3, Exit
 from TIDE.routing.fingerprint import fingerprint
 from TIDE.routing.heads import MEMORIES, HeadSizes, MemoryHead, RememberingHead, head_sizes, input_depths, memory_depths
@@ -43,6 +43,9 @@ class Start:
         self.source = source
         self.file = None if source is None else _loaded(source, adapter, config)
         self.strategy = config.exit_strategy if self.file is None else self.file.strategy
+        self.depths()  # what cannot be done is said before any work
+        if self.file is None and self.strategy == EAGLE3:
+            check_model(adapter)
 
     @property
     def has_own_vocabulary(self) -> bool:

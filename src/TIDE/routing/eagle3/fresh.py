@@ -26,15 +26,13 @@ def fresh_depths(num_layers: int) -> tuple[int, ...]:
 
 
 def fresh_eagle_head(adapter: ModelAdapter, vocabulary: torch.Tensor | None, seed: int) -> EagleHead:
-    """Return an untrained head, the same for the same seed; raise if the model is none that such heads are made for.
+    """Return an untrained head, the same for the same seed, for a model that `check_model` lets pass.
 
     Args:
         vocabulary: sorted ids of the tokens it chooses from; None: all.
     """
-    norm, rows, why = _last_norm(adapter), adapter.plain_head, _why_not_embedded(adapter)
-    if norm is None or rows is None or why is not None:
-        why = why or "its logits are not those of an RMS norm and a product"
-        raise ValueError(f"no EAGLE-3 head can be trained for {type(adapter.model).__name__}: {why}. {USE}.")
+    norm, rows = _last_norm(adapter), adapter.plain_head
+    assert norm is not None and rows is not None
     rows = rows if vocabulary is None else rows[vocabulary]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -43,6 +41,15 @@ def fresh_eagle_head(adapter: ModelAdapter, vocabulary: torch.Tensor | None, see
         head.lm_head.weight.copy_(rows)
         head.gain.copy_(norm.weight + norm.offset)
     return head
+
+
+def check_model(adapter: ModelAdapter) -> None:
+    """Raise if a model is none that EAGLE-3 heads are made for."""
+    why = _why_not_embedded(adapter)
+    if _last_norm(adapter) is None:
+        why = why or "its logits are not those of an RMS norm and a product"
+    if why is not None:
+        raise ValueError(f"no EAGLE-3 head can be trained for {type(adapter.model).__name__}: {why}. {USE}.")
 
 
 @torch.no_grad()
