@@ -20,9 +20,9 @@ import TIDE
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration.collect import Budget, collect, extended
 from TIDE.calibration.figures import router_figures
-from TIDE.calibration.fit import Exits, guesses
+from TIDE.calibration.fit import Exits, exit_logits, guesses
 from TIDE.calibration.self_texts import answer_prompts
-from TIDE.routing.heads import input_depths, memory_depths
+from TIDE.routing.heads import RememberingHead, Seen
 
 STEPS = 4
 
@@ -47,14 +47,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         budget = Budget(model.device, Path(folder))
         layers = adapter.num_layers
-        data = collect(adapter, texts, memory_depths(layers, 3), budget, "states")
+        seen = {depth: seen_by(at.head, depth, layers) for depth, at in file.exits.items()}
+        data = collect(
+            adapter, texts, sorted({layers, *(one for own in seen.values() for one in own.memories)}), budget, "states"
+        )
         for depth, at in file.exits.items():
-            with extended(adapter, [data], input_depths(depth, at.sizes.inputs), budget):
+            with extended(adapter, [data], seen[depth].inputs, budget):
                 found[depth] = evaluate(adapter, data, depth, at, vocabulary)
     print(f"{len(prompts)} prompts, {data.tokens} positions, {'all' if vocabulary is None else len(vocabulary)} tokens")
     for depth, figures in found.items():
         print(f"depth {depth:2}  {figures}")
     print(json.dumps({"router": Path(options.router).name, "positions": data.tokens, "exits": found}))
+
+
+def seen_by(head: torch.nn.Module, depth: int, layers: int) -> Seen:
+    """Return the depths whose states a head sees."""
+    return head.seen(depth, layers) if isinstance(head, RememberingHead) else Seen([depth], [])
 
 
 @torch.no_grad()
@@ -68,7 +76,7 @@ def evaluate(adapter, data, depth, at, vocabulary) -> dict:
         step_hits = []
         for step, guess in enumerate(guesses(adapter, head, shard, rows, where.depth, STEPS)):
             parts = guess[asked].to(adapter.model.dtype).split(4096)
-            logits = [adapter.head(part, vocabulary) for part in parts]
+            logits = [exit_logits(adapter, head, part, vocabulary) for part in parts]
             best = torch.cat([own.argmax(-1) for own in logits])
             step_hits.append((best if vocabulary is None else vocabulary[best]) == shard.best[rows][asked])
             if step == 0:

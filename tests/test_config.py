@@ -59,7 +59,7 @@ def test_it_cannot_be_changed():
         ("convergence_threshold", 1.01, "convergence_threshold must be a number from 0 to 1"),
         ("convergence_threshold", None, "convergence_threshold must be a number"),
         ("router_bottleneck_dim", 0, "router_bottleneck_dim must be a whole number of at least 1"),
-        ("exit_strategy", "head", r"exit_strategy must be one of \['identity', 'lens', 'memory'\], found 'head'"),
+        ("exit_strategy", "head", r"exit_strategy must be one of \['identity', 'lens', 'memory', 'eagle3'\], found 'head'"),
         ("max_pending", 0, "max_pending must be a whole number of at least 1"),
         ("max_pending", True, "max_pending must be a whole number"),
         ("max_exit_share", 1.1, "max_exit_share must be a number from 0 to 1, found 1.1"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MODES = ("exact", "fast")
-EXIT_STRATEGIES = ("identity", "lens", "memory")
+EXIT_STRATEGIES = ("identity", "lens", "memory", "eagle3")
 LABELS = ("agreement", "cosine")
 KV_CACHE_STRATEGIES = ("exact", "propagate", "zero_pad")
 
@@ -40,7 +40,7 @@ class TIDEConfig:
         router_bottleneck_dim: calibration: width of the routers.
         exit_strategy: calibration: kind of exit head, which turns a state into a token. "identity": the model's own norm and
             LM head; "lens": a small residual network before them; "memory": a decoder block that also sees the full-depth
-            state of the previous token.
+            state of the previous token; "eagle3": a block before the first layer that vLLM and SGLang run too.
         kv_cache_strategy: treatment of the layers a token skipped. "exact" runs them later, "propagate" writes their K/V
             from the exit state, "zero_pad" writes zeros.
         compaction_threshold: mode "fast" on the model's own layers, in a batch: if at most this share of the rows needs the

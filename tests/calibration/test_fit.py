@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from families import build
 from TIDE.adapters.adapter import ModelAdapter
-from TIDE.calibration import fit, vocabulary
+from TIDE.calibration import fit
 from TIDE.calibration.collect import Budget, collect
 from TIDE.calibration.fit import Exits, Schedule, Split, agreement, fit_head
 from TIDE.calibration.text import Text
-from TIDE.calibration.vocabulary import draft_vocabulary, token_mass
+from TIDE.routing.eagle3.fresh import fresh_eagle_head
 from TIDE.routing.heads import build_head, head_sizes, memory_depths, normed
 
 DEPTH = 2
@@ -44,28 +44,31 @@ def a_head(adapter: ModelAdapter, strategy: str):
     return build_head(strategy, head_sizes(strategy, adapter.model.config, adapter.hidden_dim))
 
 
-@pytest.mark.parametrize("strategy", ["lens", "memory"])
+@pytest.mark.parametrize("strategy", ["lens", "memory", "eagle3"])
 def test_the_gradient_is_that_of_the_loss_in_the_docstring(adapter, strategy, tmp_path):
-    split, head = a_split(adapter, tmp_path), a_head(adapter, strategy)
+    split, vocabulary = a_split(adapter, tmp_path), torch.arange(0, 128, 2)
+    head = fresh_eagle_head(adapter, vocabulary, 0) if strategy == "eagle3" else a_head(adapter, strategy)
+    head = fit._trainable(head)
     schedule = Schedule(positions=10**6, draft_steps=2, jitter=0.0)
     shard, rows = split.train.shards[0], torch.arange(8)
-    vocabulary = torch.arange(0, 128, 2)
     with fit.frozen(adapter.model):
         fit._backward(
             adapter, head, shard, rows, Exits(DEPTH, vocabulary), schedule, fit.Dice(torch.Generator(), torch.Generator())
         )
-        found = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
+        trained = {name: parameter for name, parameter in head.named_parameters() if name != "lm_head.weight"}
+        found = {name: parameter.grad.clone() for name, parameter in trained.items()}
         head.zero_grad()
         learned = shard.learned[rows]
         deep = shard.states(adapter.num_layers)[rows][learned]
         full = adapter.head(deep, vocabulary).log_softmax(-1).clone()
         loss = 0.0
         for step, guess in enumerate(fit.guesses(adapter, head, shard, rows, DEPTH, 2)):
-            logs = adapter.head(guess[learned], vocabulary, with_grad=True).log_softmax(-1)
+            logs = fit.exit_logits(adapter, head, guess[learned], vocabulary, with_grad=True).log_softmax(-1)
             state = F.smooth_l1_loss(normed(guess[learned]), normed(deep))
             loss = loss + 0.8**step * (F.kl_div(logs, full, log_target=True, reduction="batchmean") + 0.5 * state)
         loss.backward()
-    for name, parameter in head.named_parameters():
+    assert getattr(head, "lm_head", None) is None or head.lm_head.weight.grad is None
+    for name, parameter in trained.items():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
@@ -124,20 +127,3 @@ def test_collected_states_are_the_models_hidden_states(adapter, tmp_path):
         torch.testing.assert_close(shard.states(depth)[row, : ids.shape[1]], out.hidden_states[depth][0])
     assert torch.equal(shard.best[row, : ids.shape[1]], out.logits[0].argmax(-1))
     assert int(shard.asked.sum()) == sum(len(text.ids) - text.start for text in texts)
-
-
-def test_the_draft_vocabulary_covers_the_mass_with_the_fewest_tokens(adapter, tmp_path, monkeypatch):
-    split = a_split(adapter, tmp_path)
-    mass = token_mass(adapter, split.train)
-    assert float(mass.sum()) == pytest.approx(split.train.tokens, rel=1e-3)
-    found = draft_vocabulary(adapter, split.train)
-    assert torch.equal(found, found.sort().values)
-    share = mass / mass.sum()
-    assert float(share[found].sum()) >= 0.999
-    without_least = sorted(share[found].tolist())[1:]
-    assert sum(without_least) < 0.999 or len(found) <= 2
-    adapter.model.generation_config.eos_token_id = int(mass.argmin())
-    assert mass.argmin() in draft_vocabulary(adapter, split.train), "an exit has to be able to end the text"
-    adapter.model.generation_config.eos_token_id = None
-    monkeypatch.setattr(vocabulary, "CPU_LARGEST", 5)
-    assert set(draft_vocabulary(adapter, split.train).tolist()) == set(share.topk(5).indices.tolist())

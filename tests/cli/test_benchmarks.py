@@ -46,6 +46,17 @@ def test_the_parts_of_a_layer_are_timed(warm):
     assert all(took > 0 for parts in found.values() for took, _ in parts.values())
 
 
+def test_kinds_of_heads_are_compared_and_an_interrupted_run_goes_on(warm, folder, tmp_path):
+    asked = ("--model", folder, "--prompts", folder / "prompts.jsonl", "--keep", tmp_path, "--kinds", "memory", "eagle3")
+    small = ("--texts", 20, "--answer", 12, "--tokens", 64, "--epochs", 1, "--every", 4)
+    found = report(warm.run(FOLDER / "compare_heads.py", *asked, *small, "--seeds", 0))
+    assert set(found["found"]) == {"memory, seed 0", "eagle3, seed 0"}
+    assert all(len(one["agreement"]) == 3 for one in found["found"].values())
+    again = report(warm.run(FOLDER / "compare_heads.py", *asked, *small, "--seeds", 0, 1, "--minutes", 0))
+    assert again["found"] == found["found"], "what was measured is kept, and no further training is begun"
+    assert (tmp_path / "eagle3.safetensors").exists()
+
+
 def test_the_exits_of_a_file_are_measured_on_other_prompts(warm, folder, shared_router):
     asked = ("--router", shared_router, "--prompts", folder / "prompts.jsonl", "--model", folder, "--answer", 12)
     found = report(warm.run(FOLDER / "eval_exits.py", *asked))

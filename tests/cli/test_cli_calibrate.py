@@ -8,6 +8,7 @@ import pytest
 
 import TIDE
 from commands import tide
+from eagle_heads import a_head
 from TIDE.calibration import calibrate as module
 
 SMALL = ("--samples", 20, "--quick", "--epochs", 1, "--checkpoint-interval", 2, "--strategy", "identity")
@@ -28,6 +29,7 @@ def test_a_model_folder_becomes_a_router_file(warm, folder, tmp_path):
         (["--samples", 3], "calibration_samples must be a whole number of at least 20, found 3."),
         (["--dataset", "missing.txt"], "there is no file missing.txt."),
         (["--dataset", " "], "calibration_dataset must be"),
+        (["--from", "nowhere.pt"], "there is no router file nowhere.pt."),
         (["--dtype", "int8"], "'int8' is not one of 'float32', 'bfloat16', 'float16'"),
         (["-o", "router.bin"], "expected a file that ends in .safetensors or .pt, found 'router.bin'."),
         (["-o", "nowhere/router.pt"], "there is no folder nowhere to write router.pt to. Make it first."),
@@ -37,6 +39,16 @@ def test_wrong_options_are_said_in_words(options, said):
     done = tide("calibrate", "default", *options)
     assert done.exit_code == 2 and done.stdout == ""
     assert said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_training_goes_on_from_a_head(warm, folder, router, tmp_path):
+    asked = ("--samples", 20, "--quick", "--epochs", 0.1, "--json")
+    done = warm.tide("calibrate", folder, "--from", a_head(tmp_path / "head"), "-o", tmp_path / "new.pt", *asked)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["strategy"] == "eagle3"
+    done = tide("calibrate", folder, "--from", router, "--strategy", "lens", *asked)
+    assert done.exit_code == 1 and len(done.stderr.splitlines()) == 1
+    assert f"cannot train on from {router}: it has memory heads and exit_strategy is 'lens'" in done.stderr
 
 
 def test_an_interruption_names_the_way_on(folder, tmp_path, monkeypatch):

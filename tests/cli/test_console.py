@@ -51,7 +51,7 @@ ROUTER_FILE = dict(
 )
 WRONG = {
     "demo": (["--rounds", "0"], "'--rounds'"),
-    "calibrate": (["x", "--strategy", "guess"], "'guess' is not one of 'identity', 'lens', 'memory'"),
+    "calibrate": (["x", "--strategy", "guess"], "'guess' is not one of 'identity', 'lens', 'memory', 'eagle3'"),
     "generate": (
         ["hi", "--mode", "exact", "--kv-cache-strategy", "zero_pad"],
         "Use kv_cache_strategy='exact', or mode='fast'.",

@@ -6,6 +6,8 @@ Here they run on a CPU, with the references in place of the kernels: the same ro
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from TIDE.config import TIDEConfig
 from TIDE.engine.cache.slots import Slots
 from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.round.module_prefill import LONGEST, SHORTEST, padded_length
+from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.runners.snapshot import ModelSnapshot
 from TIDE.kernels import reference
 
@@ -148,6 +151,29 @@ def test_mode_fast_writes_what_it_writes_without_rounds(strategy, depth, vocabul
             rounds = engine.scheduler.rounds
     assert texts[0] == texts[1]
     assert any(rounds) and (texts[1][1] or threshold)
+
+
+def test_graphs_of_one_draft_vocabulary_do_not_serve_another(ids, monkeypatch):
+    """Same runner, slots and exit: a graph has the addresses of one vocabulary, so its key has to name it."""
+    model, keys = build("llama"), []
+    launch = DeviceRunner.launch
+    monkeypatch.setattr(
+        DeviceRunner, "launch", lambda self, slots, key, work: keys.append(key) or launch(self, slots, key, work)
+    )
+    file = a_file(model, "memory", (0,), 0.0, torch.arange(0, 96, 3))
+    with an_engine(model, 0, then=2) as engine:
+        policies = [
+            replace(file, vocabulary=own).policy(engine.adapter) for own in (file.vocabulary, torch.arange(0, 96, 2), None)
+        ]
+        seen = []
+        for policy in (*policies, policies[0]):
+            keys.clear()
+            engine.policy = policy
+            engine.generate(ids, **OPTIONS)
+            seen.append({key for key in keys if key[0] == "round"})
+    first, second, whole, again = seen
+    assert first == again and all(seen)
+    assert not first & second and not first & whole and not second & whole
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma", "smollm3"])

@@ -18,12 +18,13 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from TIDE.adapters.patches import original_class, patch, unpatch
@@ -72,7 +73,6 @@ class _Task:
 class _Rows(NamedTuple):
     """Rows of an LM head's weight and bias, with the weight they were copied from."""
 
-    vocabulary: torch.Tensor
     weight: torch.Tensor
     place: int
     version: int | None
@@ -101,7 +101,7 @@ class ModelAdapter:
         self.grad_off = torch.inference_mode if harmless else torch.no_grad
         self._sources = shared_sources(model, self.stores)
         self.layers = self._own_layers()
-        self._kept_rows: _Rows | None = None
+        self._kept_rows: MutableMapping[torch.Tensor, _Rows] = WeakIdKeyDictionary()  # by vocabulary, as long as that lives
         self._forward_takes = set(inspect.signature(model.forward).parameters)
         self._tasks = threading.local()  # per thread: another one may use the model normally during a pass
         self._patch_all()
@@ -117,7 +117,8 @@ class ModelAdapter:
                 f"now. Make a new engine with TIDE.TIDE(model, ...)."
             )
         self.close()
-        self.layers, self._kept_rows = layers, None
+        self.layers = layers
+        self._kept_rows.clear()
         self._patch_all()
 
     def _own_layers(self) -> list[nn.Module]:
@@ -305,15 +306,16 @@ class ModelAdapter:
         return self.is_known and self._head_is_patched and original_class(head) is nn.Linear and holds_numbers(head.weight)
 
     def _head_rows(self, vocabulary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return the LM head's weight and bias for some tokens, kept for the next call; None if it is no plain linear layer."""
+        """Return the LM head's weight and bias for some tokens, copied once; None if it is no plain linear layer."""
         if not self._head_is_linear:
             return None
-        head, kept = self.model.get_output_embeddings(), self._kept_rows
-        if kept is None or kept.vocabulary is not vocabulary or not kept.are_of(head.weight):
+        head = self.model.get_output_embeddings()
+        kept = self._kept_rows.get(vocabulary)
+        if kept is None or not kept.are_of(head.weight):
             with torch.inference_mode(False), torch.no_grad():
                 bias = None if head.bias is None else head.bias[vocabulary].clone()
                 rows = head.weight[vocabulary].clone(), bias
-            self._kept_rows = kept = _Rows(vocabulary, head.weight, head.weight.data_ptr(), version(head.weight), rows)
+            self._kept_rows[vocabulary] = kept = _Rows(head.weight, head.weight.data_ptr(), version(head.weight), rows)
         return kept.rows
 
 

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import unwrapped
 from TIDE.calibration.collect import Budget, _laid_out, _run, _shards, collect, extended
-from TIDE.calibration.fit import Exits, Schedule, Split, agreed, best_tokens, fit_head, fresh_head
+from TIDE.calibration.fit import Exits, Schedule, Split, agreed, best_tokens, fit_head, fresh_head, measure
 from TIDE.calibration.labels import converged
 from TIDE.calibration.self_texts import ANSWER
 from TIDE.calibration.text import Text
@@ -254,5 +254,6 @@ def _counted(strategy: str, hits: dict[int, torch.Tensor], layers: int) -> _Coun
 def _fitted(adapter: ModelAdapter, split: Split, course: _Course, strategy: str, depth: int) -> nn.Module:
     schedule = course.schedule.fitted_to(adapter.hidden_dim, adapter.vocab_size, adapter.device)
     head = fresh_head(strategy, _sizes(adapter, strategy, depth), course.seed)
+    measure(adapter, head, split.train, depth)
     title = f"{strategy} at depth {depth}"
     return fit_head(adapter, head, split, Exits(depth, None), schedule, course.seed, title).head

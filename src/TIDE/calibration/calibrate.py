@@ -1,11 +1,12 @@
 """Calibration: one call trains exits for a frozen model.
 
-    texts → states → draft vocabulary → for each candidate checkpoint: head, router → placement → router file
+    texts → states → for each candidate checkpoint: head, draft vocabulary at the first, router → placement → router file
 
 A clock decides how many texts there are and how long heads are trained, so that all of it takes the minutes it was given.
 
 Memory heads are tried from the shallowest candidate on, until one is not clearly faster than the best before it; heads of
-other kinds are cheap to train, so all candidates are tried. The model is left unchanged.
+other kinds are cheap to train, so all candidates are tried, and all heads of a file that is trained on from. The model is left
+unchanged.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import unwrapped
 from TIDE.calibration.clock import MOST, MOST_EPOCHS, Clock, room
 from TIDE.calibration.collect import Budget, collect, collecting_seconds, extended
-from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, agreement, fit_head, fresh_head, step_seconds
-from TIDE.calibration.fit_router import FittedRouter, fit_router
+from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, agreement, fit_head, measure, step_seconds
+from TIDE.calibration.fit_router import FittedRouter, fit_router, fresh_router
 from TIDE.calibration.placement import Candidate, Placed, best_setting, is_worth_going_deeper, place
 from TIDE.calibration.self_texts import ANSWER, TYPICAL, writing_seconds
+from TIDE.calibration.start import Start
 from TIDE.calibration.text import Text
 from TIDE.calibration.texts import load_texts
 from TIDE.calibration.timing import Costs, machine, measure_costs, measure_head
-from TIDE.calibration.vocabulary import draft_vocabulary
+from TIDE.calibration.vocabulary import Choice, choose_vocabulary, ranked, training_vocabulary
 from TIDE.calibration.work import Work
 from TIDE.config import TIDEConfig
 from TIDE.engine.runners.check import check_unknown
@@ -42,13 +45,14 @@ from TIDE.routing import storage
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.exits import Exit
 from TIDE.routing.fingerprint import Fingerprint, fingerprint
-from TIDE.routing.heads import MEMORIES, HeadSizes, MemoryHead, head_sizes, input_depths, memory_depths
+from TIDE.routing.heads import MEMORIES
 from TIDE.routing.router_file import RouterFile
 from TIDE.routing.storage import check_suffix
 
 logger = logging.getLogger(__name__)
 LENS_EPOCHS = 3  # times as many epochs: a lens learns slowly, and its steps are short
 MEASURED = 400  # most held-out texts to measure on
+GENTLY = 0.1  # of the learning rate, for heads that were trained before
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ def calibrate(
     resume: bool = False,
     compress: bool | None = None,
     epochs: float | None = None,
+    start: str | Path | None = None,
 ) -> RouterFile:
     """Train exit heads and routers for a model, place them, and save the router file.
 
@@ -88,6 +93,7 @@ def calibrate(
         resume: continue an interrupted calibration with the same settings.
         compress: store heads in 8 bits; None: unless that costs agreement.
         epochs: passes over the texts in head training; None: as many as the time allows.
+        start: a router file, or an EAGLE-3 head (folder or hub id), whose heads are trained on; None: fresh heads.
     """
     path, config = Path(save_path), config or TIDEConfig()
     check_suffix(path)
@@ -98,13 +104,15 @@ def calibrate(
         effort = replace(effort, schedule=replace(effort.schedule, epochs=epochs, least_steps=0))
     with _open(model) as adapter, tempfile.TemporaryDirectory(prefix="tide-states-") as folder:
         made_for = fingerprint(model, tokenizer)
+        begin = Start(adapter, config, seed, start)
         settings = {"config": asdict(config), "seed": seed, "effort": asdict(effort), "model": asdict(made_for)}
+        settings |= {} if start is None else {"start": str(start)}
         work = Work(path, settings, resume)
         key = f"{made_for.weights or made_for.describe()}|{machine(adapter)}"
-        asked = f"{config.calibration_dataset}|{config.calibration_samples}|{config.exit_strategy}|{effort.answer}"
+        asked = f"{config.calibration_dataset}|{config.calibration_samples}|{begin.strategy}|{effort.answer}"
         clock = Clock(config.calibration_minutes, f"{key}|{asked}") if effort.is_timed else None
         budget = Budget(adapter.device, Path(folder))
-        file = _Job(adapter, tokenizer, made_for, config, effort, seed, work, budget, key, clock, epochs).run()
+        file = _Job(adapter, tokenizer, made_for, config, effort, seed, work, budget, key, clock, epochs, begin).run()
         file.save(path, _fits_8_bits(file) if compress is None else compress)
         work.finish()
     return file
@@ -137,18 +145,20 @@ class _Job:
     key: str  # of timings
     clock: Clock | None
     epochs: float | None  # asked for
+    start: Start
 
     def run(self) -> RouterFile:
-        texts = self._texts()
-        strategy, layers = self.config.exit_strategy, self.adapter.num_layers
-        depths = memory_depths(layers, MEMORIES) if strategy == "memory" else [layers]
+        texts, depths = self._texts(), self.start.remembered()
         self.split = Split(
             collect(self.adapter, [t for t in texts if not t.is_held_out], depths, self.budget, "states to learn from"),
             collect(self.adapter, _some([t for t in texts if t.is_held_out]), depths, self.budget, "states to measure on"),
         )
         self.costs = measure_costs(self.adapter, self.key)
-        self.vocabulary = draft_vocabulary(self.adapter, self.split.train)
-        exits, candidates, tried = self._try_all(strategy)
+        self.tokens = ranked(self.adapter, self.split.train)
+        held = self.start.file if self.start.has_own_vocabulary else None
+        self.trained_on = training_vocabulary(self.adapter, self.tokens) if held is None else _on(held.vocabulary, self.adapter)
+        self.choice: Choice | None = None
+        exits, candidates, tried = self._try_all()
         placed = place(candidates, tried, self.costs)
         return self._file(exits, placed, len(texts))
 
@@ -175,24 +185,17 @@ class _Job:
         writing = writing_seconds(self.adapter.model, self.tokenizer, self.seed, self.effort.answer)
         return lambda count: writing(count) + count * collecting
 
-    def _depths(self) -> list[int]:
-        first = 0 if self.config.exit_strategy == "memory" else self.config.checkpoint_interval
-        layers, least = self.adapter.num_layers, self.config.min_layers or 0
-        found = [depth for depth in range(first, layers, self.config.checkpoint_interval) if depth >= least]
-        if not found:
-            raise ValueError(
-                f"no checkpoint is left: every {self.config.checkpoint_interval} layers from depth {max(first, least)} on, "
-                f"in a model of {layers} layers. Lower min_layers or checkpoint_interval."
-            )
-        return found
-
-    def _try_all(self, strategy: str) -> tuple[dict[int, Exit], dict[int, Candidate], list[Placed]]:
+    def _try_all(self) -> tuple[dict[int, Exit], dict[int, Candidate], list[Placed]]:
         exits: dict[int, Exit] = {}
         candidates: dict[int, Candidate] = {}
         tried: list[Placed] = []
-        for depth in self._depths():
-            with extended(self.adapter, self.split, input_depths(depth, self._sizes(depth).inputs), self.budget):
-                fitted = self._fit(strategy, depth, [*exits.values()])
+        for depth in self.start.depths():
+            with extended(self.adapter, self.split, self.start.inputs(depth), self.budget):
+                fitted = self._fit(depth, [*exits.values()])
+                if self.choice is None and not self.start.has_own_vocabulary:
+                    self.choice = self._choose(fitted.head, depth)
+                if fitted.agreement and self.vocabulary is not self.trained_on:
+                    fitted = fitted._replace(agreement=self._agreement(fitted.head, depth))
                 found = self._router(fitted, depth)
                 in_8_bits = self._agreement_in_8_bits(fitted, depth)
             figures = {
@@ -201,41 +204,51 @@ class _Job:
                 "agreement_in_8_bits": [round(share, 4) for share in in_8_bits],
             }
             exits[depth] = Exit(fitted.head.to("cpu", torch.bfloat16), found.router, 1.0, figures)
-            candidates[depth] = Candidate(found.trace, self._head_seconds(strategy, exits, depth))
+            candidates[depth] = Candidate(found.trace, self._head_seconds(exits[depth], depth, self.vocabulary))
             tried.append(best_setting(candidates, (depth,), self.costs))
             logger.info("depth %d: agreement %s, %s", depth, figures["agreement_by_step"], tried[-1].row(self.costs))
-            if strategy == "memory" and not is_worth_going_deeper(tried):
+            if self.start.strategy == "memory" and self.start.file is None and not is_worth_going_deeper(tried):
                 break
         return exits, candidates, tried
 
-    def _sizes(self, depth: int) -> HeadSizes:
-        text_config = self.adapter.model.config.get_text_config(decoder=True)
-        return head_sizes(self.config.exit_strategy, text_config, self.adapter.hidden_dim, depth)
-
-    def _fit(self, strategy: str, depth: int, before: list[Exit]) -> Fitted:
-        """Train a head. A memory head starts from the one at the previous depth, with more inputs."""
-        head = fresh_head(strategy, self._sizes(depth), self.seed)
-        if before and isinstance(head, MemoryHead) and isinstance(before[-1].head, MemoryHead):
-            head.begin_as(before[-1].head)
+    def _fit(self, depth: int, before: list[Exit]) -> Fitted:
+        """Train a head, or go on with one."""
+        strategy, head = self.start.strategy, self.start.head(depth, before, self.trained_on)
         if strategy == "identity":
             return Fitted(head.eval(), [])
         kept = self.work.head(depth, head)
         if kept is not None:
             return Fitted(kept.head.to(self.adapter.device), kept.agreement)
-        size = self.adapter.vocab_size if self.vocabulary is None else len(self.vocabulary)
-        schedule = self.effort.schedule.fitted_to(self.adapter.hidden_dim, size, self.adapter.device)
-        if strategy == "lens":
-            schedule = replace(schedule, epochs=LENS_EPOCHS * schedule.epochs)
-        where = Exits(depth, self.vocabulary)
+        where, schedule = Exits(depth, self.trained_on), self._schedule()
+        begun = None
+        if self.start.file is None:
+            measure(self.adapter, head, self.split.train, depth)
+        else:
+            held = head.to(self.adapter.device)
+            begun = Fitted(
+                copy.deepcopy(held).eval(), agreement(self.adapter, held, self.split.valid, where, schedule.draft_steps)
+            )
         if self.clock is not None and self.epochs is None:
             most = max(schedule.least_steps, MOST_EPOCHS * self.split.train.batch_count(schedule.batch_tokens))
             steps = self.clock.steps(depth, lambda: step_seconds(self.adapter, head, self.split, where, schedule), most)
             schedule = replace(schedule, steps=steps)
         fitted = fit_head(self.adapter, head, self.split, where, schedule, self.seed, f"{strategy} head at depth {depth}")
+        if begun is not None:
+            fitted = _better(begun, fitted, depth)
         for tensor in (*fitted.head.parameters(), *fitted.head.buffers()):
             tensor.data = tensor.data.bfloat16().float()  # rounded as it will be stored
         self.work.keep_head(depth, fitted)
         return fitted
+
+    def _schedule(self) -> Schedule:
+        """Return the training schedule for this model and machine."""
+        size = self.adapter.vocab_size if self.trained_on is None else len(self.trained_on)
+        schedule = self.effort.schedule.fitted_to(self.adapter.hidden_dim, size, self.adapter.device)
+        if self.start.strategy == "lens":
+            schedule = replace(schedule, epochs=LENS_EPOCHS * schedule.epochs)
+        if self.start.file is not None:
+            schedule = replace(schedule, learning_rate=GENTLY * schedule.learning_rate)
+        return schedule if self.start.guesses_states else replace(schedule, state_weight=0.0)
 
     def _agreement_in_8_bits(self, fitted: Fitted, depth: int) -> list[float]:
         """Return the agreement of a head as it is read from a compressed file."""
@@ -244,6 +257,9 @@ class _Job:
         head = copy.deepcopy(fitted.head)
         restored = storage.restore(storage.compress({name: own.cpu() for name, own in head.state_dict().items()}))
         head.load_state_dict(restored)
+        return self._agreement(head, depth)
+
+    def _agreement(self, head: nn.Module, depth: int) -> list[float]:
         steps = self.effort.schedule.draft_steps
         return agreement(self.adapter, head, self.split.valid, Exits(depth, self.vocabulary), steps)
 
@@ -252,13 +268,32 @@ class _Job:
         head = fitted.head.to(self.adapter.device)
         return fit_router(self.adapter, head, self.split, where, self.config, steps, self.seed, f"router at depth {depth}")
 
-    def _head_seconds(self, strategy: str, exits: dict[int, Exit], depth: int) -> float:
-        file = RouterFile(strategy, {depth: exits[depth]}, (depth,), 1, self.vocabulary)
-        policy = CalibratedPolicy(file, self.adapter)
-        vocabulary = "all" if self.vocabulary is None else len(self.vocabulary)
-        seconds = measure_head(self.adapter, policy, depth, f"{self.key}|{strategy}|{depth}|{vocabulary}")
-        exits[depth].head.to("cpu", torch.bfloat16)
-        exits[depth].router.to("cpu")
+    @property
+    def vocabulary(self) -> torch.Tensor | None:
+        """The draft vocabulary; None: all tokens."""
+        if self.start.has_own_vocabulary:
+            return self.trained_on
+        assert self.choice is not None, "it is chosen with the first head"
+        return self.choice.vocabulary
+
+    def _choose(self, head: nn.Module, depth: int) -> Choice:
+        """Choose the draft vocabulary with the first head."""
+        timed = Exit(copy.deepcopy(head), fresh_router(self.adapter, self.config, self.seed), 1.0)
+        found = choose_vocabulary(
+            *(self.adapter, head, depth, self.effort.schedule.draft_steps, self.split.valid, self.tokens, self.costs),
+            lambda vocabulary: self._head_seconds(timed, depth, vocabulary),
+        )
+        logger.info("draft vocabulary: %s", found.words)
+        return found
+
+    def _head_seconds(self, exit_: Exit, depth: int, vocabulary: torch.Tensor | None) -> float:
+        """Time an exit with a vocabulary; it is left on the CPU."""
+        strategy = self.start.strategy
+        policy = CalibratedPolicy(RouterFile(strategy, {depth: exit_}, (depth,), 1, vocabulary), self.adapter)
+        size = "all" if vocabulary is None else len(vocabulary)
+        seconds = measure_head(self.adapter, policy, depth, f"{self.key}|{strategy}|{depth}|{size}")
+        exit_.head.to("cpu", torch.bfloat16)
+        exit_.router.to("cpu")
         return seconds
 
     def _file(self, exits: dict[int, Exit], placed: list[Placed], texts: int) -> RouterFile:
@@ -273,6 +308,7 @@ class _Job:
             "source": self.config.calibration_dataset,
             "positions": {"trained": self.split.train.tokens, "held_out": self.split.valid.tokens},
             "seed": self.seed,
+            **({} if self.start.file is None else {"start": str(self.start.source)}),
             "schedule": asdict(self.effort.schedule),
             "machine": machine(self.adapter),
             "torch": torch.__version__,
@@ -283,8 +319,11 @@ class _Job:
             "expected_speedup": round(speedup, 3),
             "milliseconds": _milliseconds(self.costs),
         }
+        if self.choice is not None:
+            figures["draft_vocabulary"] = self.choice.words
+            figures["draft_vocabularies"] = [one.row() for one in self.choice.measured]
         return RouterFile(
-            strategy=self.config.exit_strategy,
+            strategy=self.start.strategy,
             exits={depth: exits[depth] for depth in best.checkpoints},
             checkpoints=best.checkpoints,
             max_pending=best.max_pending,
@@ -305,6 +344,18 @@ def _fits_8_bits(file: RouterFile) -> bool:
     ]
     steps = max((len(own.figures["agreement_by_step"]) for own in file.exits.values()), default=0)
     return bool(lost) and max(lost) <= COST_OF_8_BITS * steps
+
+
+def _better(begun: Fitted, fitted: Fitted, depth: int) -> Fitted:
+    """Return what agrees more often: a head as it was, or as it was trained on."""
+    steps = " ".join(f"{before:.3f} → {after:.3f}" for before, after in zip(begun.agreement, fitted.agreement, strict=True))
+    is_better = sum(fitted.agreement) > sum(begun.agreement)
+    logger.info("depth %d: trained on, agreement %s%s", depth, steps, "" if is_better else ": kept as it was")
+    return fitted if is_better else begun
+
+
+def _on(vocabulary: torch.Tensor | None, adapter: ModelAdapter) -> torch.Tensor | None:
+    return None if vocabulary is None else vocabulary.to(adapter.device)
 
 
 def _some(texts: list[Text]) -> list[Text]:

@@ -3,7 +3,7 @@
     loss = Σ over draft steps s of 0.8^s · ( KL(full ‖ exit) + ½ · |normed guess − normed deep state| )
 
 Heads are trained on all tokens of a text, and compared, on held-out prompts, on the tokens that the model wrote. The
-model's final norm and LM head are run through the adapter and never changed.
+model's final norm and LM head are run through the adapter and never changed; nor is the LM head of an EAGLE-3 head.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tqdm import tqdm
 
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration.collect import Collection, Shard
-from TIDE.routing.heads import HeadSizes, Jitter, MemoryHead, build_head, input_depths, memory_depths, normed
+from TIDE.routing.eagle3.head import EagleHead
+from TIDE.routing.heads import HeadSizes, Jitter, RememberingHead, build_head, normed
 
 STEP_DECAY = 0.8
-STATE_WEIGHT = 0.5
 MEASURED = 20000  # states from which centre and spread of a head are measured
 
 
@@ -42,6 +42,7 @@ class Schedule:
     learning_rate: float = 3e-3
     weight_decay: float = 0.05
     jitter: float = 0.2  # noise on the inputs of a memory head
+    state_weight: float = 0.5  # of the loss of states; 0 where a head's guesses are no states of the model
     draft_steps: int = 3
     checks: int = 5  # evaluations on the held-out prompts
     patience: int = 2  # evaluations without progress before training ends
@@ -85,10 +86,9 @@ class Fitted(NamedTuple):
 def fit_head(
     adapter: ModelAdapter, head: nn.Module, split: Split, exits: Exits, schedule: Schedule, seed: int, title: str
 ) -> Fitted:
-    """Train a head for an exit; return the weights with the best agreement on held-out prompts."""
+    """Train a head for an exit, measured or trained before; return the weights with the best agreement on held-out prompts."""
     device = adapter.device
-    head = head.to(device, torch.float32).train()
-    _measure(adapter, head, split.train, exits.depth)
+    head = _trainable(head.to(device, torch.float32))
     dice = Dice(torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed))
     by_epochs = max(schedule.least_steps, round(schedule.epochs * split.train.batch_count(schedule.batch_tokens)))
     steps = max(schedule.checks, by_epochs if schedule.steps is None else schedule.steps)
@@ -120,7 +120,7 @@ def fit_head(
 def step_seconds(adapter: ModelAdapter, head: nn.Module, split: Split, exits: Exits, schedule: Schedule) -> float:
     """Return the seconds of a training step, from a few on a copy of the head."""
     device = adapter.device
-    head = copy.deepcopy(head).to(device, torch.float32).train()
+    head = _trainable(copy.deepcopy(head).to(device, torch.float32))
     dice = Dice(torch.Generator().manual_seed(0), torch.Generator(device).manual_seed(0))
     batches = list(itertools.islice(_forever(split.train, schedule, dice.host), 4))
     with frozen(adapter.model):
@@ -144,6 +144,19 @@ def fresh_head(strategy: str, sizes: HeadSizes, seed: int) -> nn.Module:
         return build_head(strategy, sizes)
 
 
+def measure(adapter: ModelAdapter, head: nn.Module, data: Collection, depth: int) -> None:
+    """Prepare a fresh head for the states it will see."""
+    if not isinstance(head, RememberingHead):
+        return
+    seen = head.seen(depth, adapter.num_layers)
+    found: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for shard in data.shards[:: max(1, len(data.shards) // 4)]:
+        places = shard.learned.nonzero()[:: max(1, int(shard.learned.sum()) * 4 // MEASURED)].unbind(1)
+        for own, depths in zip(found, seen, strict=True):
+            own.append(torch.cat([shard.states(one)[places].cpu() for one in depths], -1))
+    head.measure(*map(torch.cat, found))
+
+
 def guesses(
     adapter: ModelAdapter,
     head: nn.Module,
@@ -156,11 +169,21 @@ def guesses(
     """Return (n, T, hidden) guesses of the head for rows of a shard, by draft step."""
     device = adapter.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-        if not isinstance(head, MemoryHead):
+        if not isinstance(head, RememberingHead):
             return [head(shard.states(depth)[rows])]
-        shallow = [shard.states(d)[rows] for d in input_depths(depth, head.sizes.inputs)]
-        deep = [shard.states(d)[rows] for d in memory_depths(adapter.num_layers, head.sizes.memories)]
-        return head.unroll(torch.cat(shallow, -1), torch.cat(deep, -1), steps, jitter)
+        seen = head.seen(depth, adapter.num_layers)
+        shallow, deep = (torch.cat([shard.states(one)[rows] for one in depths], -1) for depths in seen)
+        return head.unroll(shallow, deep, steps, jitter)
+
+
+def exit_logits(
+    adapter: ModelAdapter, head: nn.Module, guess: torch.Tensor, vocabulary: torch.Tensor | None, with_grad: bool = False
+) -> torch.Tensor:
+    """Map (n, hidden) guesses to (n, vocabulary) logits, by the head's own norm and LM head or those of the model."""
+    if not isinstance(head, EagleHead):
+        return adapter.head(guess.to(adapter.model.dtype), vocabulary, with_grad=with_grad)
+    with torch.autocast(guess.device.type, dtype=torch.bfloat16, enabled=guess.is_cuda):
+        return head.logits(guess)
 
 
 def agreement(adapter: ModelAdapter, head: nn.Module, data: Collection, exits: Exits, steps: int) -> list[float]:
@@ -175,7 +198,7 @@ def agreed(adapter: ModelAdapter, head: nn.Module, data: Collection, exits: Exit
     for shard, rows in data.in_order():
         asked = shard.asked[rows]
         guessed = guesses(adapter, head, shard, rows, exits.depth, steps)
-        tokens = torch.stack([best_tokens(adapter, guess[asked], exits.vocabulary) for guess in guessed])
+        tokens = torch.stack([_tokens(adapter, head, guess[asked], exits.vocabulary) for guess in guessed])
         found.append((tokens == shard.best[rows][asked]).cpu())
     return torch.cat(found, 1)
 
@@ -186,6 +209,14 @@ def best_tokens(
     """Map (n, hidden) guesses to (n,) most likely tokens."""
     parts = guess.to(adapter.model.dtype).split(at_once)
     best = torch.cat([adapter.head(part, vocabulary).argmax(-1) for part in parts])
+    return best if vocabulary is None else vocabulary[best]
+
+
+def _tokens(adapter: ModelAdapter, head: nn.Module, guess: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
+    """Map (n, hidden) guesses of a head to (n,) most likely tokens."""
+    if not isinstance(head, EagleHead):
+        return best_tokens(adapter, guess, vocabulary)
+    best = torch.cat([exit_logits(adapter, head, part, vocabulary).argmax(-1) for part in guess.split(2048)])
     return best if vocabulary is None else vocabulary[best]
 
 
@@ -208,14 +239,18 @@ def _backward(
     jitter = Jitter(schedule.jitter, dice.device) if schedule.jitter else None
     guessed = guesses(adapter, head, shard, rows, exits.depth, schedule.draft_steps, jitter)
     found = [guess.flatten(0, 1)[chosen] for guess in guessed]
-    pulls = []
+    pulls, last = [], [head.gain] if isinstance(head, EagleHead) else []  # what stands between a guess and its logits
     for step, guess in enumerate(found):
         leaf = guess.detach().requires_grad_()
-        logits = adapter.head(leaf.to(adapter.model.dtype), exits.vocabulary, with_grad=True)
-        towards = logits.detach().softmax(-1).sub_(full)
-        (by_logits,) = torch.autograd.grad(logits, leaf, towards)
-        (by_state,) = torch.autograd.grad(F.smooth_l1_loss(normed(leaf), target), leaf)
-        pulls.append(STEP_DECAY**step * (by_logits / len(deep) + STATE_WEIGHT * by_state))
+        logits = exit_logits(adapter, head, leaf, exits.vocabulary, with_grad=True)
+        towards = logits.detach().softmax(-1).sub_(full).mul_(STEP_DECAY**step / len(deep))
+        pull, *others = torch.autograd.grad(logits, [leaf, *last], towards)
+        for parameter, by_logits in zip(last, others, strict=True):
+            parameter.grad = by_logits if parameter.grad is None else parameter.grad + by_logits
+        if schedule.state_weight:
+            (by_state,) = torch.autograd.grad(F.smooth_l1_loss(normed(leaf), target), leaf)
+            pull = pull + schedule.state_weight * STEP_DECAY**step * by_state
+        pulls.append(pull)
     torch.autograd.backward(found, pulls)
 
 
@@ -225,15 +260,12 @@ def _some(usable: torch.Tensor, count: int, generator: torch.Generator) -> torch
     return order.flatten().argsort(stable=True)[:count]
 
 
-def _measure(adapter: ModelAdapter, head: nn.Module, data: Collection, depth: int) -> None:
-    if not isinstance(head, MemoryHead):
-        return
-    shallow, deep = [], []
-    for shard in data.shards[:: max(1, len(data.shards) // 4)]:
-        places = shard.learned.nonzero()[:: max(1, int(shard.learned.sum()) * 4 // MEASURED)].unbind(1)
-        shallow.append(torch.cat([shard.states(d)[places] for d in input_depths(depth, head.sizes.inputs)], -1))
-        deep.append(shard.states(adapter.num_layers)[places])
-    head.measure(torch.cat(shallow), torch.cat(deep))
+def _trainable(head: nn.Module) -> nn.Module:
+    """Turn on the gradients of a head, but for an LM head of its own."""
+    head.train().requires_grad_(True)
+    if isinstance(head, EagleHead):
+        head.lm_head.requires_grad_(False)
+    return head
 
 
 def _forever(data: Collection, schedule: Schedule, generator: torch.Generator) -> Iterator[tuple[Shard, torch.Tensor]]:
@@ -243,8 +275,9 @@ def _forever(data: Collection, schedule: Schedule, generator: torch.Generator) -
 
 def _optimizers(head: nn.Module, schedule: Schedule, device: torch.device) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices on a GPU (it works in bf16, which many CPUs lack), and AdamW for the rest."""
-    matrices = [p for p in head.parameters() if p.ndim == 2]
-    rest = [p for p in head.parameters() if p.ndim != 2]
+    trained = [(name, p) for name, p in head.named_parameters() if p.requires_grad]
+    matrices = [p for name, p in trained if p.ndim == 2 and not name.endswith("gains")]
+    rest = [p for name, p in trained if p.ndim != 2 or name.endswith("gains")]
     rate, decay = schedule.learning_rate, schedule.weight_decay
     if device.type == "cuda":
         muon = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")

@@ -22,10 +22,10 @@ from tqdm import tqdm
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration.collect import Collection
 from TIDE.calibration.figures import auroc, router_figures, share
-from TIDE.calibration.fit import Exits, Split, guesses
+from TIDE.calibration.fit import Exits, Split, exit_logits, guesses
 from TIDE.calibration.labels import agrees, labels
 from TIDE.config import TIDEConfig
-from TIDE.routing.heads import MemoryHead
+from TIDE.routing.heads import RememberingHead
 from TIDE.routing.router import SIGNALS, Router
 
 EXAMPLES = 150_000
@@ -81,10 +81,8 @@ def fit_router(
         steps: draft steps to train on; heads without memory have one.
     """
     generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        router = Router(adapter.hidden_dim, config.router_bottleneck_dim, SIGNALS)
-    job = _Job(adapter, head, router.to(adapter.device), exits, config, steps if isinstance(head, MemoryHead) else 1)
+    router = fresh_router(adapter, config, seed)
+    job = _Job(adapter, head, router.to(adapter.device), exits, config, steps if isinstance(head, RememberingHead) else 1)
     _train(router, *_examples(job, split.train, generator), generator, title)
     router.eval().requires_grad_(False)
     raw, label, agreed, texts = _held_out(job, split.valid)
@@ -97,6 +95,13 @@ def fit_router(
     if not enough:
         figures["held_out"] = "too few"
     return FittedRouter(router.cpu(), figures, Trace(scores, agreed, texts))
+
+
+def fresh_router(adapter: ModelAdapter, config: TIDEConfig, seed: int) -> Router:
+    """Return an untrained router, the same for the same seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return Router(adapter.hidden_dim, config.router_bottleneck_dim, SIGNALS)
 
 
 def platt(raw: torch.Tensor, label: torch.Tensor) -> tuple[float, float]:
@@ -215,7 +220,7 @@ def _shown(job: _Job, guess: torch.Tensor, best: torch.Tensor) -> tuple[torch.Te
     at_once = max(1, LOGITS_AT_ONCE // size)
     features, agreed = [], []
     for part, full in zip(guess.to(job.adapter.model.dtype).split(at_once), best.split(at_once), strict=True):
-        logits = job.adapter.head(part, vocabulary)
+        logits = exit_logits(job.adapter, job.head, part, vocabulary)
         features.append(job.router.features(part, logits))
         agreed.append(agrees(logits, full, vocabulary))
     return torch.cat(features), torch.cat(agreed)

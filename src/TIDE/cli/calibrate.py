@@ -11,7 +11,7 @@ import typer
 
 from TIDE.cli.errors import checked
 from TIDE.cli.model import load, with_model
-from TIDE.cli.router import check_new_router
+from TIDE.cli.router import check_new_router, check_router, router_path
 from TIDE.cli.settings import with_settings
 from TIDE.config import TIDEConfig
 
@@ -36,6 +36,15 @@ def calibrate(
             "--output", "-o", metavar="FILE", callback=checked(check_new_router), help="Router file: .safetensors or .pt."
         ),
     ] = Path("router.safetensors"),
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="HEAD",
+            callback=checked(check_router),
+            help="Train on the heads of a router file, or an EAGLE-3 head (folder or hub id).",
+        ),
+    ] = None,
     epochs: Annotated[
         float | None, typer.Option(metavar="NUMBER", min=0.1, help="Passes over the texts in head training.")
     ] = None,
@@ -56,6 +65,7 @@ def calibrate(
       tide calibrate my-org/my-model -o my.safetensors
       tide calibrate my-org/my-model --quick --json
       tide calibrate default --dataset texts.jsonl --minutes 10 -o own.safetensors
+      tide calibrate my-org/my-model --from my-org/eagle3-head
     """
     logging.getLogger("TIDE").setLevel(logging.INFO)
 
@@ -71,6 +81,7 @@ def calibrate(
             resume=resume,
             compress=compress or None,
             epochs=epochs,
+            start=None if start is None else router_path(model, start),
         )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Nothing was written to {output}. Go on with --resume.") from None

@@ -44,9 +44,9 @@ class CalibratedPolicy(ExitPolicy):
         self.vocabulary = None if file.vocabulary is None else file.vocabulary.to(device)
         self.vocab_size = adapter.vocab_size
         self.watches = tuple(sorted({depth for own in map(self._watched, self.exits.items()) for depth in own}))
-        routers = {depth: at.router for depth, at in self.exits.items() if isinstance(at.router, Router) and at.router.signals}
+        routers = [(depth, own) for depth, at in self.exits.items() if (own := _on_model_logits(at)) is not None]
         takes_signals = device.type == "cpu" and len(routers) == len(self.exits)
-        self.routers = {depth: own.arrays() for depth, own in routers.items()} if takes_signals else {}
+        self.routers = {depth: own.arrays() for depth, own in routers} if takes_signals else {}
         head = adapter.head if head is None else head
         self.int8_head = self._int8_head(head)
         nothing = torch.zeros(1, adapter.hidden_dim, device=device, dtype=dtype)
@@ -82,6 +82,12 @@ class CalibratedPolicy(ExitPolicy):
 
     def score(self, candidates: Candidates) -> torch.Tensor:
         raise RuntimeError("a calibrated policy decides through what `start` returns.")
+
+
+def _on_model_logits(at: Exit) -> Router | None:
+    """Return the router of an exit if it takes signals of logits that the model's own LM head gives."""
+    router, has_own_logits = at.router, isinstance(at.head, EagleHead)
+    return router if isinstance(router, Router) and router.signals and not has_own_logits else None
 
 
 class _Request(ExitPolicy):

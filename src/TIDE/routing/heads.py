@@ -36,6 +36,12 @@ def normed(x: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x.float(), x.shape[-1:], eps=EPS)
 
 
+def spread(x: torch.Tensor) -> torch.Tensor:
+    """Return the spread of each coordinate of (n, …, width) states; small ones are given more: they are not scaled up to 1."""
+    square = x.var(0)
+    return (square + square.mean(-1, keepdim=True)).sqrt().clamp(min=1e-3)
+
+
 @dataclass(frozen=True)
 class HeadSizes:
     """The sizes of an exit head."""
@@ -118,6 +124,10 @@ class RememberingHead(nn.Module):
 
     def leave(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Run the rest of the block: (n, heads, q, d) attention results -> (n, q, hidden)."""
+        raise NotImplementedError
+
+    def measure(self, shallow: torch.Tensor, deep: torch.Tensor) -> None:
+        """Prepare an untrained head for (n, inputs * hidden) states of tokens and (n, memories * hidden) states to remember."""
         raise NotImplementedError
 
     def carry(self, guess: torch.Tensor) -> torch.Tensor:
@@ -223,12 +233,11 @@ class MemoryHead(RememberingHead):
 
     @torch.no_grad()
     def measure(self, shallow: torch.Tensor, deep: torch.Tensor) -> None:
-        """Set centre and spread of each coordinate from states; small ones are not scaled up to 1."""
-        for name, states in (("shallow", shallow), ("deep", deep)):
+        """Set centre and spread of each coordinate from states, of which the last are of full depth."""
+        for name, states in (("shallow", shallow), ("deep", deep[:, -self.sizes.hidden_dim :])):
             x = self._normed_parts(states)
             getattr(self, f"{name}_center").copy_(x.mean(0))
-            square = x.var(0)
-            getattr(self, f"{name}_spread").copy_((square + square.mean()).sqrt().clamp(min=1e-3))
+            getattr(self, f"{name}_spread").copy_(spread(x))
 
     def _projected(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         found = F.linear(self._gained(x, self.attention_gain), weight)

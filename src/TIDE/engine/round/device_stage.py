@@ -24,6 +24,7 @@ from TIDE.engine.round.round import Launched, run_passes, run_round
 from TIDE.engine.round.seats import Seats
 from TIDE.engine.row import Draft, RoundResult, Row
 from TIDE.engine.runners.device import DeviceRunner, device_errors
+from TIDE.engine.runners.graphs import Held
 from TIDE.engine.schedule.draft_length import lengths_on
 from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.kernels.result import ACCEPTED, DRAFTED, NOTHING_LEFT, SCORES, TOKENS
@@ -237,7 +238,8 @@ class DeviceStage:
 
     def _launch_round(self, drafts: int) -> bool:
         """Launch a round; return True if that was as fast as it will be from now on."""
-        key = (drafts, self._most, self.plan.exact, self.threshold, self.choice.features)
+        vocabulary = Held(None if self.drafter is None else self.drafter.vocabulary)
+        key = (drafts, self._most, self.plan.exact, self.threshold, self.choice.features, vocabulary)
         with device_errors():
             is_typical = self.drafter is None or self.drafter.prepare(drafts)
             if not self.choice.on_host:

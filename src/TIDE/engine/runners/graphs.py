@@ -18,6 +18,23 @@ import torch
 logger = logging.getLogger(__name__)
 
 
+class Held:
+    """A tensor that graphs read, as part of their key: it equals no other tensor, and stays where it is while they do.
+
+    Args:
+        tensor: None: there is none.
+    """
+
+    def __init__(self, tensor: torch.Tensor | None) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and self.tensor is other.tensor
+
+    def __hash__(self) -> int:
+        return hash(id(self.tensor))
+
+
 class Graphs:
     """Captured work, by what it does.
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from TIDE.routing.heads import HeadSizes, Jitter, RememberingHead, Seen
+from TIDE.routing.heads import HeadSizes, Jitter, RememberingHead, Seen, spread
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,14 @@ class EagleHead(RememberingHead):
 
     def seen(self, depth: int, num_layers: int) -> Seen:
         return Seen([depth], list(self.sizes.depths or default_depths(num_layers)))
+
+    @torch.no_grad()
+    def measure(self, shallow: torch.Tensor, deep: torch.Tensor) -> None:
+        """Set the gains of inputs so that they have a spread of at most 1."""
+        self.token_gain.copy_(1 / spread(F.rms_norm(shallow.float(), shallow.shape[-1:], eps=self.sizes.eps)))
+        if self.part_gains is not None:
+            parts = deep.float().unflatten(-1, self.part_gains.shape)
+            self.part_gains.copy_(1 / spread(F.rms_norm(parts, parts.shape[-1:], eps=self.sizes.eps)))
 
     def remember(self, deep: torch.Tensor) -> torch.Tensor:
         if self.part_gains is not None:

@@ -110,7 +110,7 @@ def _possible(readings: tuple[EagleSizes, ...], num_layers: int, name: str) -> l
 def _check_embedding(head: UntriedHead, adapter: ModelAdapter, ids: torch.Tensor, states: torch.Tensor, name: str) -> None:
     """Raise unless the head sees the tokens it was trained with: it norms their embeddings, so a factor does not matter."""
     embed = adapter.model.get_input_embeddings()
-    if not _are_alike(states, embed(ids)):
+    if not are_alike(states, embed(ids)):
         raise ValueError(
             f"{name} cannot be used with {type(adapter.model).__name__}: an EAGLE-3 head reads the embeddings of tokens, and "
             f"this model changes them before its first layer (by positions or a norm). {OTHER}"
@@ -119,11 +119,11 @@ def _check_embedding(head: UntriedHead, adapter: ModelAdapter, ids: torch.Tensor
         return
     own = head.embedding
     places = torch.linspace(0, min(len(own), adapter.vocab_size) - 1, 512).long()
-    if not _are_alike(own[places], embed(places.to(adapter.device)).cpu()):
+    if not are_alike(own[places], embed(places.to(adapter.device)).cpu()):
         raise ValueError(f"{name} has an embedding of its own, which is not that of this model. {OTHER}")
 
 
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors are equal up to a factor and rounding."""
     if one.shape != other.shape:
         return False

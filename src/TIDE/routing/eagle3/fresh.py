@@ -1,0 +1,92 @@
+"""An untrained EAGLE-3 head for a model, of version 3.1 (`fc_norm`, `norm_output`).
+
+Its block has the sizes of one of the model's layers, and it ends in the model's own last norm and LM head, which stays as it
+is in training: so its guesses are states of the model at full depth, up to their norm, and there is less to learn.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from TIDE.adapters.adapter import ModelAdapter, PassInputs
+from TIDE.adapters.layer_parts import norm_parts
+from TIDE.adapters.weights import is_stock
+from TIDE.kernels.layer import Norm
+from TIDE.routing.eagle3.head import EagleHead, EagleSizes, default_depths
+from TIDE.routing.eagle3.settle import are_alike
+from TIDE.routing.heads import MEMORIES, head_sizes, memory_depths
+
+USE = "Use exit_strategy='memory'"
+
+
+def fresh_depths(num_layers: int) -> tuple[int, ...]:
+    """Return the depths whose states a fresh head remembers: those of EAGLE-3, unless the model has too few layers."""
+    usual = default_depths(num_layers)
+    return usual if list(usual) == sorted(set(usual)) else tuple(sorted({*memory_depths(num_layers, MEMORIES)}))
+
+
+def fresh_eagle_head(adapter: ModelAdapter, vocabulary: torch.Tensor | None, seed: int) -> EagleHead:
+    """Return an untrained head, the same for the same seed, for a model that `check_model` lets pass.
+
+    Args:
+        vocabulary: sorted ids of the tokens it chooses from; None: all.
+    """
+    norm, rows = _last_norm(adapter), adapter.plain_head
+    assert norm is not None and rows is not None
+    rows = rows if vocabulary is None else rows[vocabulary]
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        head = EagleHead(_sizes(adapter, len(rows), norm.eps))
+    with torch.no_grad():
+        head.lm_head.weight.copy_(rows)
+        head.gain.copy_(norm.weight + norm.offset)
+    return head
+
+
+def check_model(adapter: ModelAdapter) -> None:
+    """Raise if a model is none that EAGLE-3 heads are made for."""
+    why = _why_not_embedded(adapter)
+    if _last_norm(adapter) is None:
+        why = why or "its logits are not those of an RMS norm and a product"
+    if why is not None:
+        raise ValueError(f"no EAGLE-3 head can be trained for {type(adapter.model).__name__}: {why}. {USE}.")
+
+
+@torch.no_grad()
+def _why_not_embedded(adapter: ModelAdapter) -> str | None:
+    """Return why the states before the first layer are not the embeddings of tokens, up to a factor; None: they are."""
+    ids = torch.arange(3, 11, device=adapter.device)[None] % adapter.vocab_size
+    places = torch.arange(8, device=adapter.device)[None]
+    states = adapter.run(0, 0, PassInputs(ids, places, None, None)).states
+    if are_alike(states, adapter.model.get_input_embeddings()(ids)):
+        return None
+    return "it changes embeddings before its first layer (by positions or a norm)"
+
+
+def _last_norm(adapter: ModelAdapter) -> Norm | None:
+    """Return the norm before the LM head if it is an RMS norm."""
+    norm = getattr(adapter.model.get_decoder(), "norm", None)
+    if norm is None or not is_stock(norm) or adapter.plain_head is None:
+        return None
+    found = norm_parts(norm, adapter.plain_head)
+    return None if found.layer_norm else found
+
+
+def _sizes(adapter: ModelAdapter, tokens: int, eps: float) -> EagleSizes:
+    config = adapter.model.config.get_text_config(decoder=True)
+    block, depths = head_sizes("memory", config, adapter.hidden_dim), fresh_depths(adapter.num_layers)
+    return EagleSizes(
+        hidden_dim=block.hidden_dim,
+        inner_dim=block.inner_dim,
+        heads=block.heads,
+        kv_heads=block.kv_heads,
+        head_dim=block.head_dim,
+        rope_theta=block.rope_theta,
+        memories=len(depths),
+        vocabulary=tokens,
+        depths=depths,
+        eps=eps,
+        context=int(getattr(config, "max_position_embeddings", None) or EagleSizes.context),
+        fc_norm=True,
+        norm_output=True,
+    )
