@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -161,7 +160,7 @@ def test_graphs_of_one_draft_vocabulary_do_not_serve_another(ids, monkeypatch):
         DeviceRunner, "launch", lambda self, slots, key, work: keys.append(key) or launch(self, slots, key, work)
     )
     file = a_file(model, "memory", (0,), 0.0, torch.arange(0, 96, 3))
-    with an_engine(model, 0, then=2) as engine:
+    with in_rounds(model, 0, then=2) as engine:
         policies = [
             replace(file, vocabulary=own).policy(engine.adapter) for own in (file.vocabulary, torch.arange(0, 96, 2), None)
         ]
