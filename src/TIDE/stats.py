@@ -88,6 +88,7 @@ class ExitStats:
         remaining_tokens: tokens decided after all layers.
         layers_run: (layer, token) pairs computed in full.
         reused_tokens: tokens of prompts whose K/V were there already, from texts that begin alike.
+        settled_tokens: tokens of prompts that did not run all layers: see `TIDEConfig.prefill_exits`.
         drafted_by_step: step -> drafts made. Step 1 is the first exit of a row after a token that the full model decided or
             verified, step 2 the exit after that, and so on.
         accepted_by_step: step -> drafts accepted; in mode "fast" all are.
@@ -104,6 +105,7 @@ class ExitStats:
     remaining_tokens: int = 0
     layers_run: int = 0
     reused_tokens: int = 0
+    settled_tokens: int = 0
     drafted_by_step: Counter[int] = field(default_factory=Counter)
     accepted_by_step: Counter[int] = field(default_factory=Counter)
     catch_ups: int = 0
@@ -180,6 +182,8 @@ class ExitStats:
             lines.append(f"  Mean depth: {self.mean_depth:.1f} of {self.num_layers} layers")
         if self.reused_tokens:
             lines.append(f"  Prompt tokens found in the cache: {self.reused_tokens}")
+        if self.settled_tokens:
+            lines.append(f"  Prompt tokens settled before the last layer: {self.settled_tokens}")
         if self.drafted:
             steps = ", ".join(f"{share:.1%}" for share in self.acceptance_by_step.values())
             lines.append(f"  Drafted: {self.drafted}, accepted: {self.accepted} (by step: {steps})")
