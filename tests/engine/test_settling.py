@@ -10,7 +10,8 @@ import torch
 from decoding import decode
 from families import LAYERS, build
 from policies import Everyone
-from runners import on_references
+from router_files import a_file
+from runners import on_modules, on_references, why_on_the_host
 from TIDE import TIDE, TIDEConfig
 from TIDE.engine.runners.gathering import why_no_gathering, window_of
 from TIDE.routing.policy import ExitPolicy
@@ -229,3 +230,60 @@ def test_prompts_longer_than_a_window_run_all_layers_and_say_so(ids, caplog):
         assert torch.equal(engine.generate(ids, **OPTIONS), expected)
         assert engine.last_stats.settled_tokens == 0
     assert f"see {window} tokens" in caplog.text
+
+
+# ---- whole rounds, with references in place of kernels -----------------------------------------------------------------------
+
+
+def opened(model, policy, **settings):
+    """An engine that has had its first request, so that what follows runs in whole rounds."""
+    engine = on_references(TIDE(model, policy, TIDEConfig(mode="fast", prefill_exits=True, **settings)))
+    engine.generate(torch.full((1, 3), 7), **OPTIONS)
+    return engine
+
+
+@pytest.mark.parametrize("strategy", [None, "identity", "memory"])
+def test_whole_rounds_settle_as_the_host_does(strategy):
+    model = build("llama", max_position_embeddings=1024)
+    ids = torch.randint(3, 128, (2, 150), generator=torch.Generator().manual_seed(2))
+    with TIDE(model) as engine:
+        checkpoint = {None: (), "identity": (3,), "memory": (1,)}[strategy]
+        policy = Settles(odd) if strategy is None else a_file(model, strategy, checkpoint, 0.0).policy(engine.adapter)
+    policy.settling = Forced(odd)
+    with TIDE(model, policy, FAST) as engine:
+        expected = engine.generate(ids, **OPTIONS)
+        on_host = engine.last_stats
+    engine = opened(model, policy)
+    assert why_on_the_host(engine, ids, **OPTIONS) is None
+    assert torch.equal(engine.generate(ids, **OPTIONS), expected)
+    stats = engine.last_stats
+    assert stats.settled_tokens == on_host.settled_tokens == 2 * 74
+    engine.close()
+
+
+def test_blocks_with_settled_tokens_are_never_shared():
+    model = build("llama", max_position_embeddings=1024)
+    ids = torch.randint(3, 128, (1, 200), generator=torch.Generator().manual_seed(2))
+    engine = opened(model, Settles(odd))
+    for _ in range(2):
+        engine.generate(ids, **OPTIONS)
+        assert engine.last_stats.reused_tokens == 0
+        assert engine.runner.store(None).prefixes.idle == 0
+    with engine.using(TIDEConfig(mode="fast")):  # others find nothing either, and what they leave is not found
+        for found in (0, 192):
+            engine.generate(ids, **OPTIONS)
+            assert engine.last_stats.reused_tokens == found
+    engine.generate(ids, **OPTIONS)
+    assert engine.last_stats.reused_tokens == 0
+    assert engine.last_stats.settled_tokens == 99
+    engine.close()
+
+
+def test_modules_on_a_static_cache_leave_it_to_the_host(ids):
+    model = build("gpt2")
+    engine = on_modules(TIDE(model, Settles(odd), FAST))
+    engine.generate(ids, **OPTIONS)
+    assert "exits in the prompt gather tokens" in why_on_the_host(engine, ids, **OPTIONS)
+    engine.generate(ids, **OPTIONS)
+    assert engine.last_stats.settled_tokens == 5
+    engine.close()

@@ -184,6 +184,7 @@ class ModelAdapter:
         keep: torch.Tensor | None = None,
         kv_of: Callable[[int], torch.Tensor] | None = None,
         taps: tuple[int, ...] = (),
+        with_grad: bool = False,
     ) -> PassOutputs:
         """Run tokens through the layers [start, stop).
 
@@ -194,11 +195,12 @@ class ModelAdapter:
             kv_of: store K/V in each layer of the span and nothing else, computed from the (n, q, hidden) states that this
                 returns for the layer.
             taps: depths in [start, stop) whose states are returned too.
+            with_grad: let gradients flow, from `hidden` and what the cache returns.
         """
         assert 0 <= start <= stop <= self.num_layers, (start, stop)
         assert hidden is not None or start == 0, "states are needed to start above the embedding"
         from_ids = inputs.embeds is None
-        task = _Task(start, stop, hidden, keep, kv_of, inputs.cache, taps)
+        task = _Task(start, stop, hidden, keep, kv_of, inputs.cache, taps, with_grad=with_grad)
         given: dict[str, Any] = dict(
             attention_mask=inputs.mask, past_key_values=inputs.cache, use_cache=inputs.cache is not None
         )

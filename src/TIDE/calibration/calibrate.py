@@ -1,6 +1,7 @@
 """Calibration: one call trains exits for a frozen model.
 
     texts → states → draft vocabulary → for each candidate checkpoint: head, router → placement → router file
+                   → exits in the prompt, if asked for                                          ↗
 
 A clock decides how many texts there are and how long heads are trained, so that all of it takes the minutes it was given.
 
@@ -29,6 +30,7 @@ from TIDE.calibration.clock import MOST, MOST_EPOCHS, Clock, room
 from TIDE.calibration.collect import Budget, collect, collecting_seconds, extended
 from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, agreement, fit_head, fresh_head, step_seconds
 from TIDE.calibration.fit_router import FittedRouter, fit_router
+from TIDE.calibration.fit_settling import fit_settling
 from TIDE.calibration.placement import Candidate, Placed, best_setting, is_worth_going_deeper, place
 from TIDE.calibration.self_texts import ANSWER, TYPICAL, writing_seconds
 from TIDE.calibration.text import Text
@@ -148,9 +150,14 @@ class _Job:
         )
         self.costs = measure_costs(self.adapter, self.key)
         self.vocabulary = draft_vocabulary(self.adapter, self.split.train)
+        settling = None
+        if self.config.prefill_exits:
+            settling = fit_settling(self.adapter, self.split, self.config.router_bottleneck_dim, self.seed)
         exits, candidates, tried = self._try_all(strategy)
         placed = place(candidates, tried, self.costs)
-        return self._file(exits, placed, len(texts))
+        file = self._file(exits, placed, len(texts))
+        file.settling = settling
+        return file
 
     def _texts(self) -> list[Text]:
         texts = self.work.texts()

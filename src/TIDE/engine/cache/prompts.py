@@ -66,6 +66,14 @@ class Prompts:
         self.slots.tables[: len(blocks), :width].copy_(table, non_blocking=True)
 
 
+def gathered(tokens: Tokens, numbers: list[int]) -> tuple[torch.Tensor, Tokens]:
+    """Return some tokens of a pass that is not captured, and their numbers on the device."""
+    at = torch.tensor(numbers, dtype=torch.long).to(tokens.ids.device, non_blocking=True)
+    ids, rows, positions, places, after = (own[at] for own in tokens[:5])
+    groups = _grouped(rows.tolist(), MANY if len(numbers) > CAPTURED else FEW)
+    return at, Tokens(ids, rows, positions, places, after, groups.to(at.device, non_blocking=True))
+
+
 def _grouped(rows: list[int], together: int) -> torch.Tensor:
     """Return the numbers of tokens of one row that follow each other, so many at most in a group; -1: none."""
     groups: list[list[int]] = []

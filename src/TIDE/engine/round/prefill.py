@@ -60,6 +60,7 @@ class Prefill:
         self.slots = prompts.slots
         self.depth = depth
         self.drafter = None if drafter is None else drafter.on(prompts.slots)
+        self.parts: list[tuple[Entering, range]] = []  # the rows of the pass at hand, and which of their positions run
 
     def run(self, entering: Sequence[Entering], columns: int, others_wait: bool) -> bool:
         """Run one pass of what the first of these rows need; return True if that was as fast as it will be from now on.
@@ -68,20 +69,22 @@ class Prefill:
             columns: that no row has more of.
             others_wait: for their next round, so the pass is a short one.
         """
-        most, given, rows = PACE if others_wait else CHUNK, list[Given](), list[Entering]()
+        most, given = PACE if others_wait else CHUNK, list[Given]()
+        self.parts = []
         for own in entering[:ROWS]:
             if len(given) == most:
                 break
-            stop = min(own.target, own.done + most - len(given))
-            given += [own.token(len(rows), position, self.slots.store.size) for position in range(own.done, stop)]
-            own.row.stats.layers_run += (stop - own.done) * self.runner.num_layers
-            own.done = stop
-            rows.append(own)
-        return self._launch(self.prompts.write(given, [own.blocks for own in rows]), columns)
+            part = range(own.done, min(own.target, own.done + most - len(given)))
+            given += [own.token(len(self.parts), position, self.slots.store.size) for position in part]
+            own.row.stats.layers_run += len(part) * self.runner.num_layers
+            own.done = part.stop
+            self.parts.append((own, part))
+        return self._launch(self.prompts.write(given, [own.blocks for own, _ in self.parts]), columns)
 
     def run_nothing(self, count: int, columns: int) -> None:
         """Run a pass of so many tokens that are nobody's; it is captured then."""
         size = self.slots.store.size
+        self.parts = []
         self._launch(self.prompts.write([(0, 0, place % size, 0, 0) for place in range(count)], [[NOBODY]]), columns)
 
     def _launch(self, tokens: Tokens, columns: int) -> bool:

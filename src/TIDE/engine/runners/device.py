@@ -216,6 +216,17 @@ class DeviceRunner(Runner):
             most: no row has more tokens.
         """
 
+    def write_kv_on_slots(
+        self,
+        slots: Slots,
+        span: range,
+        states: torch.Tensor,
+        tokens: Tokens,
+        predict: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Write K/V of tokens into the layers of a span, which they do not run, made of what their states are predicted to be."""
+        raise NotImplementedError(f"{type(self).__name__} runs all tokens of a text")
+
     def embed_on_slots(self, slots: Slots, tokens: Tokens, out: torch.Tensor) -> None:
         """Write the states of tokens at depth 0."""
         table, rows = self.embedded(slots, tokens)

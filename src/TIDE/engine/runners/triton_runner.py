@@ -135,6 +135,21 @@ class TritonRunner(CompiledRunner, DeviceRunner):
             with self.device_guard():
                 self.propagate(layers, self._pass(kind, x, tokens, cache), [caches[place] for place in places])
 
+    def write_kv_on_slots(
+        self,
+        slots: Slots,
+        span: range,
+        states: torch.Tensor,
+        tokens: Tokens,
+        predict: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> None:
+        assert slots.angles is not None
+        store = slots.store
+        for index in span:
+            layer = self.layers[index]
+            own = slots.pass_of(predict(index, states).contiguous(), tokens, slots.angles[layer.rope])
+            self.propagate([layer], own, [(store.keys[index], store.values[index])])
+
     def _pass(self, kind: str, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache) -> Pass:
         (cos, sin), angles = self._angles(kind, tokens.positions())
         places = torch.tensor([rows_of(tokens), self._columns(tokens, cache), tokens.positions(), angles], dtype=torch.int32)
