@@ -49,8 +49,8 @@ class TIDEConfig:
         max_pending: largest number of consecutive exits before a token has to run all layers.
         max_exit_share: mode "fast": largest share, in [0, 1], of a row's new tokens that may exit, at every point of the text;
             a token beyond it runs all layers. 1.0: no limit.
-        prefill_exits: mode "fast": prompt tokens that have settled at a checkpoint stop there, and deeper layers get K/V made of
-            their predicted states; a router file has to hold what that takes (calibration: fit it). Such K/V are never shared.
+        prefill_exits: mode "fast": prompt tokens that have settled at a checkpoint stop there, and deeper layers get K/V made
+            of their predicted states. The router file has to hold what that takes; calibration with this setting fits it.
         cache_gib: GiB of K/V on a GPU, at most; rows that find no room wait, and the newest is put back and computed again
             when the others need it. None: what is free of the GPU's memory, less a tenth of it.
     """
@@ -106,8 +106,8 @@ class TIDEConfig:
             )
         if self.mode == "exact" and self.prefill_exits:
             raise ValueError(
-                "prefill_exits=True gives prompt tokens predicted K/V, so it cannot go with mode='exact', whose text is the full "
-                "model's. Use prefill_exits=False, or mode='fast'."
+                "prefill_exits=True gives prompt tokens predicted K/V, so it cannot go with mode='exact', whose text is the "
+                "full model's. Use prefill_exits=False, or mode='fast'."
             )
 
     @property

@@ -10,9 +10,10 @@ import torch
 from decoding import decode
 from families import LAYERS, build
 from policies import Everyone
-from router_files import a_file
+from router_files import a_file, made
 from runners import on_modules, on_references, why_on_the_host
 from TIDE import TIDE, TIDEConfig
+from TIDE.engine.plan import settings
 from TIDE.engine.runners.gathering import why_no_gathering, window_of
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.settling import Settling
@@ -84,9 +85,7 @@ def by_hand(model, ids: torch.Tensor, policy: ExitPolicy) -> tuple[torch.Tensor,
         heads = (1, n, -1, own.head_dim)
         key, value = (p(layer.input_layernorm(states)).view(heads).transpose(1, 2) for p in (own.k_proj, own.v_proj))
         query = own.q_proj(layer.input_layernorm(x)).view(heads).transpose(1, 2)
-        half = own.head_dim // 2
-        turn = lambda y: y * cos[:, None] + torch.cat([-y[..., half:], y[..., :half]], -1) * sin[:, None]  # noqa: E731
-        key, query = turn(key), turn(query)
+        key, query = (y * cos[:, None] + halves_turned(y) * sin[:, None] for y in (key, query))
         found.append((key[0], value[0]))
         many = [y.repeat_interleave(query.shape[1] // y.shape[1], 1) for y in (key, value)]
         seen = torch.nn.functional.scaled_dot_product_attention(query, *many, is_causal=True, scale=own.scaling)
@@ -94,6 +93,11 @@ def by_hand(model, ids: torch.Tensor, policy: ExitPolicy) -> tuple[torch.Tensor,
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     x = torch.where(settled[None, :, None], settling.predict(len(model.model.layers), left), x)
     return model.lm_head(model.model.norm(x))[0], found
+
+
+def halves_turned(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
 
 
 class Count:
@@ -287,3 +291,55 @@ def test_modules_on_a_static_cache_leave_it_to_the_host(ids):
     engine.generate(ids, **OPTIONS)
     assert engine.last_stats.settled_tokens == 5
     engine.close()
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("policy", "found"), [(None, "no exits"), (Everyone(1), "exits without them")])
+def test_exits_without_maps_say_what_to_do(llama, policy, found):
+    with pytest.raises(
+        ValueError, match=rf"needs a router file with the maps.*found {found}.*tide calibrate MODEL --prefill-exits"
+    ):
+        TIDE(llama, policy, FAST)
+    with TIDE(llama) as engine:  # the model is as it was
+        engine.generate(torch.full((1, 3), 7), **OPTIONS)
+
+
+def test_a_router_file_without_maps_says_what_to_do(llama, tmp_path):
+    made("identity", llama).save(tmp_path / "router.pt")
+    with pytest.raises(ValueError, match="found exits without them. Make one with TIDE.calibrate"):
+        TIDE(llama, tmp_path / "router.pt", FAST)
+
+
+def test_a_depth_that_the_model_does_not_have_is_named(llama):
+    with pytest.raises(ValueError, match="from 1 to 3 in a model of 4 layers, found 4"):
+        TIDE(llama, Settles(odd, depth=4), FAST)
+
+
+def test_without_a_mode_it_is_fast_and_says_so(llama, caplog):
+    with TIDE(llama, Settles(odd), TIDEConfig(prefill_exits=True)) as engine:
+        assert not engine.plan.exact
+    assert "prefill_exits=True goes with mode 'fast' only" in caplog.text
+
+
+def test_a_certificate_does_not_hold_with_exits_in_the_prompt(llama):
+    policy = Settles(odd, 1)
+    with TIDE(llama, policy, FAST) as engine:
+        with_them = settings(engine.config, policy, engine.adapter)
+        without = settings(TIDEConfig(mode="fast"), policy, engine.adapter)
+    assert without.differences(with_them) == ["prefill_exits True instead of False"]
+
+
+def test_a_conversation_does_not_take_settled_kv_over(llama):
+    policy = Settles(odd)
+    ids = torch.randint(3, 128, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    with TIDE(llama, policy, FAST) as engine:
+        first = engine._decoding(engine._prepare(ids, None, dict(OPTIONS)), 0.0)
+        first.finish()
+        longer = torch.tensor([first.rows[0].tokens])
+        second = engine._decoding(engine._prepare(longer, None, dict(OPTIONS)), 0.0)
+        second.reuse_prefix(first)
+        second.finish()
+        assert second.rows[0].tokens == engine.generate(longer, **OPTIONS)[0].tolist()
+        assert second.rows[0].stats.settled_tokens == (longer.shape[1] - 1) // 2

@@ -153,6 +153,7 @@ class _Job:
         settling = None
         if self.config.prefill_exits:
             settling = fit_settling(self.adapter, self.split, self.config.router_bottleneck_dim, self.seed)
+            settling = settling.to(torch.device("cpu"), torch.bfloat16)
         exits, candidates, tried = self._try_all(strategy)
         placed = place(candidates, tried, self.costs)
         file = self._file(exits, placed, len(texts))

@@ -58,8 +58,8 @@ def fit_settling(adapter: ModelAdapter, split: Split, bottleneck: int, seed: int
     best = max(found, key=lambda own: own.figures["share"] * (adapter.num_layers - own.depth))
     if best.threshold is None:
         logger.warning(
-            "exits in the prompt raise the perplexity of what follows by more than %g %% at every score tried, so no token will "
-            "settle. Leave prefill_exits out.",
+            "exits in the prompt raise the perplexity of what follows by more than %g %% at every score tried, so no token "
+            "will settle. Leave prefill_exits out.",
             100 * MOST_RISE,
         )
     return best
@@ -72,8 +72,12 @@ def fit_at(adapter: ModelAdapter, split: Split, depth: int, bottleneck: int, see
             "exits in the prompt are fitted for models whose layers all have K/V of their own; this one has layers that share "
             "them or keep a running state. Calibrate without prefill_exits."
         )
-    maps, unexplained = fit_maps(adapter, split.train, depth)
-    fitted = FittedSettling(depth, Router(adapter.hidden_dim, bottleneck, SIGNALS), maps).to(adapter.device, adapter.model.dtype)
+    found, unexplained = fit_maps(adapter, split.train, depth)
+    maps = {deeper: own.to(torch.bfloat16) for deeper, own in found.items()}  # rounded as they will be stored
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        router = Router(adapter.hidden_dim, bottleneck, SIGNALS)
+    fitted = FittedSettling(depth, router, maps).to(adapter.device, adapter.model.dtype)
     states, effects = _effects(adapter, split.train, fitted.predict, depth, EFFECT_TEXTS, seed)
     harmless = is_harmless(effects)
     generator = torch.Generator().manual_seed(seed)
@@ -116,9 +120,7 @@ def is_harmless(effects: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def measured(
-    adapter: ModelAdapter, data: Collection, fitted: FittedSettling, shares: Sequence[float] = SHARES
-) -> list[Point]:
+def measured(adapter: ModelAdapter, data: Collection, fitted: FittedSettling, shares: Sequence[float] = SHARES) -> list[Point]:
     """Return what settling above a score costs, by maps and by plain propagation, for scores that let these shares settle."""
     texts = list(batches(adapter, data, fitted.depth, CURVE_TEXTS))
     scores = [_scores(fitted, own) for own in texts]

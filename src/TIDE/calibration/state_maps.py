@@ -46,7 +46,8 @@ class Moments:
         self.xx += (weight * x).T @ x
         for depth, own in deeper.items():
             y = own.double() - x
-            for table, sums in ((self.y, (weight * y).sum(0)), (self.xy, (weight * x).T @ y), (self.yy, (weight * y * y).sum())):
+            weighed = weight * y
+            for table, sums in ((self.y, weighed.sum(0)), (self.xy, x.T @ weighed), (self.yy, (weighed * y).sum())):
                 table[depth] = table[depth] + sums if depth in table else sums
 
     def fit(self, depth: int, rank: int = RANK) -> tuple[StateMap, float]:

@@ -120,7 +120,7 @@ def _settles_at(policy: ExitPolicy | None, adapter: ModelAdapter) -> int:
         )
     if not 0 < settling.depth < adapter.num_layers:
         raise ValueError(
-            f"tokens of prompts settle at a depth from 1 to {adapter.num_layers - 1} in a model of {adapter.num_layers} layers, "
+            f"prompts settle at a depth from 1 to {adapter.num_layers - 1} in a model of {adapter.num_layers} layers, "
             f"found {settling.depth}. Use the router file of this model."
         )
     if reason := why_no_gathering(adapter):

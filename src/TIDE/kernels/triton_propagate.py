@@ -101,7 +101,7 @@ def _propagate(
 
 
 def propagate(layers: list[Layer], tokens: Pass, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """One launch for layers that are alike; for many tokens, with norms over all heads, or none before attention, one by one."""
+    """One launch for layers that are alike; one by one for many tokens, norms over all heads, or none before attention."""
     first, own, (keys, _) = layers[0], layers[0].attention, caches[0]
     is_odd = not len(first.attention_norm.weight) or len(own.k_norm.weight) > own.head_dim
     if is_odd or len(tokens.x) > MOST_TOKENS:  # weights are read once for every sixteen tokens

@@ -66,12 +66,16 @@ class Prompts:
         self.slots.tables[: len(blocks), :width].copy_(table, non_blocking=True)
 
 
-def gathered(tokens: Tokens, numbers: list[int]) -> tuple[torch.Tensor, Tokens]:
-    """Return some tokens of a pass that is not captured, and their numbers on the device."""
+def gathered(tokens: Tokens, numbers: list[int], rows: list[int]) -> tuple[torch.Tensor, Tokens]:
+    """Return some tokens of a pass that is not captured, and their numbers on the device.
+
+    Args:
+        rows: of all tokens of the pass.
+    """
     at = torch.tensor(numbers, dtype=torch.long).to(tokens.ids.device, non_blocking=True)
-    ids, rows, positions, places, after = (own[at] for own in tokens[:5])
-    groups = _grouped(rows.tolist(), MANY if len(numbers) > CAPTURED else FEW)
-    return at, Tokens(ids, rows, positions, places, after, groups.to(at.device, non_blocking=True))
+    groups = _grouped([rows[number] for number in numbers], MANY if len(numbers) > CAPTURED else FEW)
+    ids, own, positions, places, after = (table[at] for table in tokens[:5])
+    return at, Tokens(ids, own, positions, places, after, groups.to(at.device, non_blocking=True))
 
 
 def _grouped(rows: list[int], together: int) -> torch.Tensor:

@@ -40,8 +40,8 @@ def rows_of(plan: Plan, policy: ExitPolicy | None, ids: torch.Tensor, padding: l
 def forward(runner: Runner, plan: Plan, policy: ExitPolicy | None, rows: list[Row]) -> list[torch.Tensor]:
     """Run the texts of rows; return (tokens, vocabulary) logits for each."""
     with runner.grad_off():
-        found = _as_decoded(runner, plan, policy, rows) if _is_script(plan, policy) else _in_one_pass(runner, plan, policy, rows)
-    return found
+        run = _as_decoded if _is_script(plan, policy) else _in_one_pass
+        return run(runner, plan, policy, rows)
 
 
 def _is_script(plan: Plan, policy: ExitPolicy | None) -> bool:

@@ -61,15 +61,10 @@ class SettledPrefill(Prefill):
         self.runner.embed_on_slots(slots, tokens, states)
         shown = Shown() if slots.memory is None else Shown(states.new_empty(count, slots.memory.seen), torch.empty_like(states))
         self._take(range(deep.start), states, tokens, columns, shown)
-        settled = self._ask(states)
+        rows = [number for number, (_, part) in enumerate(self.parts) for _ in part]
+        settled = set(self._ask(states, len(rows)))
         if settled:
-            self._fill(deep, settled, states, tokens, shown)
-            out = set(settled)
-            staying = [number for number in range(sum(len(part) for _, part in self.parts)) if number not in out]
-            numbers, picked = gathered(tokens, staying)
-            part = shown.of(numbers)
-            self._take(deep, states[numbers], picked, columns, part)
-            shown.put(numbers, part)
+            self._deep(deep, (rows, settled), states, tokens, columns, shown)
         else:
             self._take(deep, states, tokens, columns, shown)
         if self.drafter is not None and shown.noted is not None and shown.entry is not None:
@@ -87,40 +82,68 @@ class SettledPrefill(Prefill):
                 for _ in self.runner.layers_on_slots(self.slots, range(start, stop), states, tokens, columns, ()):
                     pass
 
-    def _ask(self, states: torch.Tensor) -> list[int]:
+    def _ask(self, states: torch.Tensor, count: int) -> list[int]:
         """Return the numbers of the tokens that settle: never the last one of a prompt, nor one that was written."""
-        positions = [position for _, part in self.parts for position in part]
-        if not positions:
+        if not count:
             return []
-        flags = self.settling.settles(states[: len(positions)], positions).tolist()
-        settled, number = list[int](), 0
+        positions = [position for _, part in self.parts for position in part]
+        flags = self.settling.settles(states[:count], positions).tolist()
+        settled, first = list[int](), 0
         for own, part in self.parts:
-            row, before = own.row, len(settled)
-            for position in part:
-                if flags[number] and position < row.prompt - 1:
-                    settled.append(number)
-                number += 1
-            row.stats.settled_tokens += len(settled) - before
-            row.stats.layers_run -= (len(settled) - before) * (self.runner.num_layers - self.settling.depth)
+            row, numbers = own.row, range(first, first + len(part))
+            may = [number for number in numbers if flags[number] and positions[number] < row.prompt - 1]
+            row.stats.settled_tokens += len(may)
+            row.stats.layers_run -= len(may) * (self.runner.num_layers - self.settling.depth)
+            settled += may
+            first += len(part)
         return settled
 
-    def _fill(self, span: range, settled: list[int], states: torch.Tensor, tokens: Tokens, shown: Shown) -> None:
-        """Write K/V of settled tokens, and what a memory head sees of them: predicted states."""
-        predict, drafter = self.settling.predict, self.drafter
-        numbers, picked = gathered(tokens, settled)
-        own, part, width = states[numbers], shown.of(numbers), states.shape[1]
-        self.runner.write_kv_on_slots(self.slots, span, own, picked, predict)
-        if part.entry is None or part.noted is None or drafter is None:
+    def _deep(
+        self,
+        span: range,
+        who: tuple[list[int], set[int]],
+        states: torch.Tensor,
+        tokens: Tokens,
+        columns: int,
+        shown: Shown,
+    ) -> None:
+        """Take those that stay through the deep layers, one by one, with the K/V of the others written before each: so the
+        device has long work while the host prepares the short.
+
+        Args:
+            who: the row of each token, and the numbers of those that have settled.
+        """
+        rows, settled = who
+        gone, left = gathered(tokens, sorted(settled), rows)
+        stay, staying = gathered(tokens, [number for number in range(len(rows)) if number not in settled], rows)
+        own, moving, part = states[gone], states[stay], shown.of(stay)
+        for layer in span:
+            self.runner.write_kv_on_slots(self.slots, layer, self.settling.predict(layer, own), left)
+            if len(stay):
+                self._take(range(layer, layer + 1), moving, staying, columns, part)
+        self._show_settled(span, own, gone, shown)
+        for depth in self._noted_before(span):
+            place = slice(depth * states.shape[1], (depth + 1) * states.shape[1])
+            if part.noted is not None and shown.noted is not None:
+                part.noted[:, place] = shown.noted[stay, place]
+        if part.entry is not None and shown.entry is not None and self.depth < span.start:
+            part.entry.copy_(shown.entry[stay])
+        shown.put(stay, part)
+
+    def _noted_before(self, span: range) -> list[int]:
+        """Return the places of depths that a memory head remembers of all tokens, settled or not."""
+        depths = [] if self.drafter is None else self.drafter.depths
+        return [place for place, depth in enumerate(depths) if depth <= span.start]
+
+    def _show_settled(self, span: range, states: torch.Tensor, numbers: torch.Tensor, shown: Shown) -> None:
+        """Let a memory head see predicted states of settled tokens."""
+        if self.drafter is None or shown.noted is None or shown.entry is None:
             return
-        shallow = [(place, depth) for place, depth in enumerate(drafter.depths) if depth <= span.start]
-        if shown.noted is not None and shallow:
-            part.noted.copy_(shown.noted[numbers])
-        if shown.entry is not None and self.depth < span.start:
-            part.entry.copy_(shown.entry[numbers])
-        else:
-            part.entry.copy_(predict(self.depth, own))
-        for place, depth in enumerate(drafter.depths):
+        predict, width = self.settling.predict, states.shape[1]
+        if self.depth >= span.start:
+            shown.entry.index_copy_(0, numbers, predict(self.depth, states))
+        for place, depth in enumerate(self.drafter.depths):
             if depth > span.start:
-                room = part.noted[:, place * width : (place + 1) * width]
-                self.runner.exits.normalize_into(predict(depth, own), None, room, EPS)
-        shown.put(numbers, part)
+                room = states.new_empty(len(states), width)
+                self.runner.exits.normalize_into(predict(depth, states), None, room, EPS)
+                shown.noted[:, place * width : (place + 1) * width].index_copy_(0, numbers, room)

@@ -216,15 +216,8 @@ class DeviceRunner(Runner):
             most: no row has more tokens.
         """
 
-    def write_kv_on_slots(
-        self,
-        slots: Slots,
-        span: range,
-        states: torch.Tensor,
-        tokens: Tokens,
-        predict: Callable[[int, torch.Tensor], torch.Tensor],
-    ) -> None:
-        """Write K/V of tokens into the layers of a span, which they do not run, made of what their states are predicted to be."""
+    def write_kv_on_slots(self, slots: Slots, index: int, states: torch.Tensor, tokens: Tokens) -> None:
+        """Write K/V of tokens, made of (n, hidden) states, into a layer that they do not run."""
         raise NotImplementedError(f"{type(self).__name__} runs all tokens of a text")
 
     def embed_on_slots(self, slots: Slots, tokens: Tokens, out: torch.Tensor) -> None:

@@ -135,20 +135,11 @@ class TritonRunner(CompiledRunner, DeviceRunner):
             with self.device_guard():
                 self.propagate(layers, self._pass(kind, x, tokens, cache), [caches[place] for place in places])
 
-    def write_kv_on_slots(
-        self,
-        slots: Slots,
-        span: range,
-        states: torch.Tensor,
-        tokens: Tokens,
-        predict: Callable[[int, torch.Tensor], torch.Tensor],
-    ) -> None:
+    def write_kv_on_slots(self, slots: Slots, index: int, states: torch.Tensor, tokens: Tokens) -> None:
         assert slots.angles is not None
-        store = slots.store
-        for index in span:
-            layer = self.layers[index]
-            own = slots.pass_of(predict(index, states).contiguous(), tokens, slots.angles[layer.rope])
-            self.propagate([layer], own, [(store.keys[index], store.values[index])])
+        layer, store = self.layers[index], slots.store
+        own = slots.pass_of(states.contiguous(), tokens, slots.angles[layer.rope])
+        self.propagate([layer], own, [(store.keys[index], store.values[index])])
 
     def _pass(self, kind: str, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache) -> Pass:
         (cos, sin), angles = self._angles(kind, tokens.positions())
