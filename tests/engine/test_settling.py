@@ -205,6 +205,21 @@ def test_rows_settle_alike_alone_and_together(llama):
     assert rows[1].tokens == together[2].tolist()
 
 
+def test_a_long_prompt_settles_alike_in_parts():
+    """It joins while another row is decoded, so it runs a part at a time."""
+    model = build("llama", max_position_embeddings=1024)
+    ids = torch.randint(3, 128, (1, 700), generator=torch.Generator().manual_seed(5))
+    with TIDE(model, Settles(odd, 1), FAST) as engine:
+        expected = engine.generate(ids, **OPTIONS)[0].tolist()
+        others = engine.add(ids[:, :5], **(OPTIONS | dict(max_new_tokens=20)))
+        engine.step()
+        row = engine.add(ids, **OPTIONS)
+        while not row.finished:
+            engine.step()
+    assert row.tokens == expected and not others.error
+    assert row.stats.settled_tokens == 349
+
+
 def test_every_family_settles_or_says_why_not(any_model, ids, monkeypatch):
     monkeypatch.setenv("TIDE_BACKEND", "modules")
     policy, ids = Settles(odd), ids[:, :8]

@@ -150,7 +150,8 @@ class HostStage:
 
     def change_runner(self, runner: Runner) -> None:
         """Go on with another runner of the same model."""
-        self.runner = self.segments.runner = runner
+        self.runner = runner
+        self.segments.change_runner(runner)
 
     def launch(self) -> Launched:
         """Run a round; it is over when this returns.

@@ -47,6 +47,7 @@ class Settler:
         self.depth = settling.depth
         self.window = window_of(runner.adapter)
         self._settled: dict[Row, Settled] = {}
+        self._refused: set[Row] = set()
 
     def why_not(self, row: Row) -> str | None:
         """Return why no token of a row settles; None: some may."""
@@ -61,7 +62,8 @@ class Settler:
         if start >= row.prompt - 1 or count < 1:
             return False
         reason = self.why_not(row)
-        if reason is not None and start == 0:
+        if reason is not None and row not in self._refused:
+            self._refused.add(row)
             logger.warning("a prompt of %d tokens runs all layers in spite of prefill_exits: %s.", row.prompt, reason)
         return reason is None
 
