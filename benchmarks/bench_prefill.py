@@ -3,9 +3,12 @@
     python benchmarks/bench_prefill.py                        the embedded default model
     python benchmarks/bench_prefill.py --model llama-8b       a random Llama of that size in bf16, for a GPU
     python benchmarks/bench_prefill.py --model tiny --tokens 40 --tokens 90
+    python benchmarks/bench_prefill.py --model llama-8b --tokens 2048 --settle 0.3 --rounds 20
 
 A request takes its prompt through all layers and chooses one token. Medians over the rounds, after two that compile, capture
-and warm up. Prints a table, then one JSON line.
+and warm up. With --settle all of TIDE is in mode fast, and runs with exits in the prompt at half depth too, with maps and a
+router of the usual sizes and random weights: once with none settling, once with this share of the tokens by force. Prints a
+table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -20,6 +23,58 @@ import transformers
 import TIDE
 from bench_decode import SHAPES, measure, random_model
 from TIDE.engine.cache.prefixes import new_salt
+from TIDE.routing.router import Router
+from TIDE.routing.settling import SIGNALS, FittedSettling, StateMap
+
+RANK, BOTTLENECK = 64, 128  # of maps and routers, as calibration makes them
+
+
+class Forced(FittedSettling):
+    """Scores tokens as ever, and settles a share of them whatever the scores: every n-th, spread evenly."""
+
+    share = 0.0
+
+    def settles(self, states, positions):
+        scores = self.scores(states)
+        chosen = [int(at * self.share) > int((at - 1) * self.share) for at in positions]
+        return torch.tensor(chosen, device=scores.device) & (scores >= 0)
+
+
+class Settles(TIDE.ExitPolicy):
+    """No exits but in the prompt."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        config = model.config
+        hidden, layers = config.hidden_size, config.num_hidden_layers
+
+        def noise(*shape: int) -> torch.Tensor:
+            return 0.01 * torch.randn(shape, generator=torch.Generator().manual_seed(0)) / hidden**0.5
+
+        maps = {
+            depth: StateMap(noise(RANK, hidden), noise(hidden, RANK), noise(hidden)).to(model.device, model.dtype)
+            for depth in range(layers // 2 + 1, layers + 1)
+        }
+        router = Router(hidden, BOTTLENECK, SIGNALS).to(model.device).requires_grad_(False)
+        self.settling = Forced(layers // 2, router, maps, 0.5)
+
+    def score(self, candidates):
+        raise AssertionError("there is no checkpoint")
+
+
+def full(engine: TIDE.TIDE, ids: torch.Tensor, new: int, mode: str) -> torch.Tensor:
+    """Generate without exits, and without finding the prompt in the cache."""
+    with engine.using(TIDE.TIDEConfig(mode=mode)):
+        return engine.generate(ids, max_new_tokens=new, do_sample=False, cache_salt=new_salt())
+
+
+def settled(engine: TIDE.TIDE, ids: torch.Tensor, new: int, share: float) -> torch.Tensor:
+    """Generate with exits in the prompt."""
+    engine.policy.settling.share = share
+    with engine.using(TIDE.TIDEConfig(mode="fast", prefill_exits=True)):
+        found = engine.generate(ids, max_new_tokens=new, do_sample=False)
+    expected = int((ids.shape[1] - 2) * share)
+    assert abs(engine.last_stats.settled_tokens - expected) <= 1, (engine.last_stats.settled_tokens, expected)
+    return found
 
 
 def main() -> None:
@@ -28,27 +83,37 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default=None)
     parser.add_argument("--tokens", type=int, action="append", default=None)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--settle", type=float, default=None, metavar="SHARE", help="of prompt tokens, at half depth, by force")
     args = parser.parse_args()
 
     transformers.utils.logging.disable_progress_bar()
     dtype = args.dtype and getattr(torch, args.dtype)
     model = random_model(args.model) if args.model in SHAPES else TIDE.load_model(args.model, dtype=dtype).model
-    print(f"{'prompt':>8}{'model.generate':>16}{'TIDE':>10}{'ratio':>8}   ms to the first token")
+    extra = "" if args.settle is None else f"{'none settle':>14}{f'{args.settle:g} settle':>14}"
+    print(f"{'prompt':>8}{'model.generate':>16}{'TIDE':>10}{'ratio':>8}{extra}   ms to the first token")
     rows = []
-    with TIDE.TIDE(model) as engine:
+    with TIDE.TIDE(model, None if args.settle is None else Settles(model)) as engine:
         engine.generate(torch.full((1, 8), 11, device=model.device), max_new_tokens=4, do_sample=False)  # on a GPU: checks
         for tokens in args.tokens or (32, 128, 512, 1024):
             ids = torch.randint(10, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(tokens))
             ids = ids.to(model.device)
             runs = {
                 "model.generate": lambda new, ids=ids: model.generate(ids, max_new_tokens=new, do_sample=False),
-                "TIDE": lambda new, ids=ids: engine.generate(ids, max_new_tokens=new, do_sample=False, cache_salt=new_salt()),
+                "TIDE": lambda new, ids=ids: full(engine, ids, new, "exact" if args.settle is None else "fast"),
             }
+            if args.settle is not None:
+                runs["none settle"] = lambda new, ids=ids: settled(engine, ids, new, 0.0)
+                runs["settle"] = lambda new, ids=ids: settled(engine, ids, new, args.settle)
             measure(runs, 2, 1)
             seconds, _ = measure(runs, args.rounds, 1)
-            plain, own = (1000 * statistics.median(seconds[name]) for name in runs)
+            plain, own, *others = (1000 * statistics.median(seconds[name]) for name in runs)
             rows.append(dict(tokens=tokens, generate_ms=plain, tide_ms=own, ratio=plain / own))
-            print(f"{tokens:8}{plain:16.1f}{own:10.1f}{plain / own:8.2f}")
+            shown = ""
+            if others:
+                rows[-1] |= dict(none_settle_ms=others[0], settle_ms=others[1])
+                rows[-1] |= dict(none_settle_more=others[0] / own - 1, settle_less=1 - others[1] / own)
+                shown = "".join(f"{took:8.1f}{took / own - 1:+6.1%}" for took in others)
+            print(f"{tokens:8}{plain:16.1f}{own:10.1f}{plain / own:8.2f}{shown}")
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
     print(json.dumps(dict(vars(args), device=where, dtype=str(model.dtype), torch=torch.__version__, results=rows)))
 

@@ -64,6 +64,7 @@ def test_it_cannot_be_changed():
         ("max_pending", True, "max_pending must be a whole number"),
         ("max_exit_share", 1.1, "max_exit_share must be a number from 0 to 1, found 1.1"),
         ("max_exit_share", None, "max_exit_share must be a number"),
+        ("prefill_exits", 0.3, "prefill_exits must be True or False, found 0.3"),
     ],
 )
 def test_values_out_of_range_are_refused(field, value, message):
@@ -75,6 +76,12 @@ def test_values_out_of_range_are_refused(field, value, message):
 def test_a_lossy_strategy_does_not_go_with_exact(strategy):
     with pytest.raises(ValueError, match=r"cannot go with mode='exact'\. Use kv_cache_strategy='exact', or mode='fast'"):
         TIDEConfig(mode="exact", kv_cache_strategy=strategy)
+
+
+def test_exits_in_the_prompt_do_not_go_with_exact():
+    with pytest.raises(ValueError, match=r"cannot go with mode='exact'.*Use prefill_exits=False, or mode='fast'"):
+        TIDEConfig(mode="exact", prefill_exits=True)
+    assert TIDEConfig(prefill_exits=True).effective_mode == "fast"
 
 
 def test_without_a_mode_the_kv_strategy_chooses_it():
@@ -105,6 +112,7 @@ def test_what_is_saved_is_loaded(tmp_path, name):
         compaction_threshold=0.5,
         max_pending=6,
         max_exit_share=0.5,
+        prefill_exits=True,
     )
     assert not [field.name for field in dataclasses.fields(config) if getattr(config, field.name) == field.default]
     config.save(tmp_path / name)

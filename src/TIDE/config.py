@@ -23,7 +23,7 @@ class TIDEConfig:
 
     Attributes:
         mode: "exact" generates the text of the full model; "fast" emits exit predictions without verifying them. None: exact,
-            unless `kv_cache_strategy` needs mode fast ("propagate", "zero_pad"); see `effective_mode`.
+            unless `kv_cache_strategy` ("propagate", "zero_pad") or `prefill_exits` needs mode fast; see `effective_mode`.
         exit_threshold: router score, in [0, 1], needed to exit; drafting still pauses in sequences where it costs time. None:
             the exit policy's threshold; with a router file, mode "exact" then drafts whenever the scores make it worth the
             time, and mode "fast" uses the file's certificate if it has one for these settings.
@@ -49,6 +49,8 @@ class TIDEConfig:
         max_pending: largest number of consecutive exits before a token has to run all layers.
         max_exit_share: mode "fast": largest share, in [0, 1], of a row's new tokens that may exit, at every point of the text;
             a token beyond it runs all layers. 1.0: no limit.
+        prefill_exits: mode "fast": prompt tokens that have settled at a checkpoint stop there, and deeper layers get K/V made
+            of their predicted states. The router file has to hold what that takes; calibration with this setting fits it.
         cache_gib: GiB of K/V on a GPU, at most; rows that find no room wait, and the newest is put back and computed again
             when the others need it. None: what is free of the GPU's memory, less a tenth of it.
     """
@@ -68,6 +70,7 @@ class TIDEConfig:
     compaction_threshold: float = 0.25
     max_pending: int | None = None
     max_exit_share: float = 0.9
+    prefill_exits: bool = False
     cache_gib: float | None = None
 
     def __post_init__(self) -> None:
@@ -87,6 +90,8 @@ class TIDEConfig:
         _at_least("max_pending", self.max_pending, 1, optional=True)
         if not _is_above_zero(self.calibration_minutes):
             raise ValueError(f"calibration_minutes must be a number of minutes above 0, found {self.calibration_minutes!r}.")
+        if not isinstance(self.prefill_exits, bool):
+            raise ValueError(f"prefill_exits must be True or False, found {self.prefill_exits!r}.")
         if self.cache_gib is not None and not _is_above_zero(self.cache_gib):
             raise ValueError(f"cache_gib must be a number of GiB above 0, or None, found {self.cache_gib!r}.")
         if not isinstance(self.calibration_dataset, str) or not self.calibration_dataset.strip():
@@ -99,13 +104,18 @@ class TIDEConfig:
                 f"kv_cache_strategy={self.kv_cache_strategy!r} loses what skipped layers would have stored, so it cannot "
                 f"go with mode='exact'. Use kv_cache_strategy='exact', or mode='fast'."
             )
+        if self.mode == "exact" and self.prefill_exits:
+            raise ValueError(
+                "prefill_exits=True gives prompt tokens predicted K/V, so it cannot go with mode='exact', whose text is the "
+                "full model's. Use prefill_exits=False, or mode='fast'."
+            )
 
     @property
     def effective_mode(self) -> str:
-        """`mode`, with None resolved: fast if the K/V strategy needs it, otherwise exact."""
+        """`mode`, with None resolved: fast if the K/V strategy or exits in the prompt need it, otherwise exact."""
         if self.mode is not None:
             return self.mode
-        return "exact" if self.kv_cache_strategy == "exact" else "fast"
+        return "exact" if self.kv_cache_strategy == "exact" and not self.prefill_exits else "fast"
 
     @classmethod
     def reference(cls) -> TIDEConfig:

@@ -89,6 +89,7 @@ class ExitStats:
         layers_run: (layer, token) pairs computed in full.
         reused_tokens: tokens of prompts whose K/V were there already, from texts that begin alike.
         cold_starts: rows that began on the model's own layers, because kernels were not compiled yet: see `engine.warm_up`.
+        settled_tokens: tokens of prompts that did not run all layers: see `TIDEConfig.prefill_exits`.
         drafted_by_step: step -> drafts made. Step 1 is the first exit of a row after a token that the full model decided or
             verified, step 2 the exit after that, and so on.
         accepted_by_step: step -> drafts accepted; in mode "fast" all are.
@@ -106,6 +107,7 @@ class ExitStats:
     layers_run: int = 0
     reused_tokens: int = 0
     cold_starts: int = 0
+    settled_tokens: int = 0
     drafted_by_step: Counter[int] = field(default_factory=Counter)
     accepted_by_step: Counter[int] = field(default_factory=Counter)
     catch_ups: int = 0
@@ -184,6 +186,8 @@ class ExitStats:
             lines.append(f"  Prompt tokens found in the cache: {self.reused_tokens}")
         if self.cold_starts:
             lines.append("  Began on the model's own layers while kernels were compiled (engine.warm_up() does that before)")
+        if self.settled_tokens:
+            lines.append(f"  Prompt tokens settled before the last layer: {self.settled_tokens}")
         if self.drafted:
             steps = ", ".join(f"{share:.1%}" for share in self.acceptance_by_step.values())
             lines.append(f"  Drafted: {self.drafted}, accepted: {self.accepted} (by step: {steps})")

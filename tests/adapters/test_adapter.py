@@ -105,7 +105,8 @@ def test_a_kv_only_run_stores_what_the_layer_would_have_stored(any_model, text):
         only.layers[:start] = full.layers[:start]
         after_norm = count_calls(adapter.layers[start])
         with only.open(1, [0, 1], [10, 10]):
-            passed = adapter.run(start, depth, PassInputs(text, positions, None, only), hidden=states[0], kv_only=True)
+            inputs = PassInputs(text, positions, None, only)
+            passed = adapter.run(start, depth, inputs, hidden=states[0], kv_of=lambda layer, own=states[0]: own)
         assert torch.equal(passed.states, states[0])
         if adapter.stores[start] is Store.KV:
             for found, expected in zip(only.kv(start, 1), full.kv(start, 1), strict=True):

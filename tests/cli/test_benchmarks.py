@@ -40,6 +40,22 @@ def test_the_first_tokens_of_prompts_are_timed(warm):
     assert row["tokens"] == 40 and row["generate_ms"] > 0 and row["tide_ms"] > 0
 
 
+def test_prompts_that_settle_by_force_are_timed(warm):
+    asked = ("--model", "tiny", "--tokens", 40, "--rounds", 2, "--settle", 0.3)
+    (row,) = report(warm.run(FOLDER / "bench_prefill.py", *asked))["results"]
+    assert row["none_settle_ms"] > 0 and row["settle_ms"] > 0 and row["settle_less"] < 1
+
+
+def test_perplexity_behind_prompts_that_settle_is_measured(warm, tmp_path):
+    (tmp_path / "text.txt").write_text("".join(chr(97 + place * place % 23) for place in range(900)))
+    files = ("--learn", tmp_path / "text.txt", "--measure", tmp_path / "text.txt", "--windows", 12, "--window", 40)
+    asked = ("--model", "tiny", "--texts", 2, "--prompt", 24, "--follow", 8)
+    (found,) = report(warm.run(FOLDER / "bench_settling.py", *files, *asked))["results"]
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["none settle"]["settled"] == 0 and abs(rows["none settle"]["rise"]) < 1e-4
+    assert rows["map, random 0.3"]["settled"] > 0.1
+
+
 def test_the_parts_of_a_layer_are_timed(warm):
     found = report(warm.run(FOLDER / "bench_kernels.py", "--model", "tiny", "--layers", 2))["microseconds_and_share"]
     assert set(found) == {"1", "8", "16", "32", "64", "128"}

@@ -211,6 +211,7 @@ def test_certify_keeps_its_certificate_where_inspect_finds_it(warm, folder, rout
     assert fits(found, ROUTER_FILE) and found["certificate"] == certificate
     assert (certificate["loss"], certificate["prompts"], certificate["new_tokens"]) == ("mismatch", 20, 4)
     settings = {"kv_cache_strategy": "exact", "min_layers": 0, "max_pending": 5, "max_exit_share": 0.9, "dtype": "float32"}
+    settings["prefill_exits"] = False
     assert certificate["settings"] == settings and fits(certificate["tested"], [dict])
     assert f"written: {router}" in done.stderr
     assert "\ncertificate\n" in warm.tide("inspect", router).stdout

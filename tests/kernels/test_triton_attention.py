@@ -119,3 +119,22 @@ def test_long_passes_of_prompts_have_a_kernel_with_the_same_bits(features, dtype
     apart = [attended(attention, some_of(tokens, [at]), queries[at : at + 1], paged.to(DEVICE)) for at in some]
     if DEVICE == "cuda":
         assert torch.equal(found[some], torch.cat(apart))
+
+
+@pytest.mark.parametrize("features", FEATURES[:2], ids=str)
+@pytest.mark.parametrize("together", [64, 16])
+def test_tokens_of_a_prompt_with_others_missing_between_see_all_columns(features, together):
+    """As where tokens of prompts have settled: groups of one row whose positions rise by more than one."""
+    dtype = torch.float16
+    generator = torch.Generator().manual_seed(7)
+    attention = in_dtype(a_layer(generator, **features), dtype, DEVICE).attention
+    starts, counts = {0: 0, 1: 50, 2: 3}, {0: 100, 1: 70, 2: 1}
+    whole = a_pass(generator, counts, starts, origins=dict.fromkeys(starts, 0))
+    cache = torch.randn(2, ROWS, KV_HEADS, ROOM, DIM, generator=generator).to(dtype)
+    queries = torch.randn(len(whole.rows), len(attention.q), generator=generator).to(DEVICE, dtype)
+    tables, paged = in_blocks(cache, [starts[row] + counts[row] for row in starts], generator)
+    whole = in_dtype(whole, dtype, DEVICE)._replace(tables=tables.to(DEVICE))
+    some = [at for at in range(len(queries)) if at % 3 != 1 or at > 165]
+    found = attended(attention, grouped(some_of(whole, some), together), queries[some], paged.to(DEVICE))
+    expected = reference.attend(attention, whole, queries, *paged.to(DEVICE), ROOM)[some]
+    torch.testing.assert_close(found, expected, rtol=4e-3, atol=4e-3)

@@ -68,6 +68,18 @@ def test_kv_of_skipped_layers_in_one_launch(features):
     assert_close(found, expected)
 
 
+@pytest.mark.parametrize("features", [dict(), dict(bias=True), dict(head_norms=True), dict(head_norms="all")], ids=str)
+def test_kv_of_layers_that_many_tokens_skip(features):
+    """More than a launch for all layers is made for: each layer has its own."""
+    generator = torch.Generator().manual_seed(9)
+    layers, tokens = [a_layer(generator, **features) for _ in range(2)], a_pass(generator, {2: 20, 0: 7}, {2: 9, 0: 14})
+    found = torch.randn(2, 2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator)
+    expected = found.clone()
+    triton_propagate.propagate(layers, in_dtype(tokens, torch.float32), [(own[0], own[1]) for own in found])
+    reference.propagate(layers, tokens, [(own[0], own[1]) for own in expected])
+    assert_close(found, expected)
+
+
 def test_stretches_of_keys_are_joined(monkeypatch):
     monkeypatch.setattr(triton_attention, "CHUNK", 16)
     for features in (dict(), dict(window=5)):

@@ -61,7 +61,7 @@ class _Task:
     stop: int
     hidden: torch.Tensor | None
     keep: torch.Tensor | None
-    kv_only: bool
+    kv_of: Callable[[int], torch.Tensor] | None
     cache: Any
     taps: tuple[int, ...] = ()
     vocabulary: torch.Tensor | None = None
@@ -183,8 +183,9 @@ class ModelAdapter:
         *,
         hidden: torch.Tensor | None = None,
         keep: torch.Tensor | None = None,
-        kv_only: bool = False,
+        kv_of: Callable[[int], torch.Tensor] | None = None,
         taps: tuple[int, ...] = (),
+        with_grad: bool = False,
     ) -> PassOutputs:
         """Run tokens through the layers [start, stop).
 
@@ -192,13 +193,15 @@ class ModelAdapter:
             inputs: the tokens, their positions and the cache, opened for them.
             hidden: (n, q, hidden) their states at depth `start`; None: from the embedding (start must be 0).
             keep: (n, kept) indices into q of the requested logits; None: no logits.
-            kv_only: store K/V computed from `hidden` in each layer of the span and nothing else.
+            kv_of: store K/V in each layer of the span and nothing else, computed from the (n, q, hidden) states that this
+                returns for the layer.
             taps: depths in [start, stop) whose states are returned too.
+            with_grad: let gradients flow, from `hidden` and what the cache returns.
         """
         assert 0 <= start <= stop <= self.num_layers, (start, stop)
         assert hidden is not None or start == 0, "states are needed to start above the embedding"
         from_ids = inputs.embeds is None
-        task = _Task(start, stop, hidden, keep, kv_only, inputs.cache, taps)
+        task = _Task(start, stop, hidden, keep, kv_of, inputs.cache, taps, with_grad=with_grad)
         given: dict[str, Any] = dict(
             attention_mask=inputs.mask, past_key_values=inputs.cache, use_cache=inputs.cache is not None
         )
@@ -226,7 +229,7 @@ class ModelAdapter:
         """
         n = states.shape[0]
         keep = torch.zeros(n, 1, dtype=torch.long, device=states.device)
-        task = _Task(self.num_layers, self.num_layers, states[:, None], keep, False, None)
+        task = _Task(self.num_layers, self.num_layers, states[:, None], keep, None, None)
         task.vocabulary, task.with_grad = vocabulary, with_grad
         ids = torch.zeros(n, 1, dtype=torch.long, device=self.device)
         logits = self._forward(task, dict(input_ids=ids, use_cache=False)).logits[:, 0]
@@ -253,13 +256,14 @@ class ModelAdapter:
         if index == task.start < task.stop:
             self._lend_shared_kv(task, kwargs)
         if task.start <= index < task.stop:
-            states = self._run_layer(index, task, functools.partial(call, states, *args[1:], **kwargs), states)
+            given = states if task.kv_of is None else task.kv_of(index)
+            states = self._run_layer(index, task, functools.partial(call, given, *args[1:], **kwargs), states)
         if index == task.stop - 1 or task.start == task.stop:
             task.states = states
         return (states, *[None] * (self.family.answers - 1)) if self.family.answers else states
 
     def _run_layer(self, index: int, task: _Task, call: Callable[[], Any], states: torch.Tensor) -> torch.Tensor:
-        if not task.kv_only:
+        if task.kv_of is None:
             output = call()
             return output[0] if isinstance(output, tuple) else output
         if self.stores[index] is Store.KV:

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import unwrapped
-from TIDE.calibration.collect import Budget, _laid_out, _run, _shards, collect, extended
+from TIDE.calibration.collect import Budget, _run, _shards, collect, extended, laid_out
 from TIDE.calibration.fit import Exits, Schedule, Split, agreed, best_tokens, fit_head, fresh_head, measure
 from TIDE.calibration.labels import converged
 from TIDE.calibration.self_texts import ANSWER
@@ -182,7 +182,7 @@ def _converged(adapter: ModelAdapter, texts: list[Text], threshold: float) -> _C
     tokens = needed = 0
     with tqdm(total=len(texts), desc="states at every depth", unit="text") as bar:
         for group in _groups(adapter, texts):
-            shard = _laid_out(group, adapter.device)
+            shard = laid_out(group, adapter.device)
             states = _run(adapter, shard, layers, list(taps))
             full = states.pop(layers)[shard.asked]
             best = best_tokens(adapter, full, None, AT_ONCE)

@@ -1,6 +1,7 @@
 """Calibration: one call trains exits for a frozen model.
 
     texts → states → for each candidate checkpoint: head, draft vocabulary at the first, router → placement → router file
+                   → exits in the prompt, if asked for                                                      ↗
 
 A clock decides how many texts there are and how long heads are trained, so that all of it takes the minutes it was given.
 
@@ -31,6 +32,7 @@ from TIDE.calibration.clock import MOST, MOST_EPOCHS, Clock, room
 from TIDE.calibration.collect import Budget, collect, collecting_seconds, extended
 from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, agreement, fit_head, measure, step_seconds
 from TIDE.calibration.fit_router import FittedRouter, fit_router, fresh_router
+from TIDE.calibration.fit_settling import fit_settling
 from TIDE.calibration.placement import Candidate, Placed, best_setting, is_worth_going_deeper, place
 from TIDE.calibration.self_texts import ANSWER, TYPICAL, writing_seconds
 from TIDE.calibration.start import Start
@@ -158,9 +160,15 @@ class _Job:
         held = self.start.file if self.start.has_own_vocabulary else None
         self.trained_on = training_vocabulary(self.adapter, self.tokens) if held is None else _on(held.vocabulary, self.adapter)
         self.choice: Choice | None = None
+        settling = None
+        if self.config.prefill_exits:
+            settling = fit_settling(self.adapter, self.split, self.config.router_bottleneck_dim, self.seed)
+            settling = settling.to(torch.device("cpu"), torch.bfloat16)
         exits, candidates, tried = self._try_all()
         placed = place(candidates, tried, self.costs)
-        return self._file(exits, placed, len(texts))
+        file = self._file(exits, placed, len(texts))
+        file.settling = settling
+        return file
 
     def _texts(self) -> list[Text]:
         texts = self.work.texts()

@@ -120,7 +120,7 @@ def collect(adapter: ModelAdapter, texts: list[Text], depths: list[int], budget:
     shards = []
     with tqdm(total=len(texts), desc=title, unit="text") as bar:
         for group in _shards(texts, SHARD_TOKENS if adapter.device.type == "cuda" else CPU_SHARD_TOKENS):
-            shard = _laid_out(group, adapter.device)
+            shard = laid_out(group, adapter.device)
             found = _run(adapter, shard, adapter.num_layers, depths)
             shard.best = _best(adapter, found[adapter.num_layers])
             shard._states = {depth: budget.keep(found[depth]) for depth in depths}
@@ -149,7 +149,7 @@ def extended(adapter: ModelAdapter, collections: Iterable[Collection], depths: l
 
 def collecting_seconds(adapter: ModelAdapter, tokens: int = 1024) -> float:
     """Return the seconds that a token's states take, from a pass of so many tokens."""
-    shard = _laid_out([Text([1 + place % 97 for place in range(256)], 0, 0)] * (tokens // 256), adapter.device)
+    shard = laid_out([Text([1 + place % 97 for place in range(256)], 0, 0)] * (tokens // 256), adapter.device)
     for _ in range(2):  # the first one warms up
         began = time.perf_counter()
         _run(adapter, shard, adapter.num_layers, [adapter.num_layers])[adapter.num_layers].sum().item()
@@ -175,7 +175,8 @@ def _shards(texts: list[Text], most: int = CPU_SHARD_TOKENS) -> Iterator[list[Te
         yield group
 
 
-def _laid_out(texts: list[Text], device: torch.device) -> Shard:
+def laid_out(texts: list[Text], device: torch.device) -> Shard:
+    """Return texts as a shard, without states."""
     width = max(len(text.ids) for text in texts)
     ids = torch.zeros(len(texts), width, dtype=torch.long)
     asked, learned = torch.zeros(2, len(texts), width, dtype=torch.bool)

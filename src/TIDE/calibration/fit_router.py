@@ -83,7 +83,7 @@ def fit_router(
     generator = torch.Generator().manual_seed(seed)
     router = fresh_router(adapter, config, seed)
     job = _Job(adapter, head, router.to(adapter.device), exits, config, steps if isinstance(head, RememberingHead) else 1)
-    _train(router, *_examples(job, split.train, generator), generator, title)
+    train_router(router, *_examples(job, split.train, generator), generator, title)
     router.eval().requires_grad_(False)
     raw, label, agreed, texts = _held_out(job, split.valid)
     first, second, enough = _halves(texts)
@@ -124,7 +124,8 @@ def platt(raw: torch.Tensor, label: torch.Tensor) -> tuple[float, float]:
     return math.exp(-slope), offset
 
 
-def _train(router: Router, features: torch.Tensor, right: torch.Tensor, generator: torch.Generator, title: str) -> None:
+def train_router(router: Router, features: torch.Tensor, right: torch.Tensor, generator: torch.Generator, title: str) -> None:
+    """Train a router with biases to score (n,) right ones of (n, inputs) features higher."""
     rights = int(right.sum())
     weight = torch.tensor((len(right) - rights) / max(1, rights), device=right.device).clamp(0.05, 20)
     center, spread = _center_and_spread(features)

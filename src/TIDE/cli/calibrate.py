@@ -20,6 +20,7 @@ from TIDE.config import TIDEConfig
     "checkpoint_interval",
     "min_layers",
     "label",
+    "prefill_exits",
     minutes="calibration_minutes",
     samples="calibration_samples",
     dataset="calibration_dataset",

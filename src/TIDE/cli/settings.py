@@ -15,13 +15,13 @@ from TIDE.cli.errors import WrongUsage, checked
 from TIDE.cli.files import check_dataset
 from TIDE.config import EXIT_STRATEGIES, KV_CACHE_STRATEGIES, LABELS, MODES, TIDEConfig
 
-RUNNING = ("mode", "exit_threshold", "min_layers", "kv_cache_strategy", "max_pending", "max_exit_share")
+RUNNING = ("mode", "exit_threshold", "min_layers", "kv_cache_strategy", "max_pending", "max_exit_share", "prefill_exits")
 CHOICES = {"mode": MODES, "exit_strategy": EXIT_STRATEGIES, "label": LABELS, "kv_cache_strategy": KV_CACHE_STRATEGIES}
 CHECKS = {"calibration_dataset": checked(check_dataset)}
 METAVARS = {int: "N", float: "NUMBER", str: "NAME"}
 HELP = {  # if the first clause of a field's description is not enough
     "mode": "exact: the text of the full model; fast: exit predictions, unverified. Unless given: exact, or fast with "
-    "--kv-cache-strategy propagate or zero_pad.",
+    "--kv-cache-strategy propagate or zero_pad, or --prefill-exits.",
     "kv_cache_strategy": "Treatment of skipped layers: run later, K/V written from the exit state, or K/V of zeros.",
 }
 
@@ -65,6 +65,9 @@ def option(name: str, field: str) -> inspect.Parameter:
     said = re.split(r"[.;] ", descriptions()[field].removeprefix("calibration: "))[0].rstrip(".")
     said = HELP.get(field, f"{said[0].upper()}{said[1:]}.")
     default = getattr(TIDEConfig(), field)
+    if isinstance(default, bool):
+        flag = typer.Option(f"--{name.replace('_', '-')}", help=said)
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[bool, flag])
     kind: Any = Literal[CHOICES[field]] if field in CHOICES else typing.get_type_hints(TIDEConfig)[field]
     kind = kind | None if default is None else kind
     metavar = None if field in CHOICES else next(METAVARS[own] for own in (kind, *typing.get_args(kind)) if own in METAVARS)

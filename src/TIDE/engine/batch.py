@@ -133,6 +133,8 @@ class Batch:
             found = _why_not_final(row, policy)
         if found is None and isinstance(self.runner, DeviceRunner) and together > self.runner.most_rows == 1:
             return "its modules run whole rounds for one row at a time"
+        if found is None and plan.settles_at is not None and not getattr(self.runner, "has_compiled_layers", False):
+            return "exits in the prompt gather tokens, which its modules do pass by pass"
         return found
 
     def _take_in(self) -> None:

@@ -15,8 +15,10 @@ from typing import Any
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.probe import Store
 from TIDE.config import TIDEConfig
+from TIDE.engine.runners.gathering import why_no_gathering
 from TIDE.routing.certificate import Certificate, Settings
 from TIDE.routing.policy import ExitPolicy
+from TIDE.routing.settling import FittedSettling
 
 logger = logging.getLogger(__name__)
 DRAFT_OVERHEAD = 0.25  # of a step: an exit head, its LM head and the draft's place in the deep pass
@@ -39,6 +41,7 @@ class Plan:
     max_exit_share: float = 1.0  # mode "fast": of a row's new tokens
     checkpoint: int | None = None  # the one that rounds launched as a whole draft from
     cache_gib: float | None = None  # of K/V on a GPU, at most
+    settles_at: int | None = None  # depth at which tokens of prompts may stop
 
     def threshold(self, depth: int) -> float:
         """The score needed to exit at a checkpoint."""
@@ -62,11 +65,11 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, adapter: ModelAdapt
     _check_strategy(config, adapter)
     mode = config.effective_mode
     if policy is not None and config.mode is None and mode == "fast":
+        name, exact = ("prefill_exits", False) if config.prefill_exits else ("kv_cache_strategy", "exact")
         logger.warning(
-            "kv_cache_strategy=%r goes with mode 'fast' only, so mode 'fast' was chosen: exits are not verified, and the text "
-            "may differ from the full model's. Say mode='fast' to choose it without this warning, or "
-            "kv_cache_strategy='exact'.",
-            config.kv_cache_strategy,
+            "%s=%r goes with mode 'fast' only, so mode 'fast' was chosen: exits are not verified, and the text may differ from "
+            "the full model's. Say mode='fast' to choose it without this warning, or %s=%r.",
+            *(name, getattr(config, name), name, exact),
         )
     certificate = None if policy is None else _certificate(config, policy, adapter)
     never = certificate is not None and certificate.threshold is None
@@ -87,6 +90,7 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, adapter: ModelAdapt
         max_exit_share=config.max_exit_share,
         checkpoint=_draft_checkpoint(policy, checkpoints, mode, adapter.num_layers),
         cache_gib=config.cache_gib,
+        settles_at=_settles_at(policy, adapter) if config.prefill_exits else None,
     )
 
 
@@ -102,6 +106,31 @@ def _draft_checkpoint(policy: ExitPolicy | None, checkpoints: list[int], mode: s
         return (agreement[0] if agreement else 0.5) / (depth / num_layers + DRAFT_OVERHEAD)
 
     return max(checkpoints, key=worth)
+
+
+def _settles_at(policy: ExitPolicy | None, adapter: ModelAdapter) -> int:
+    """Return the depth at which tokens of prompts may stop; raise with the reason if none may."""
+    settling = None if policy is None else policy.settling
+    if settling is None:
+        found = "no exits" if policy is None else "exits without them"
+        raise ValueError(
+            f"prefill_exits=True needs a router file with the maps and the router of prompts, found {found}. Make one with "
+            f"TIDE.calibrate(..., config=TIDEConfig(prefill_exits=True)) or tide calibrate MODEL --prefill-exits, or leave "
+            f"prefill_exits out."
+        )
+    if not 0 < settling.depth < adapter.num_layers:
+        raise ValueError(
+            f"prompts settle at a depth from 1 to {adapter.num_layers - 1} in a model of {adapter.num_layers} layers, "
+            f"found {settling.depth}. Use the router file of this model."
+        )
+    if reason := why_no_gathering(adapter):
+        raise ValueError(f"prefill_exits=True cannot be used with this model: {reason}. Leave prefill_exits out.")
+    if isinstance(settling, FittedSettling) and settling.threshold is None:
+        logger.warning(
+            "calibration found no score at which prompts settle without harm to what follows, so with prefill_exits=True no "
+            "token of a prompt will. Leave prefill_exits out."
+        )
+    return settling.depth
 
 
 def _checkpoints(config: TIDEConfig, policy: ExitPolicy, num_layers: int) -> list[int]:
@@ -131,6 +160,7 @@ def settings(config: TIDEConfig, policy: ExitPolicy, adapter: ModelAdapter) -> S
         max_pending=_first(config.max_pending, policy.max_pending),
         max_exit_share=config.max_exit_share,
         dtype=str(adapter.model.dtype).removeprefix("torch."),
+        prefill_exits=config.prefill_exits,
     )
 
 

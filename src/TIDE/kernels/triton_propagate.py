@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from TIDE.kernels.cards import card_of, propagate_tile
-from TIDE.kernels.layer import Layer, Pass, only_kv
+from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass, only_kv
 from TIDE.kernels.triton_ops import _place, _rotated, _squares, project, strides
 from TIDE.kernels.triton_products import _gained, counted, norm
 
@@ -101,9 +101,10 @@ def _propagate(
 
 
 def propagate(layers: list[Layer], tokens: Pass, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """One launch for layers that are alike; layers with norms over all heads, or none before attention, one by one."""
+    """One launch for layers that are alike; one by one for many tokens, norms over all heads, or none before attention."""
     first, own, (keys, _) = layers[0], layers[0].attention, caches[0]
-    if not len(first.attention_norm.weight) or len(own.k_norm.weight) > own.head_dim:
+    is_odd = not len(first.attention_norm.weight) or len(own.k_norm.weight) > own.head_dim
+    if is_odd or len(tokens.x) > MOST_TOKENS:  # weights are read once for every sixteen tokens
         for layer, cache in zip(layers, caches, strict=True):
             project(only_kv(layer.attention), tokens, norm(tokens.x, layer.attention_norm), *cache)
         return

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from TIDE.routing.router_file import RouterFile
 
 LIBRARY = "tide-inference"
+PROMPTS = "exits in the prompt"
 Row = dict[str, Any]
 
 CARD = """---
@@ -56,6 +57,10 @@ def summary_text(file: RouterFile) -> str:
             tables |= _exit_tables(values)
         for title, rows in tables.items():
             lines += ["", title, *_indented(_aligned(rows))]
+    plain, tables = _sorted_out(_settled(values))
+    for title, rows in {PROMPTS: [plain] if plain else [], **tables}.items():
+        if rows:
+            lines += ["", title, *_indented(_pairs(plain) if title == PROMPTS else _aligned(rows))]
     return "\n".join(lines)
 
 
@@ -84,10 +89,18 @@ def card_text(file: RouterFile, repo_id: str | None = None, base_model: str | No
     sections |= _exit_tables(values)
     plain, tables = _sorted_out(_certified(values))
     sections |= {"certificate": _named(plain)} | tables
+    plain, tables = _sorted_out(_settled(values))
+    sections |= {PROMPTS: _named(plain)} | tables
     for title, rows in sections.items():
         if rows:
             text += f"\n## {title[0].upper()}{title[1:]}\n\n" + "\n".join(_markdown(rows)) + "\n"
     return text
+
+
+def _settled(values: Row) -> Row:
+    """Return what is known of exits in the prompt, if a file has any."""
+    own = values.get("settling")
+    return {} if own is None else {"depth": own["depth"], "threshold": own["threshold"], **own["figures"]}
 
 
 def _head(file: RouterFile) -> Row:

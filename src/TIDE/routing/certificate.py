@@ -19,6 +19,7 @@ class Settings(NamedTuple):
     max_pending: int
     max_exit_share: float
     dtype: str  # of the model
+    prefill_exits: bool = False
 
     def differences(self, other: Settings) -> list[str]:
         """Return in words the fields in which another one differs."""

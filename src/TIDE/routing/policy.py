@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from TIDE.routing.certificate import Certificate
+from TIDE.routing.settling import Settling
 
 if TYPE_CHECKING:
     from TIDE.routing.router_file import RouterFile
@@ -43,6 +44,7 @@ class ExitPolicy(ABC):
         fast_threshold: lower bound of all thresholds in mode "fast", which does not verify.
         certificate: gives the threshold of mode "fast" instead, if its settings are those of the engine.
         file: the router file it is made of, if there is one.
+        settling: which tokens of prompts settle, if there is something that decides it: see `TIDEConfig.prefill_exits`.
         watches: depths whose states are passed to `observe`, for all tokens.
         weighs: True if scores are probabilities of agreement, so that mode "exact" may weigh them against time instead of
             using thresholds.
@@ -56,6 +58,7 @@ class ExitPolicy(ABC):
     fast_threshold: float = 0.0
     certificate: Certificate | None = None
     file: RouterFile | None = None
+    settling: Settling | None = None
     min_layers: int = 0
     max_pending: int = 8
 

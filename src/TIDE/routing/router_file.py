@@ -5,6 +5,7 @@ the model's fingerprint, the configuration, training facts, measured figures, a 
 version that made it.
 
     exits.{depth}.head.{parameter}      exits.{depth}.router.{parameter}      vocabulary      sha256       tensors
+    settling.router.{parameter}         settling.maps.{depth}.{parameter}                                  of prompts, if fitted
     everything else                                                                                        one JSON document
 
 `storage.py` reads and writes the bytes, `exits.py` builds an exit. Files of tide-inference 0.2.1 are read into the same class
@@ -34,6 +35,7 @@ from TIDE.routing.heads import HeadSizes, IdentityHead
 from TIDE.routing.original import ORIGIN, ORIGINAL_KEYS, THRESHOLD, is_original, original_policy, read_original
 from TIDE.routing.policy import ExitPolicy, Head
 from TIDE.routing.router import Router
+from TIDE.routing.settling import FittedSettling, build_settling
 
 if TYPE_CHECKING:
     from TIDE.adapters.adapter import ModelAdapter
@@ -62,6 +64,7 @@ class RouterFile(ModelHubMixin):
         vocabulary: token ids an exit may predict; None: all.
         config, facts, figures: configuration, training facts and measured figures, as plain values.
         certificate: result of `TIDE.certify`, used by mode "fast".
+        settling: exits in the prompt, if calibration fitted them.
         version: of the TIDE that made the file.
         path: the file it was read from.
     """
@@ -76,6 +79,7 @@ class RouterFile(ModelHubMixin):
     facts: dict[str, Any] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     certificate: Certificate | None = None
+    settling: FittedSettling | None = None
     version: str = field(default_factory=_version)
     path: Path | None = None
 
@@ -97,6 +101,8 @@ class RouterFile(ModelHubMixin):
         for depth, at in self.exits.items():
             heads |= at.head_tensors(depth)
             others |= at.router_tensors(depth)
+        if self.settling is not None:
+            others |= self.settling.tensors()
         if self.vocabulary is not None:
             others["vocabulary"] = self.vocabulary.to(torch.int32)
         document = json.dumps(self.as_dict(), sort_keys=True, allow_nan=False)
@@ -222,6 +228,8 @@ class RouterFile(ModelHubMixin):
             "figures": self.figures,
             "certificate": None if self.certificate is None else self.certificate.as_dict(),
         }
+        if self.settling is not None:
+            values["settling"] = self.settling.describe()
         return storage.plain(values)
 
     def summary(self) -> str:
@@ -303,6 +311,8 @@ def _fields(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[
     exits = {}
     for depth in sorted(document["exits"], key=int):
         exits[int(depth)] = build_exit(document["strategy"], depth, document["exits"][depth], tensors)
+    described = document.get("settling")
+    settling = None if described is None else build_settling(described, tensors)
     if tensors:
         raise ValueError(f"it holds tensors that belong to no exit: {sorted(tensors)[:3]}")
     made_for, certificate = document["fingerprint"], document.get("certificate")  # older files have none
@@ -313,6 +323,7 @@ def _fields(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[
         "vocabulary": None if vocabulary is None else vocabulary.long(),
         "fingerprint": None if made_for is None else Fingerprint(**made_for),
         "certificate": None if certificate is None else Certificate.from_dict(certificate),
+        "settling": settling,
     }
 
 
@@ -332,6 +343,8 @@ def _wrong_with(file: RouterFile) -> str | None:
     if not all(isinstance(values, dict) for values in (file.config, file.facts, file.figures)):
         return "expected names and values as config, facts and figures"
     if file.certificate is not None and (wrong := file.certificate.wrong()):
+        return wrong
+    if file.settling is not None and (wrong := file.settling.wrong()):
         return wrong
     for depth, at in file.exits.items():
         if wrong := at.wrong(file.strategy):

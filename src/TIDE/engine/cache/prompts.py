@@ -90,13 +90,26 @@ class Prompts:
         self.slots.tables[: len(blocks), :width].copy_(table, non_blocking=True)
 
 
+def gathered(tokens: Tokens, numbers: list[int], rows: list[int]) -> tuple[torch.Tensor, Tokens]:
+    """Return some tokens of a pass that is not captured, and their numbers on the device.
+
+    Args:
+        rows: of all tokens of the pass.
+    """
+    at = torch.tensor(numbers, dtype=torch.long).to(tokens.ids.device, non_blocking=True)
+    counts = [len(list(own)) for _, own in itertools.groupby(rows[number] for number in numbers)]
+    groups = _grouped(counts, MANY if len(numbers) > CAPTURED else FEW)
+    ids, own, positions, places, after = (table[at] for table in tokens[:5])
+    return at, Tokens(ids, own, positions, places, after, groups.to(at.device, non_blocking=True))
+
+
 def _grouped(counts: Sequence[int], together: int) -> torch.Tensor:
     """Return the numbers of tokens of one row that follow each other, so many at most in a group; -1: none.
 
     Args:
         counts: tokens of the rows, which follow each other.
     """
-    start, groups = 0, []
+    start, groups = 0, [np.zeros((0, together), np.int32)]
     for count in counts:
         own = np.full(-(-count // together) * together, -1, np.int32)
         own[:count] = np.arange(start, start + count)

@@ -22,6 +22,7 @@ from TIDE.engine.round.module_prefill import ModulePrefill
 from TIDE.engine.round.prefill import Prefill
 from TIDE.engine.round.round import Launched, run_passes, run_round
 from TIDE.engine.round.seats import Seats
+from TIDE.engine.round.settled_prefill import SettledPrefill
 from TIDE.engine.row import Draft, RoundResult, Row
 from TIDE.engine.runners.device import DeviceRunner, device_errors
 from TIDE.engine.runners.graphs import Held
@@ -29,6 +30,7 @@ from TIDE.engine.schedule.draft_length import lengths_on
 from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.kernels.result import ACCEPTED, DRAFTED, NOTHING_LEFT, SCORES, TOKENS
 from TIDE.kernels.sampling import Features
+from TIDE.routing.settling import Settling
 
 MIN_COLUMNS = 1024  # a graph is made for so many columns; then for four times as many, and so on
 
@@ -53,7 +55,8 @@ class DeviceStage:
         if exit_ is not None:
             vocabulary = getattr(policy, "vocabulary", None)
             self.drafter = DeviceDrafter(runner, exit_, self.depth, vocabulary, self.choice)
-        self.seats = Seats(runner, exit_, plan.cache_gib)
+        self.settling: Settling | None = None if plan.settles_at is None else getattr(policy, "settling", None)
+        self.seats = Seats(runner, exit_, plan.cache_gib, shares=self.settling is None)
         self._launched = 0
         self._most = MIN_COLUMNS  # columns that attention is planned for
         self._limits: list[int] = []
@@ -184,6 +187,8 @@ class DeviceStage:
         if not self.runner.has_compiled_layers:
             return ModulePrefill(self.runner, self.slots, self.depth)
         prompts = self.runner.prompts(self.seats.exit, self.slots.columns)
+        if self.settling is not None:
+            return SettledPrefill(self.runner, prompts, self.depth, self.drafter, self.slots, self.settling)
         return Prefill(self.runner, prompts, self.depth, self.drafter, self.slots)
 
     def _plan_columns(self, longest: int) -> None:

@@ -2,7 +2,8 @@
 
 Mode "exact": the model's logits, in one pass. Mode "fast": for every token the logits the engine would choose from at that
 place, which is found out by letting the engine itself write the given tokens, one after the other. The first token of a row
-runs all layers, as a prompt does.
+runs all layers, as a prompt does. With exits in the prompt all given tokens are one: they run in one pass, and a token that
+settles has the logits of its predicted state at full depth.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from TIDE.stats import Clock, Seconds
 def rows_of(plan: Plan, policy: ExitPolicy | None, ids: torch.Tensor, padding: list[int], num_layers: int) -> list[Row]:
     """Return a row for each of (rows, columns) texts; in mode "fast" it begins with the first token, and the others follow."""
     seconds = Seconds()
-    is_script = policy is not None and not plan.exact
+    is_script = _is_script(plan, policy)
     return [
         Row(text[:1] if is_script else text, _Script(text), num_layers, index=index, seconds=seconds)
         for index, text in enumerate(row[pad:] for row, pad in zip(ids.tolist(), padding, strict=True))
@@ -39,9 +40,12 @@ def rows_of(plan: Plan, policy: ExitPolicy | None, ids: torch.Tensor, padding: l
 def forward(runner: Runner, plan: Plan, policy: ExitPolicy | None, rows: list[Row]) -> list[torch.Tensor]:
     """Run the texts of rows; return (tokens, vocabulary) logits for each."""
     with runner.grad_off():
-        is_script = policy is not None and not plan.exact
-        found = _as_decoded(runner, plan, policy, rows) if is_script else _in_one_pass(runner, plan, rows)
-    return found
+        run = _as_decoded if _is_script(plan, policy) else _in_one_pass
+        return run(runner, plan, policy, rows)
+
+
+def _is_script(plan: Plan, policy: ExitPolicy | None) -> bool:
+    return policy is not None and not plan.exact and plan.settles_at is None
 
 
 def laid_out(logits: list[torch.Tensor], ids: torch.Tensor, padding: list[int]) -> torch.Tensor:
@@ -68,16 +72,18 @@ def loss_of(model: PreTrainedModel, logits: torch.Tensor, labels: torch.Tensor, 
     return loss
 
 
-def _in_one_pass(runner: Runner, plan: Plan, rows: list[Row]) -> list[torch.Tensor]:
+def _in_one_pass(runner: Runner, plan: Plan, policy: ExitPolicy | None, rows: list[Row]) -> list[torch.Tensor]:
     clock = Clock(rows[0].stats.seconds)
-    segments = Segments(runner, plan.spans, rows, max(row.size for row in rows))
+    settling = None if plan.settles_at is None or policy is None else policy.settling
+    segments = Segments(runner, plan.spans, rows, max(row.size for row in rows), settling=settling)
     counts = {row: row.size for row in rows}
     for segment in range(segments.last):
-        segments.run(segment, counts)
-    found = segments.run(segments.last, counts, dict.fromkeys(rows, 0))
+        segments.run(segment, counts, are_prompts=settling is not None)
+    found = segments.run(segments.last, counts, dict.fromkeys(rows, 0), are_prompts=settling is not None)
     for row in rows:
-        for _ in row.tokens:
-            row.stats.count_token(runner.num_layers)
+        for number in range(len(row.tokens)):
+            settled = settling is not None and number < row.stats.settled_tokens
+            row.stats.count_token(settling.depth if settled and settling is not None else runner.num_layers)
     clock.lap("prompt")
     return [found[row] for row in rows]
 

@@ -135,6 +135,8 @@ class HostStage:
             return
         if other.runner is not self.runner or any(row.embeds is not None for row in rows):
             return
+        if self.plan.settles_at is not None:
+            return  # what settled was not run by the full model, and is never shared
         ours, theirs = (row.text(0, row.size) for row in rows)
         alike = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
         self.policy = other.policy
@@ -148,7 +150,8 @@ class HostStage:
 
     def change_runner(self, runner: Runner) -> None:
         """Go on with another runner of the same model."""
-        self.runner = self.segments.runner = runner
+        self.runner = runner
+        self.segments.change_runner(runner)
 
     def launch(self) -> Launched:
         """Run a round; it is over when this returns.
@@ -170,7 +173,8 @@ class HostStage:
         return Launched(lambda: results, is_prefill=self.is_prefill)
 
     def _no_segments(self) -> Segments:
-        return Segments(self.runner, self.plan.spans, (), STEP, self.policy)
+        settling = None if self.plan.settles_at is None or self.source is None else self.source.settling
+        return Segments(self.runner, self.plan.spans, (), STEP, self.policy, settling)
 
     @property
     def _active(self) -> list[Row]:

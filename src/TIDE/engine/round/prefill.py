@@ -65,6 +65,7 @@ class Prefill:
         self.slots = prompts.slots
         self.depth = depth
         self.drafter = None if drafter is None else drafter.on(prompts.slots)
+        self.parts: list[tuple[Entering, range]] = []  # the rows of the pass at hand, and which of their positions run
 
     def run(self, entering: Sequence[Entering], columns: int, others_wait: bool) -> bool:
         """Run one pass of what the first of these rows need; return True if that was as fast as it will be from now on.
@@ -73,27 +74,30 @@ class Prefill:
             columns: that no row has more of.
             others_wait: for their next round, so the pass is a short one.
         """
-        room, parts = PACE if others_wait else CHUNK, list[Part]()
+        room, given = PACE if others_wait else CHUNK, list[Part]()
+        self.parts = []
         for own in entering[:ROWS]:
             if not room:
                 break
-            stop = min(own.target, own.done + room)
-            parts.append(Part(own.row.tokens[own.done : stop], own.done, own.blocks))
-            own.row.stats.layers_run += (stop - own.done) * self.runner.num_layers
-            room -= stop - own.done
-            own.done = stop
-        is_typical = self._launch(self.prompts.write(parts), columns)
-        self._hand_over(entering[: len(parts)])
+            part = range(own.done, min(own.target, own.done + room))
+            given.append(Part(own.row.tokens[part.start : part.stop], own.done, own.blocks))
+            own.row.stats.layers_run += len(part) * self.runner.num_layers
+            room -= len(part)
+            own.done = part.stop
+            self.parts.append((own, part))
+        is_typical = self._launch(self.prompts.write(given), columns)
+        self._hand_over()
         return is_typical
 
-    def _hand_over(self, entered: Sequence[Entering]) -> None:
+    def _hand_over(self) -> None:
         """Leave the states of newest tokens where the rows are decoded."""
-        if ended := [(number, own.place) for number, own in enumerate(entered) if own.takes_newest and own.is_done]:
+        if ended := [(at, own.place) for at, (own, _) in enumerate(self.parts) if own.takes_newest and own.is_done]:
             numbers, places = torch.tensor(ended).to(self.rows.last.device, non_blocking=True).T
             self.rows.last[places] = self.prompts.last[numbers]
 
     def run_nothing(self, count: int, columns: int) -> None:
         """Run a pass of so many tokens that are nobody's; it is captured then."""
+        self.parts = []
         nobodys = [NOBODY] * (count // self.slots.store.size + 1)
         self._launch(self.prompts.write([Part([0] * count, 0, nobodys)]), columns)
 

@@ -34,13 +34,15 @@ class Seats:
 
     Args:
         cache_gib: of K/V at most; None: what is free.
+        shares: blocks of texts that begin alike are shared; otherwise each row has its own, and others never find them.
     """
 
-    def __init__(self, runner: DeviceRunner, exit_: Exit | None, cache_gib: float | None) -> None:
+    def __init__(self, runner: DeviceRunner, exit_: Exit | None, cache_gib: float | None, shares: bool = True) -> None:
         self.runner = runner
         self.exit = exit_
         self.in_blocks = runner.has_compiled_layers  # otherwise there is one row, with all columns of its slot
         self.cache_gib = cache_gib
+        self.shares = shares and self.in_blocks
         self.places: dict[int, Row] = {}  # by slot
         self.entering: list[Entering] = []
         self._blocks: dict[Row, list[int]] = {}  # in the order of joining
@@ -101,7 +103,7 @@ class Seats:
             self.places[place] = row
             own = Entering(row, place, [])
             self._blocks[row] = own.blocks
-            if self.in_blocks:
+            if self.shares:
                 self._held[row] = self.store.prefixes.begin(row.salt)
                 self._find_more(own)
             own.blocks += self.store.take(self._needed(row) - len(own.blocks))
@@ -112,8 +114,8 @@ class Seats:
 
     def ready(self) -> list[Entering]:
         """Return the rows whose texts can run now: those that do not wait for a block that one before them makes."""
-        if not self.in_blocks:
-            return self.entering
+        if not self.shares:
+            return [own for own in self.entering if not own.is_done]
         found, promised = [], set()
         for own in self.entering:
             self._find_more(own)

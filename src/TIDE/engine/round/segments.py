@@ -15,10 +15,12 @@ import torch
 
 from TIDE.engine.cache.pending import Pending
 from TIDE.engine.cache.segment_cache import SegmentCache
+from TIDE.engine.round.settler import Settler
 from TIDE.engine.row import Row
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.passes import PassTokens
 from TIDE.routing.policy import ExitPolicy
+from TIDE.routing.settling import Settling
 
 MOST_PADDING = 0.03  # of the tokens that a pass of prompts computes
 PASS_COST = 16  # tokens that take about as long to compute as one pass more does
@@ -32,12 +34,20 @@ class Segments:
         rows: to begin with, in slots numbered from 0; `make_room` and `clear` are for those that come and go.
         capacity: columns of the cache to begin with.
         watcher: is shown the states at the depths it watches, and told of rollbacks.
+        settling: which tokens of prompts settle; None: none do.
     """
 
     def __init__(
-        self, runner: Runner, spans: Sequence[range], rows: Sequence[Row], capacity: int, watcher: ExitPolicy | None = None
+        self,
+        runner: Runner,
+        spans: Sequence[range],
+        rows: Sequence[Row],
+        capacity: int,
+        watcher: ExitPolicy | None = None,
+        settling: Settling | None = None,
     ) -> None:
         self.runner = runner
+        self.settler = None if settling is None else Settler(runner, settling)
         self.watcher = watcher
         self.watched = frozenset(watcher.watches if watcher is not None else ())
         self.spans = spans
@@ -46,6 +56,12 @@ class Segments:
         self.pending = Pending()
         self._embedded: dict[Row, tuple[int, torch.Tensor]] = {}  # a position, and states at depth 0 from there on
         self.starts_from_ids = not len(spans[0]) and runner.embed([0]) is not None
+
+    def change_runner(self, runner: Runner) -> None:
+        """Go on with another runner of the same model."""
+        self.runner = runner
+        if self.settler is not None:
+            self.settler.runner = runner
 
     def make_room(self, rows: int) -> None:
         """Have slots for so many rows."""
@@ -109,9 +125,19 @@ class Segments:
         counts = {row: count for row, count in counts.items() if count > 0}
         logits: dict[Row, torch.Tensor] = {}
         last = segment if last is None else last
-        for rows in self._passes(segment, last, counts, are_prompts):
-            logits |= self._pass(segment, last, rows, [counts[row] for row in rows], logits_from, best_only)
+        settling = self._settling(segment, counts) if are_prompts else []
+        others = {row: count for row, count in counts.items() if row not in settling}
+        for rows in [*self._passes(segment, last, others, are_prompts), *([row] for row in settling)]:
+            own = [counts[row] for row in rows]
+            logits |= self._pass(segment, last, rows, own, logits_from, best_only, rows[0] in settling)
         return logits
+
+    def _settling(self, segment: int, counts: dict[Row, int]) -> list[Row]:
+        """Return the rows that run alone because tokens of their prompts may settle."""
+        settler = self.settler
+        if settler is None:
+            return []
+        return [row for row, count in counts.items() if settler.takes(row, self.length(segment, row), count)]
 
     def reaches(self, segment: int, rows: list[Row]) -> int:
         """Return the last segment that one pass of these rows may go through from a segment on."""
@@ -137,6 +163,8 @@ class Segments:
     def _forget(self, row: Row, length: int) -> None:
         self.pending.cut(row.slot, length)
         self._embedded.clear()
+        if self.settler is not None:
+            self.settler.forget(row, length)
         if self.watcher is not None:
             self.watcher.forget(row.slot, length)
 
@@ -170,6 +198,7 @@ class Segments:
         counts: list[int],
         logits_from: dict[Row, int] | None,
         best_only: bool,
+        settles: bool,
     ) -> dict[Row, torch.Tensor]:
         span = range(self.spans[segment].start, self.spans[last].stop)
         starts = [self.length(segment, row) for row in rows]
@@ -184,9 +213,12 @@ class Segments:
             tokens = tokens._replace(kept=kept, best_only=best_only)
         taps = tuple(depth for depth in self.watched if span.start < depth < span.stop or 0 == span.start == depth < span.stop)
         with self.cache.open(segment, tokens.rows, counts, last, aligned=not self.runner.is_ragged(tokens)):
-            passed = self.runner.run(span, tokens, self.cache, hidden, taps)
+            if settles and self.settler is not None:
+                passed = self.settler.run(span, rows[0], tokens, self.cache, hidden, taps)
+            else:
+                passed = self.runner.run(span, tokens, self.cache, hidden, taps)
         for row, computed in zip(rows, passed.computed, strict=True):
-            row.stats.layers_run += len(span) * computed
+            row.stats.layers_run += computed
         self._show(passed.taps | {span.stop: passed.states}, rows, starts, counts)
         if last != self.last:
             for row, start, states in zip(rows, starts, passed.states.split(counts), strict=True):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +101,19 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    def write_skipped_kv(self, span: range, tokens: PassTokens, states: torch.Tensor, cache: SegmentCache) -> None:
-        """Write K/V made of (n, hidden) states into the layers of a span, which the tokens do not run."""
+    def write_skipped_kv(
+        self,
+        span: range,
+        tokens: PassTokens,
+        states: torch.Tensor,
+        cache: SegmentCache,
+        predict: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """Write K/V made of (n, hidden) states into the layers of a span, which the tokens do not run.
+
+        Args:
+            predict: what the states are taken to be at a depth; None: as they are.
+        """
 
     def is_ragged(self, tokens: PassTokens, writes_only: bool = False) -> bool:
         """Return True if rows of a pass may stand at columns of their own; otherwise their histories are aligned first.

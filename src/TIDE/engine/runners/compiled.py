@@ -47,7 +47,8 @@ class CompiledRunner(ModuleRunner):
         self.scale, self.cap = _logit_transform(adapter.model.config.get_text_config(decoder=True))
 
     def is_ragged(self, tokens: PassTokens, writes_only: bool = False) -> bool:
-        return self.is_checked and not writes_only and tokens.embeds is None and len(tokens.ids) <= MOST_TOKENS
+        fits = tokens.embeds is None and tokens.picked is None and len(tokens.ids) <= MOST_TOKENS
+        return self.is_checked and not writes_only and fits
 
     def run(
         self,
@@ -62,7 +63,7 @@ class CompiledRunner(ModuleRunner):
         x = self._entering(tokens) if hidden is None else hidden.clone()
         tapped = self._through(span, x, tokens, cache, taps)
         logits = None if tokens.kept is None else self._wanted_logits(x[tokens.kept_places()], tokens.best_only)
-        return PassResult(x, logits, tapped, tokens.counts)
+        return PassResult(x, logits, tapped, [len(span) * count for count in tokens.counts])
 
     def _run_modules(
         self, span: range, tokens: PassTokens, cache: SegmentCache, hidden: torch.Tensor | None, taps: tuple[int, ...]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from TIDE.adapters.adapter import PassInputs
@@ -33,15 +35,29 @@ class ModuleRunner(Runner):
         passed = self.adapter.run(span.start, span.stop, inputs, hidden=states, keep=_keep(tokens), taps=taps)
         logits = None if passed.logits is None or tokens.kept is None else flat(passed.logits, tokens.kept)
         tapped = {depth: flat(own, counts) for depth, own in passed.taps.items()}
-        return PassResult(flat(passed.states, counts), logits, tapped, [tokens.width] * len(counts))
+        return PassResult(flat(passed.states, counts), logits, tapped, [len(span) * tokens.width] * len(counts))
 
-    def write_skipped_kv(self, span: range, tokens: PassTokens, states: torch.Tensor, cache: SegmentCache) -> None:
+    def write_skipped_kv(
+        self,
+        span: range,
+        tokens: PassTokens,
+        states: torch.Tensor,
+        cache: SegmentCache,
+        predict: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        def kv_of(layer: int) -> torch.Tensor:
+            return padded(states if predict is None else predict(layer, states), tokens.counts)
+
         hidden = padded(states, tokens.counts)
-        self.adapter.run(span.start, span.stop, self._inputs(tokens, cache), hidden=hidden, kv_only=True)
+        self.adapter.run(span.start, span.stop, self._inputs(tokens, cache), hidden=hidden, kv_of=kv_of)
 
     def _inputs(self, tokens: PassTokens, cache: SegmentCache) -> PassInputs:
         """Return ids, positions and mask; padding has the position of its row's last token."""
         width, device = tokens.width, self.device
+        if tokens.picked is not None:
+            own = torch.tensor([tokens.positions()], device=device)
+            like = torch.empty(0, dtype=self.adapter.model.dtype, device=device)
+            return PassInputs(torch.tensor([tokens.ids], device=device), own, cache.picked_mask(like), cache)
         pairs = list(zip(tokens.starts, tokens.counts, strict=True))
         positions = torch.tensor([[start + min(i, count - 1) for i in range(width)] for start, count in pairs], device=device)
         ids = padded(torch.tensor(tokens.ids, device=device), tokens.counts)

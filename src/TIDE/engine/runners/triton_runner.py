@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -115,10 +115,18 @@ class TritonRunner(CompiledRunner, DeviceRunner):
                 self.ops.decoder_layer(layer, passes[layer.rope], *self._kv(index, x, cache), most)
         return tapped
 
-    def write_skipped_kv(self, span: range, tokens: PassTokens, states: torch.Tensor, cache: SegmentCache) -> None:
+    def write_skipped_kv(
+        self,
+        span: range,
+        tokens: PassTokens,
+        states: torch.Tensor,
+        cache: SegmentCache,
+        predict: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         if not self.is_ragged(tokens):
-            super().write_skipped_kv(span, tokens, states, cache)
+            super().write_skipped_kv(span, tokens, states, cache, predict)
             return
+        assert predict is None, "tokens that settle together are not those of a ragged pass"
         x = states.contiguous()
         caches = [self._kv(index, x, cache) for index in span]
         for kind in self.rotary.kinds:
@@ -126,6 +134,12 @@ class TritonRunner(CompiledRunner, DeviceRunner):
             layers = [self.layers[span[place]] for place in places]
             with self.device_guard():
                 self.propagate(layers, self._pass(kind, x, tokens, cache), [caches[place] for place in places])
+
+    def write_kv_on_slots(self, slots: Slots, index: int, states: torch.Tensor, tokens: Tokens) -> None:
+        assert slots.angles is not None
+        layer, store = self.layers[index], slots.store
+        own = slots.pass_of(states.contiguous(), tokens, slots.angles[layer.rope])
+        self.propagate([layer], own, [(store.keys[index], store.values[index])])
 
     def _pass(self, kind: str, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache) -> Pass:
         (cos, sin), angles = self._angles(kind, tokens.positions())

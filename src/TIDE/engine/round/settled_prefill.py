@@ -1,0 +1,155 @@
+"""Prefill on slots where tokens of prompts may settle: the rest of their layers is one product for K/V.
+
+    layers 0 … c     all tokens of the pass, of any rows
+    at c             the host reads who settles
+    K/V, c … L       of the settled ones, made of their predicted states
+    c … L            the others, gathered: a ragged pass of fewer tokens
+
+Who settles is known on the host only when a pass runs, so such passes are not captured. K/V of these rows are never shared:
+see `Seats`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from TIDE.engine.cache.prompts import Prompts, gathered
+from TIDE.engine.cache.slots import Slots, Tokens
+from TIDE.engine.round.device_drafter import DeviceDrafter
+from TIDE.engine.round.prefill import Prefill
+from TIDE.engine.runners.device import DeviceRunner
+from TIDE.routing.heads import EPS
+from TIDE.routing.settling import Settling
+
+
+class Shown(NamedTuple):
+    """What a memory head will see of the tokens of a pass; nothing without such a head."""
+
+    noted: torch.Tensor | None = None  # (n, seen) of their states, normed, at the depths that it remembers
+    entry: torch.Tensor | None = None  # (n, hidden) their states where it drafts from
+
+    def of(self, numbers: torch.Tensor) -> Shown:
+        """Return room for the same of some tokens."""
+        return Shown(*(None if own is None else own.new_empty(len(numbers), own.shape[1]) for own in self))
+
+    def put(self, numbers: torch.Tensor, part: Shown) -> None:
+        """Take over what was seen of some tokens."""
+        for own, theirs in zip(self, part, strict=True):
+            if own is not None and theirs is not None:
+                own.index_copy_(0, numbers, theirs)
+
+
+class SettledPrefill(Prefill):
+    """Takes texts into blocks, some of their tokens up to a checkpoint only."""
+
+    def __init__(
+        self,
+        runner: DeviceRunner,
+        prompts: Prompts,
+        depth: int,
+        drafter: DeviceDrafter | None,
+        rows: Slots,
+        settling: Settling,
+    ) -> None:
+        super().__init__(runner, prompts, depth, drafter, rows)
+        self.settling = settling
+
+    def _launch(self, tokens: Tokens, columns: int) -> bool:
+        self._through(tokens, columns)
+        return True
+
+    def _through(self, tokens: Tokens, columns: int) -> None:
+        slots, count, deep = self.slots, len(tokens.ids), range(self.settling.depth, self.runner.num_layers)
+        states = slots.like.new_empty(count, len(slots.like))
+        self.runner.embed_on_slots(slots, tokens, states)
+        shown = Shown() if slots.memory is None else Shown(states.new_empty(count, slots.memory.seen), torch.empty_like(states))
+        self._take(range(deep.start), states, tokens, columns, shown)
+        rows = [number for number, (_, part) in enumerate(self.parts) for _ in part]
+        settled = set(self._ask(states, len(rows)))
+        if settled:
+            self._deep(deep, (rows, settled), states, tokens, columns, shown)
+        else:
+            self._take(deep, states, tokens, columns, shown)
+        if self.drafter is not None and shown.noted is not None and shown.entry is not None:
+            self.drafter.remember_prompt(tokens, shown.entry, shown.noted)
+
+    def _take(self, span: range, states: torch.Tensor, tokens: Tokens, columns: int, shown: Shown) -> None:
+        """Take states, in place, through layers."""
+        edges = sorted({span.start, span.stop, *({self.depth} & set(span))})
+        for start, stop in pairwise(edges):
+            if start == self.depth and shown.entry is not None:
+                shown.entry.copy_(states)
+            if self.drafter is not None:
+                self.drafter.through(range(start, stop), states, tokens, columns, shown.noted)
+            else:
+                for _ in self.runner.layers_on_slots(self.slots, range(start, stop), states, tokens, columns, ()):
+                    pass
+
+    def _ask(self, states: torch.Tensor, count: int) -> list[int]:
+        """Return the numbers of the tokens that settle: never the last one of a prompt, nor one that was written."""
+        if not count:
+            return []
+        positions = [position for _, part in self.parts for position in part]
+        flags = self.settling.settles(states[:count], positions).tolist()
+        settled, first = list[int](), 0
+        for own, part in self.parts:
+            row, numbers = own.row, range(first, first + len(part))
+            may = [number for number in numbers if flags[number] and positions[number] < row.prompt - 1]
+            row.stats.settled_tokens += len(may)
+            row.stats.layers_run -= len(may) * (self.runner.num_layers - self.settling.depth)
+            settled += may
+            first += len(part)
+        return settled
+
+    def _deep(
+        self,
+        span: range,
+        who: tuple[list[int], set[int]],
+        states: torch.Tensor,
+        tokens: Tokens,
+        columns: int,
+        shown: Shown,
+    ) -> None:
+        """Take those that stay through the deep layers, one by one, with the K/V of the others written before each: so the
+        device has long work while the host prepares the short.
+
+        Args:
+            who: the row of each token, and the numbers of those that have settled.
+        """
+        rows, settled = who
+        gone, left = gathered(tokens, sorted(settled), rows)
+        stay, staying = gathered(tokens, [number for number in range(len(rows)) if number not in settled], rows)
+        own, moving, part = states[gone], states[stay], shown.of(stay)
+        for layer in span:
+            self.runner.write_kv_on_slots(self.slots, layer, self.settling.predict(layer, own), left)
+            if len(stay):
+                self._take(range(layer, layer + 1), moving, staying, columns, part)
+        self._show_settled(span, own, gone, shown)
+        for depth in self._noted_before(span):
+            place = slice(depth * states.shape[1], (depth + 1) * states.shape[1])
+            if part.noted is not None and shown.noted is not None:
+                part.noted[:, place] = shown.noted[stay, place]
+        if part.entry is not None and shown.entry is not None and self.depth < span.start:
+            part.entry.copy_(shown.entry[stay])
+        shown.put(stay, part)
+
+    def _noted_before(self, span: range) -> list[int]:
+        """Return the places of depths that a memory head remembers of all tokens, settled or not."""
+        depths = [] if self.drafter is None else self.drafter.depths
+        return [place for place, depth in enumerate(depths) if depth <= span.start]
+
+    def _show_settled(self, span: range, states: torch.Tensor, numbers: torch.Tensor, shown: Shown) -> None:
+        """Let a memory head see predicted states of settled tokens."""
+        if self.drafter is None or shown.noted is None or shown.entry is None:
+            return
+        predict, width = self.settling.predict, states.shape[1]
+        if self.depth >= span.start:
+            shown.entry.index_copy_(0, numbers, predict(self.depth, states))
+        for place, depth in enumerate(self.drafter.depths):
+            if depth > span.start:
+                room = states.new_empty(len(states), width)
+                self.runner.exits.normalize_into(predict(depth, states), None, room, EPS)
+                shown.noted[:, place * width : (place + 1) * width].index_copy_(0, numbers, room)

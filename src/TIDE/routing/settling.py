@@ -1,0 +1,162 @@
+"""Exits in the prompt: which of its tokens settle at a checkpoint, and the states they are taken to have at deeper layers.
+
+    depth            c        c+1      …      L
+    stays            x   →   layer  →  …  →  layer
+    settles          x   ·   K/V of predict(c, x), of predict(c+1, x), …, and no queries, attention or MLP
+
+A token that settles is never run again: what follows reads the K/V made of its predicted states. `predict` of `Settling` is
+plain state propagation; `FittedSettling` has a map for each deeper depth, fitted by calibration:
+
+    predict(d, x) = x + up_d · down_d · x + shift_d                  ridge regression of low rank
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from TIDE.routing.heads import normed
+from TIDE.routing.router import Router
+
+SIGNALS = 1  # of a state that a router takes beside the normed state: the logarithm of its size
+PREFIX = "settling."
+
+
+class Settling(ABC):
+    """The interface that decides which tokens of a prompt settle; the last one is never asked.
+
+    Attributes:
+        depth: the checkpoint, from 1 on.
+    """
+
+    depth: int
+
+    @abstractmethod
+    def settles(self, states: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+        """Map (n, hidden) states at the checkpoint, of tokens at these positions of their texts, to (n,) booleans."""
+
+    def predict(self, depth: int, states: torch.Tensor) -> torch.Tensor:
+        """Map (n, hidden) states at the checkpoint to what they are taken to be at a depth, from the checkpoint to full."""
+        return states
+
+
+@dataclass
+class StateMap:
+    """The map to one depth."""
+
+    down: torch.Tensor  # (rank, hidden)
+    up: torch.Tensor  # (hidden, rank)
+    shift: torch.Tensor  # (hidden,)
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        return states + torch.nn.functional.linear(torch.nn.functional.linear(states, self.down), self.up, self.shift)
+
+    def to(self, *where: Any) -> StateMap:
+        return StateMap(*(own.to(*where) for own in (self.down, self.up, self.shift)))
+
+
+@dataclass(eq=False)
+class FittedSettling(Settling):
+    """What calibration makes of it.
+
+    Attributes:
+        maps: by depth, from `depth` + 1 to full depth; none: plain state propagation.
+        threshold: score needed to settle; None: no score is known to be high enough, so no token settles.
+        figures: measured, plain values.
+    """
+
+    depth: int
+    router: Router
+    maps: dict[int, StateMap]
+    threshold: float | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def settles(self, states: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+        if self.threshold is None:
+            return torch.zeros(len(states), dtype=torch.bool, device=states.device)
+        # the first token is the one that most attention falls back on
+        first = torch.tensor([position == 0 for position in positions], device=states.device)
+        return (self.scores(states) >= self.threshold) & ~first
+
+    def scores(self, states: torch.Tensor) -> torch.Tensor:
+        """Map (n, hidden) states to (n,) scores in [0, 1]: how likely it is that settling changes little of what follows."""
+        router = self.router
+        return torch.sigmoid(router.raw(features(states)) / router.temperature + router.offset)
+
+    def predict(self, depth: int, states: torch.Tensor) -> torch.Tensor:
+        return self.maps[depth](states) if depth in self.maps else states
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> FittedSettling:
+        """Return the same where a model is: maps in its dtype, the router in fp32."""
+        maps = {depth: own.to(device, dtype) for depth, own in self.maps.items()}
+        return FittedSettling(self.depth, self.router.to(device), maps, self.threshold, self.figures)
+
+    # ---- in a router file ----------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """Return everything except the tensors."""
+        sizes = {
+            "hidden_dim": self.router.down.in_features - SIGNALS,
+            "bottleneck_dim": self.router.down.out_features,
+            "ranks": {depth: len(own.down) for depth, own in self.maps.items()},
+        }
+        return {"depth": self.depth, "threshold": self.threshold, "figures": self.figures, **sizes}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = {f"{PREFIX}router.{name}": own for name, own in self.router.state_dict().items()}
+        for depth, own in self.maps.items():
+            found |= {f"{PREFIX}maps.{depth}.{name}": tensor.bfloat16() for name, tensor in vars(own).items()}
+        return found
+
+    def wrong(self) -> str | None:
+        """Return what makes it unusable; None if nothing does."""
+        depths = sorted(self.maps)
+        if depths and depths != list(range(self.depth + 1, depths[-1] + 1)):
+            return f"expected maps of prompts to every depth behind {self.depth}, found {depths}"
+        if self.depth < 1:
+            return f"expected prompts to settle from depth 1 on, found {self.depth}"
+        if self.threshold is not None and not (_is_number(self.threshold) and 0 <= self.threshold <= 1):
+            return f"expected a threshold of prompts from 0 to 1, found {self.threshold!r}"
+        if not isinstance(self.figures, dict):
+            return f"expected names and values as figures of prompts, found {type(self.figures).__name__}"
+        for name, tensor in self.tensors().items():
+            if not tensor.isfinite().all():
+                return f"{name} holds weights that are not finite numbers"
+        return None
+
+
+def features(states: torch.Tensor) -> torch.Tensor:
+    """Return what a router takes of (n, hidden) states: them normed, and the logarithm of their size."""
+    size = states.float().square().mean(-1, keepdim=True).add(1e-12).log()
+    return torch.cat([normed(states), size], -1)
+
+
+def build_settling(described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> FittedSettling:
+    """Build what a file holds. Its tensors are removed from the dictionary."""
+    hidden, maps = described["hidden_dim"], {}
+    with torch.device("meta"):
+        router = Router(hidden, described["bottleneck_dim"], SIGNALS)
+    state = {name: _taken(f"router.{name}", own.shape, tensors) for name, own in router.state_dict().items()}
+    router.load_state_dict(state, assign=True)
+    router.requires_grad_(False)
+    for depth, rank in described["ranks"].items():
+        shapes = {"down": (rank, hidden), "up": (hidden, rank), "shift": (hidden,)}
+        maps[int(depth)] = StateMap(*(_taken(f"maps.{depth}.{name}", shape, tensors) for name, shape in shapes.items()))
+    return FittedSettling(described["depth"], router, maps, described["threshold"], described["figures"])
+
+
+def _taken(name: str, shape: Sequence[int], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    found = tensors.pop(PREFIX + name, None)
+    if found is None or found.shape != torch.Size(shape) or not found.is_floating_point():
+        what = "nothing" if found is None else f"{found.dtype} of {tuple(found.shape)}"
+        raise ValueError(f"expected {PREFIX}{name} with numbers of {tuple(shape)}, found {what}")
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
