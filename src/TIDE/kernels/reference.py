@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from TIDE.kernels.layer import GELU, GELU_TANH, MLP, SILU, Attention, Layer, Norm, Pass, only_kv
+from TIDE.kernels.layer import GELU, GELU_TANH, MLP, SILU, Ancestors, Attention, Layer, Norm, Pass, only_kv
 from TIDE.kernels.result import ACCEPTED, DRAFTED, IS_NAN, NOTHING_LEFT, SCORES, TOKENS
 
 EMPTY = torch.zeros(0)
@@ -101,7 +101,8 @@ def attend(
     attention: Attention, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, most: int
 ) -> torch.Tensor:
     """(n, heads * dim) queries -> (n, heads * dim), the values that they attend to, mixed."""
-    assert not tokens.is_paged or torch.equal(tokens.columns, tokens.positions), "rows in blocks begin at column 0"
+    in_order = tokens.ancestors is not None or not tokens.is_paged or torch.equal(tokens.columns, tokens.positions)
+    assert in_order, "rows in blocks begin at column 0"
     q = queries.view(len(queries), -1, attention.head_dim)
     sees, rows, columns = _seen(tokens, attention.window)
     blocks, places = _find(tokens.tables, rows, columns, keys.shape[2])
@@ -116,6 +117,10 @@ def attend(
 
 def _seen(tokens: Pass, window: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what any of n tokens sees, (m,) rows and (m,) columns of them, and which token sees which, (n, m)."""
+    if tokens.ancestors is not None:
+        sees = _seen_in_trees(tokens, tokens.ancestors, window)
+        rows, columns = sees.any(0).nonzero().unbind(1)
+        return sees[:, rows, columns], rows, columns
     last = tokens.columns[:, None].long()
     first = last - tokens.positions[:, None]
     if window:
@@ -125,6 +130,19 @@ def _seen(tokens: Pass, window: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     sees = (tokens.rows[:, None, None] == rows) & ((columns >= first) & (columns <= last))[:, None]  # (n, rows, columns)
     rows, columns = sees.any(0).nonzero().unbind(1)
     return sees[:, rows, columns], rows, columns
+
+
+def _seen_in_trees(tokens: Pass, ancestors: Ancestors, window: int) -> torch.Tensor:
+    """Return (n, rows, columns) what tokens of trees see: a column for each of the positions up to their own."""
+    last, roots = tokens.positions[:, None].long(), ancestors.roots[:, None].long()
+    positions = torch.arange(int(last.max()) + 1, device=last.device)
+    behind = (positions - roots - 1).clamp(0, ancestors.columns.shape[1] - 1)
+    columns = torch.where(positions > roots, ancestors.columns.long().gather(1, behind), positions)
+    known = (positions <= last) & (positions > (last - window if window else -1))
+    sees = torch.zeros(len(last), len(tokens.tables), int(columns.max()) + 1, dtype=torch.bool, device=last.device)
+    token, at = known.nonzero().unbind(1)
+    sees[token, tokens.rows[token].long(), columns[token, at]] = True
+    return sees
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
