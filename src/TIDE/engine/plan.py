@@ -19,7 +19,9 @@ from TIDE.routing.certificate import Certificate, Settings
 from TIDE.routing.policy import ExitPolicy
 
 logger = logging.getLogger(__name__)
+MOST_ROWS = 64  # that are decoded together
 DRAFT_OVERHEAD = 0.25  # of a step: an exit head, its LM head and the draft's place in the deep pass
+DEFAULT_TREE = 0  # drafts of a tree, for one row on a GPU, unless asked for
 ROUNDING = 1e-9  # 0.29 * 100 is 28.999999999999996
 
 
@@ -39,6 +41,8 @@ class Plan:
     max_exit_share: float = 1.0  # mode "fast": of a row's new tokens
     checkpoint: int | None = None  # the one that rounds launched as a whole draft from
     cache_gib: float | None = None  # of K/V on a GPU, at most
+    draft_tree: int = 0  # drafts of a tree; 0: drafts are in a row
+    tree_rows: int = 0  # on more slots they are in a row
 
     def threshold(self, depth: int) -> float:
         """The score needed to exit at a checkpoint."""
@@ -87,6 +91,8 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, adapter: ModelAdapt
         max_exit_share=config.max_exit_share,
         checkpoint=_draft_checkpoint(policy, checkpoints, mode, adapter.num_layers),
         cache_gib=config.cache_gib,
+        draft_tree=DEFAULT_TREE if config.draft_tree is None else config.draft_tree,
+        tree_rows=1 if config.draft_tree is None else MOST_ROWS,
     )
 
 

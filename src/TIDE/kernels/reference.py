@@ -9,6 +9,11 @@ from torch.nn import functional as F
 
 from TIDE.kernels.layer import GELU, GELU_TANH, MLP, SILU, Ancestors, Attention, Layer, Norm, Pass, only_kv
 from TIDE.kernels.result import ACCEPTED, DRAFTED, IS_NAN, NOTHING_LEFT, SCORES, TOKENS
+from TIDE.kernels.trees import choose_nodes as choose_nodes
+from TIDE.kernels.trees import few_best as few_best
+from TIDE.kernels.trees import grow as grow
+from TIDE.kernels.trees import move_columns as move_columns
+from TIDE.kernels.trees import straighten as straighten
 
 EMPTY = torch.zeros(0)
 ACTIVATIONS = {SILU: F.silu, GELU_TANH: lambda x: F.gelu(x, approximate="tanh"), GELU: F.gelu}
@@ -171,6 +176,11 @@ def best_tokens(
     best_of(x @ (weight if vocabulary is None else weight[vocabulary]).T, best, token, signals, vocabulary, logits)
 
 
+def write_logits(x: torch.Tensor, weight: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
+    """Write the (n, tokens) logits of normed states (n, hidden), by an LM head; with a vocabulary, of its tokens only."""
+    logits.copy_(x @ (weight if vocabulary is None else weight[vocabulary]).T)
+
+
 def best_of(
     logits: torch.Tensor,
     best: torch.Tensor,
@@ -242,8 +252,9 @@ def denormalize(
     out: torch.Tensor,
 ) -> None:
     """Take (n, hidden) out of a memory head's coordinates into `out`, and into the rows of a table that places name."""
-    out.copy_((x.float() * spread.float() + center.float()).to(x.dtype))
-    table[places] = out
+    found = (x.float() * spread.float() + center.float()).to(x.dtype)
+    out.copy_(found)
+    table[places] = found
 
 
 def find_places(

@@ -26,6 +26,7 @@ class Launched:
         is_prefill: it ran prompts.
         is_typical: nothing was compiled or captured for it.
         rows: how many took part.
+        is_tree: drafts, if there are any, are in a tree.
     """
 
     results: Callable[[], list[tuple[Row, RoundResult]]]
@@ -33,6 +34,7 @@ class Launched:
     is_prefill: bool = False
     is_typical: bool = True
     rows: int = 1
+    is_tree: bool = False
 
     @property
     def is_timed(self) -> bool:
