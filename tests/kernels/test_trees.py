@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -18,8 +19,9 @@ from TIDE.kernels.sampling import Params, Settings
 from TIDE.kernels.trees import Beam, Candidates, Chain, Nodes, TreeShape, tree_shape
 from TIDE.engine.cache.tree_buffers import beam_of, candidates_of, nodes_of
 
+pytestmark = pytest.mark.invariant(7)
+
 VOCABULARY = 40
-BACKENDS = [trees]
 
 
 class Guess(NamedTuple):
@@ -32,7 +34,7 @@ class Guess(NamedTuple):
         return torch.stack([2 * torch.randn(VOCABULARY, generator=own).round(decimals=1) for own in rows])
 
 
-def grown(shape: TreeShape, starts: list[int], roots: list[int], guess: Guess, by=trees) -> tuple[Beam, Candidates, Nodes]:
+def grown(shape: TreeShape, starts: list[int], roots: list[int], guess: Guess) -> tuple[Beam, Candidates, Nodes]:
     """A tree for each row, level by level, and the texts behind its candidates checked on the way."""
     rows, at = len(starts), torch.tensor(starts, dtype=torch.int32)
     beam, candidates, nodes = beam_of(shape, rows, "cpu"), candidates_of(shape, rows, "cpu"), nodes_of(shape, rows, "cpu")
@@ -42,13 +44,13 @@ def grown(shape: TreeShape, starts: list[int], roots: list[int], guess: Guess, b
         few_ids = torch.zeros(len(texts), shape.width, dtype=torch.long)
         few_logs = torch.zeros(len(texts), shape.width)
         places = torch.arange(rows).repeat_interleave(len(texts) // rows)
-        by.few_best(guess.logits(texts), None, None, places, at[places] + level, few_ids, few_logs)
-        by.grow(few_ids, few_logs, at, level, beam, candidates)
+        trees.few_best(guess.logits(texts), None, None, places, at[places] + level, few_ids, few_logs)
+        trees.grow(few_ids, few_logs, at, level, beam, candidates)
         if level + 1 < shape.levels:
             own = zip(beam.parents[level + 1].tolist(), beam.ids[level + 1].tolist(), strict=True)
             texts = [(*asked[parent], token) for parent, token in own]
             asked += texts
-    by.choose_nodes(candidates, shape, torch.tensor(roots), at, nodes)
+    trees.choose_nodes(candidates, shape, torch.tensor(roots), at, nodes)
     return beam, candidates, nodes
 
 
@@ -87,7 +89,7 @@ def test_a_tree_is_closed_and_has_the_likeliest_texts(shape, seed, starts):
         texts = [text_of(nodes, row, node) for node in range(shape.drafts + 1)]
         assert len(set(texts)) == len(texts) and texts[0] == (roots[row],)
         scores = [log_of(guess, text) for text in texts]
-        assert all(a >= b - 1e-4 for a, b in zip(scores, scores[1:], strict=False))  # the likeliest first
+        assert all(a >= b - 1e-4 for a, b in pairwise(scores))  # the likeliest first
         left = sorted(candidates.scores[row].tolist(), reverse=True)[shape.drafts :]
         assert not left or max(left) <= scores[-1] + 1e-4
         for node, text in enumerate(texts):
@@ -196,6 +198,3 @@ def test_columns_of_a_path_are_moved_behind_the_root():
                 step = at - start
                 source = start + int(path[step, row]) if 0 <= step < len(path) else at
                 assert torch.equal(column(own, row, at), old[24 * row + source]), (row, at)
-
-
-pytestmark = pytest.mark.invariant(7)
