@@ -105,6 +105,7 @@ def test_what_is_saved_is_loaded(tmp_path, name):
         compaction_threshold=0.5,
         max_pending=6,
         max_exit_share=0.5,
+        draft_tree=15,
     )
     assert not [field.name for field in dataclasses.fields(config) if getattr(config, field.name) == field.default]
     config.save(tmp_path / name)

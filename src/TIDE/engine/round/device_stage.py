@@ -255,7 +255,7 @@ class DeviceStage:
             event.record()
         self._launched += 1
         places, made = [row.slot for row in rows], [min(drafts, row.wanted or 0) for row in rows]
-        is_tree = self.tree(self.slots.rows) is not None
+        shape = self.tree(self.slots.rows)
 
         def results() -> list[tuple[Row, RoundResult]]:
             if event is not None:
@@ -267,11 +267,11 @@ class DeviceStage:
                 if row.finished:
                     continue
                 row.stats.catch_ups += bool(drafts)
-                if (result := self._result(row, fields[place], count, is_tree)) is not None:
+                if (result := self._result(row, fields[place], count, shape is not None)) is not None:
                     found.append((row, result))
             return found
 
-        return Launched(results, drafts, is_prefill, is_typical, self.slots.rows, is_tree)
+        return Launched(results, drafts, is_prefill, is_typical, self.slots.rows, 0 if shape is None else self.plan.draft_tree)
 
     def _result(self, row: Row, fields: list[float], made: int, is_tree: bool) -> RoundResult | None:
         """Return the outcome of a round for a row; None: it failed."""

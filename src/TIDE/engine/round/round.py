@@ -26,7 +26,7 @@ class Launched:
         is_prefill: it ran prompts.
         is_typical: nothing was compiled or captured for it.
         rows: how many took part.
-        is_tree: drafts, if there are any, are in a tree.
+        tree: drafts of the tree that rounds may have; 0: drafts are in a row.
     """
 
     results: Callable[[], list[tuple[Row, RoundResult]]]
@@ -34,7 +34,7 @@ class Launched:
     is_prefill: bool = False
     is_typical: bool = True
     rows: int = 1
-    is_tree: bool = False
+    tree: int = 0
 
     @property
     def is_timed(self) -> bool:

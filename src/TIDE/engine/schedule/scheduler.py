@@ -23,7 +23,7 @@ class Scheduler:
         self.costs = Costs()
         self.experience = Experience()
         self.length = DraftLength(self.costs)
-        self.trees = DraftLength(Costs(), has_scores=False)
+        self.trees: dict[int, DraftLength] = {}  # by their drafts
         self._planned = self.length  # of the next round that is launched as a whole
 
     def admit(self, row: Row, plan: Plan) -> None:
@@ -32,13 +32,17 @@ class Scheduler:
         if plan.rests:
             row.budget = DraftBudget(row.size, self.costs, self.experience, plan.weighs, row.index)
 
+    def _of(self, tree: int) -> DraftLength:
+        """Return what decides about trees of so many drafts, or about drafts in a row."""
+        return self.trees.setdefault(tree, DraftLength(Costs(), has_scores=False)) if tree else self.length
+
     def begin_round(self, rows: Sequence[Row], plan: Plan, slots: int, levels: int = 0) -> None:
         """Decide how many drafts the next round of these rows has, which is launched as a whole on so many slots.
 
         Args:
             levels: of a tree that it may have; 0: its drafts are in a row.
         """
-        self._planned = self.trees if levels else self.length
+        self._planned = self._of(plan.draft_tree if levels else 0)
         if plan.exact:
             most = min(plan.max_pending, MOST_TOKENS - 1) if len(plan.spans) > 1 else 0
             self._planned.choose(rows, most, slots, [0, levels] if levels else None)
@@ -60,7 +64,7 @@ class Scheduler:
     def saw(self, row: Row, result: RoundResult, round_: Launched, seconds: float | None) -> None:
         """Record what a round gave a row, and the seconds since the round before it; None: they are not typical."""
         if round_.drafts is not None:
-            (self.trees if round_.is_tree else self.length).saw(row, round_, result, seconds)
+            self._of(round_.tree).saw(row, round_, result, seconds)
         elif row.budget is not None and not round_.is_prefill:
             row.budget.record_round(len(row.tokens), len(result.tokens))
 
