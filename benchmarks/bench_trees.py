@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 import transformers
-from bench_decode import SHAPES, on_gpu, random_model, timed
 
 import TIDE
+from bench_decode import SHAPES, on_gpu, random_model, timed
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.prefixes import new_salt
 from TIDE.engine.round.device_stage import DeviceStage

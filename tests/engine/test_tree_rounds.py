@@ -13,8 +13,9 @@ import TIDE
 from families import VOCAB, build
 from properties import examples
 from router_files import a_file
-from runners import Recording, on_references
+from runners import Recording, as_it_is, on_modules, on_references
 from TIDE.config import TIDEConfig
+from TIDE.engine import batch
 from TIDE.engine.round.tree_round import TreeRound
 from TIDE.kernels import reference, trees
 
@@ -128,3 +129,42 @@ def test_a_path_of_right_drafts_takes_few_rounds():
         stats = engine.last_stats
     assert stats.trees <= 7 and stats.accepted >= 12
     assert 3 < stats.tree_depth <= 5 and 2 <= stats.tree_width <= 6 and "Trees: " in stats.summary()
+
+
+@pytest.mark.parametrize(
+    ("place", "config", "strategy", "reason"),
+    [
+        (on_references, dict(exit_threshold=0.5), "memory", "exit_threshold chooses drafts by the scores of routers"),
+        (on_references, dict(), "lens", "is not a memory head before the first layer"),
+        (on_modules, dict(), "memory", "the model's own modules do not know the ancestors of a token"),
+        (as_it_is, dict(), "memory", "rounds are on the host: "),
+    ],
+)
+def test_where_there_are_no_trees_it_is_said_and_the_text_is_the_same(place, config, strategy, reason, caplog):
+    batch._warn_once.cache_clear()
+    text = expected(1)
+    with TIDE.TIDE(model()) as engine:
+        own = a_file(model(), strategy, (0 if strategy == "memory" else 1,), 0.0).policy(engine.adapter)
+    with place(TIDE.TIDE(model(), own, TIDEConfig(draft_tree=7, **config))) as engine:
+        assert torch.equal(engine.generate(some_ids(1), **OPTIONS), text)
+        assert not engine.last_stats.trees
+    (said,) = [record.getMessage() for record in caplog.records if "draft_tree" in record.getMessage()]
+    assert reason in said
+
+
+def test_without_drafts_or_without_a_tree_nothing_is_said(caplog):
+    text = expected(1)
+    for exits, config in ((False, dict(draft_tree=7)), (True, dict(draft_tree=0)), (True, dict()), (True, dict(mode="fast"))):
+        with an_engine(**config) as engine, engine.using(engine.config, exits=exits):
+            found = engine.generate(some_ids(1), **OPTIONS)
+            assert not engine.last_stats.trees and (config == dict(mode="fast") or torch.equal(found, text))
+    assert not [record for record in caplog.records if "draft_tree" in record.getMessage()]
+
+
+def test_trees_leave_their_rows_no_blocks_to_share_and_none_too_few():
+    """A text that grows over the ends of blocks: nodes are written up to 63 columns behind the root."""
+    with on_references(TIDE.TIDE(model())) as engine:
+        text = engine.generate(some_ids(2, 50), **{**OPTIONS, "max_new_tokens": 90})
+    with an_engine(draft_tree=63) as engine:
+        assert torch.equal(engine.generate(some_ids(2, 50), **{**OPTIONS, "max_new_tokens": 90}), text)
+        assert engine.last_stats.trees > 20

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from properties import examples
+from TIDE.engine.cache.tree_buffers import beam_of, candidates_of, nodes_of
 from TIDE.kernels import trees
 from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.kernels.noise import noise
 from TIDE.kernels.sampling import Params, Settings
 from TIDE.kernels.trees import Beam, Candidates, Chain, Nodes, TreeShape, tree_shape
-from TIDE.engine.cache.tree_buffers import beam_of, candidates_of, nodes_of
 
 pytestmark = pytest.mark.invariant(7)
 

@@ -43,6 +43,7 @@ class Plan:
     cache_gib: float | None = None  # of K/V on a GPU, at most
     draft_tree: int = 0  # drafts of a tree; 0: drafts are in a row
     tree_rows: int = 0  # on more slots they are in a row
+    has_asked_for_tree: bool = False  # the configuration has, and so wants to hear where there is none
 
     def threshold(self, depth: int) -> float:
         """The score needed to exit at a checkpoint."""
@@ -91,9 +92,17 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, adapter: ModelAdapt
         max_exit_share=config.max_exit_share,
         checkpoint=_draft_checkpoint(policy, checkpoints, mode, adapter.num_layers),
         cache_gib=config.cache_gib,
-        draft_tree=DEFAULT_TREE if config.draft_tree is None else config.draft_tree,
+        draft_tree=_draft_tree(config, mode, checkpoints),
         tree_rows=1 if config.draft_tree is None else MOST_ROWS,
+        has_asked_for_tree=bool(config.draft_tree and _draft_tree(config, mode, checkpoints)),
     )
+
+
+def _draft_tree(config: TIDEConfig, mode: str, checkpoints: list[int]) -> int:
+    """Return the drafts of a tree: none where nothing is drafted and verified."""
+    if mode != "exact" or not checkpoints:
+        return 0
+    return DEFAULT_TREE if config.draft_tree is None else config.draft_tree
 
 
 def _draft_checkpoint(policy: ExitPolicy | None, checkpoints: list[int], mode: str, num_layers: int) -> int | None:

@@ -1,10 +1,10 @@
 """Trees of drafts on a GPU, in Triton. Functions of the same names in `trees.py` define what each computes.
 
-    few_best        a program for a block of tokens of a choice finds the best of it, then one for a choice the best of those
-    grow            a program for a row: candidates of a level, compared in pairs
-    choose_nodes    a program for a row: a candidate's rank is how many are before it
-    straighten      a program for a row: from node to node
-    move_columns    a program for the keys or values of a layer, a row and a head: all are loaded before any is written
+few_best        a program for a block of tokens of a choice finds the best of it, then one for a choice the best of those
+grow            a program for a row: candidates of a level, compared in pairs
+choose_nodes    a program for a row: a candidate's rank is how many are before it
+straighten      a program for a row: from node to node
+move_columns    a program for the keys or values of a layer, a row and a head: all are loaded before any is written
 """
 
 # mypy: disable-error-code="no-untyped-def"

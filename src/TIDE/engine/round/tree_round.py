@@ -22,10 +22,8 @@ from TIDE.kernels.trees import Chain, TreeShape, tree_shape
 
 def why_no_tree(plan: Plan, runner: DeviceRunner, drafter: DeviceDrafter | None) -> str | None:
     """Return why drafts are in a row where the plan has a tree; None: they are not, or it has none."""
-    if not plan.draft_tree:
+    if not plan.draft_tree or drafter is None:
         return None
-    if drafter is None or not plan.exact:
-        return "only mode exact, with exits, has drafts to verify"
     if not plan.weighs:
         return "exit_threshold chooses drafts by the scores of routers, and a tree by those of its head"
     if drafter.depth or not drafter.has_memory:
