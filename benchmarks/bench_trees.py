@@ -9,7 +9,7 @@ over rounds, those without drafts included: how often there are drafts is decide
 
 By replay: random weights accept nothing, so the embedded model answers first, in rounds of 7 drafts in a row and with every
 tree, and how many were accepted in each round is kept. Rounds of the random model then run as they are, but for the number of
-drafts that accept takes, which is the one that was kept. There are drafts in every round; of drafts in a row 2, 4 and 7 are tried.
+drafts that accept takes, which is the one that was kept. There are drafts in every round; 2, 4 and 7 in a row are tried.
 
 Without a GPU rounds run in plain torch: tokens a round are what they are on one, seconds say nothing. Prints a table, then one
 JSON line.
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=1, help="times that every prompt is answered")
     parser.add_argument("--trees", type=int, nargs="*", default=TREES)
+    parser.add_argument("--levels", type=int, default=None, help="of trees, at most; None: as their size has them")
     options = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     found = replayed(options) if options.model in SHAPES else measured(options)
@@ -71,7 +72,7 @@ def measured(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     model, tokenizer = TIDE.load_model(options.model, dtype=options.dtype and getattr(torch, options.dtype))
     prompts = texts(tokenizer, options, model)
     configs: dict[str, TIDEConfig | None] = {"exits off": None, "in a row": TIDEConfig(draft_tree=0)}
-    configs |= {f"tree of {drafts}": TIDEConfig(draft_tree=drafts) for drafts in options.trees}
+    configs |= {f"tree of {own}": TIDEConfig(draft_tree=own, max_pending=options.levels) for own in options.trees}
     with an_engine(model, TIDE.default_router()) as engine:
         return compared(engine, configs, prompts, options)
 
@@ -163,7 +164,7 @@ def recorded(options: argparse.Namespace) -> dict[int, list[int]]:
         for drafts in (0, *options.trees):
             engine.scheduler = Fixed()
             for ids in prompts:
-                with engine.using(TIDEConfig(draft_tree=drafts, max_pending=LONGEST)):
+                with engine.using(TIDEConfig(draft_tree=drafts, max_pending=drafts and options.levels or LONGEST)):
                     engine.generate(ids, max_new_tokens=options.new_tokens, do_sample=False, cache_salt=new_salt())
             found[drafts] = engine.scheduler.accepted
     return found
@@ -218,7 +219,8 @@ def replayed(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
             own: dict[str, Any] = dict(seconds=[], tokens=0, rounds=0)
             for number in range(2 + max(3, options.rounds)):
                 replay.use(kept[tree])
-                with engine.using(TIDEConfig(draft_tree=tree, max_pending=LONGEST), exits=drafts > 0):
+                config = TIDEConfig(draft_tree=tree, max_pending=tree and options.levels or LONGEST)
+                with engine.using(config, exits=drafts > 0):
                     asked = dict(max_new_tokens=options.new_tokens, do_sample=False, cache_salt=new_salt())
                     seconds, _ = timed(lambda asked=asked: engine.generate(ids, **asked))
                 counts = engine.last_stats

@@ -34,7 +34,8 @@ COUNTERS = 4096  # more programs than a card needs to be busy
 def _attend(
     queries, keys, values, rows, columns, positions, tables, groups, roots, ancestors, out, parts, peaks, sums, arrived,
     scaling, chunks, together, each, heads, kv_heads, stride_group, stride_member, stride_ancestors, stride_table,
-    stride_block, stride_head, stride_column, SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
+    stride_block, stride_head, stride_column,
+    SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
     HEADS: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, MERGED: tl.constexpr,
     IN_TURN: tl.constexpr, WHOLE: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip

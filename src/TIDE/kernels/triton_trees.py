@@ -26,7 +26,7 @@ from TIDE.kernels.triton_noise import noise_of
 from TIDE.kernels.triton_products import counted
 
 BLOCK = 1024  # tokens of a program that looks for the best of them
-PAIRS = tl.constexpr(16)  # candidates that all are compared with at once
+PAIRS = 16  # candidates that all are compared with at once
 NONE = tl.constexpr(2147483647)
 LEAST = tl.constexpr(float("-inf"))
 NOISE, TEMPERATURE = tl.constexpr(sampling.NOISE), tl.constexpr(sampling.TEMPERATURE)

@@ -1,4 +1,4 @@
-"""Static buffers for trees of drafts on slots: made when the first tree of their shape is drafted, at fixed addresses from then on.
+"""Static buffers for trees of drafts on slots: made when the first tree of a shape is drafted, and at fixed addresses since.
 
 beam            tokens that an exit head is asked about, level by level
 candidates      all children that it gave them

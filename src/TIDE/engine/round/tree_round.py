@@ -67,7 +67,7 @@ class TreeRound:
         guesses = tree.guesses[own]
         if not step:
             drafter.begin()
-            tree.beam_roots.copy_(slots.starts[0].repeat_interleave(tree.shape.width))
+            tree.beam_roots.view(slots.rows, -1).copy_(slots.starts[0][:, None])
             tokens = slots.of(slice(0, 1))
             drafter.guess(tokens, guesses, self.most, guesses)
         else:
