@@ -92,7 +92,7 @@ def compared(
         return found
 
     for _ in range(2):  # compile and capture
-        for name in configs:
+        for name in configs if on_gpu() else ():
             answer(name, prompts[0])
     for number in range(options.rounds):
         for at, ids in enumerate(prompts):

@@ -158,7 +158,7 @@ class DeviceDrafter:
             self.score(drafts)
             self.remember(drafts)
         elif memory is not None:
-            tokens, states, parts = slots.of(own), slots.states_of(own), self.noted(own)
+            tokens, states, parts = slots.of(own), slots.states_of(own), memory.noted[: slots.rows]
             memory.parts.index_copy_(0, slots.ring[0], parts)
             self._enter(memory, tokens, states, memory.entries, slots.ring[0])
 
