@@ -168,3 +168,26 @@ def test_trees_leave_their_rows_no_blocks_to_share_and_none_too_few():
     with an_engine(draft_tree=63) as engine:
         assert torch.equal(engine.generate(some_ids(2, 50), **{**OPTIONS, "max_new_tokens": 90}), text)
         assert engine.last_stats.trees > 20
+
+
+def test_an_accepted_path_leaves_what_a_prefill_of_its_text_leaves():
+    """K/V of all layers, and K/V and memories of the exit head."""
+
+    def kept(ids, text, new):
+        with pytest.MonkeyPatch.context() as patch, an_engine(draft_tree=15) as engine:
+            patch.setattr(TreeRound, "deep_pass", told({13, 20}, text.tolist()))
+            patch.setattr(reference, "few_best", sure_of_the_first)
+            assert torch.equal(engine.generate(ids, **{**OPTIONS, "max_new_tokens": new}), text[:, : ids.shape[1] + new])
+            (slots,) = engine.runner._free
+            store, accepted = slots.store, engine.last_stats.accepted
+        first = int(store._free[-1])  # the block the row had first is the next to be taken
+        before = store.before[first * store.size :][: store.size]
+        return accepted, [before, *(own[first].transpose(0, 1) for own in (*store.keys, *store.values))]
+
+    text = expected(1)
+    size = text.shape[1] - 6  # what the last round moved is not looked at
+    accepted, found = kept(some_ids(1), text, 20)
+    assert accepted >= 10
+    _, wanted = kept(text[:, : size + 2], text, 3)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours[:size], theirs[:size], rtol=1e-4, atol=1e-4)
