@@ -164,7 +164,7 @@ def recorded(options: argparse.Namespace) -> dict[int, list[int]]:
         for drafts in (0, *options.trees):
             engine.scheduler = Fixed()
             for ids in prompts:
-                with engine.using(TIDEConfig(draft_tree=drafts, max_pending=drafts and options.levels or LONGEST)):
+                with engine.using(TIDEConfig(draft_tree=drafts, max_pending=(drafts and options.levels) or LONGEST)):
                     engine.generate(ids, max_new_tokens=options.new_tokens, do_sample=False, cache_salt=new_salt())
             found[drafts] = engine.scheduler.accepted
     return found
@@ -219,7 +219,7 @@ def replayed(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
             own: dict[str, Any] = dict(seconds=[], tokens=0, rounds=0)
             for number in range(2 + max(3, options.rounds)):
                 replay.use(kept[tree])
-                config = TIDEConfig(draft_tree=tree, max_pending=tree and options.levels or LONGEST)
+                config = TIDEConfig(draft_tree=tree, max_pending=(tree and options.levels) or LONGEST)
                 with engine.using(config, exits=drafts > 0):
                     asked = dict(max_new_tokens=options.new_tokens, do_sample=False, cache_salt=new_salt())
                     seconds, _ = timed(lambda asked=asked: engine.generate(ids, **asked))
