@@ -62,6 +62,8 @@ def test_it_cannot_be_changed():
         ("exit_strategy", "head", r"exit_strategy must be one of \['identity', 'lens', 'memory', 'eagle3'\], found 'head'"),
         ("max_pending", 0, "max_pending must be a whole number of at least 1"),
         ("max_pending", True, "max_pending must be a whole number"),
+        ("draft_tree", -1, "draft_tree must be a whole number of at least 0, found -1"),
+        ("draft_tree", 64, "draft_tree must be at most 63, found 64. 0 drafts no trees."),
         ("max_exit_share", 1.1, "max_exit_share must be a number from 0 to 1, found 1.1"),
         ("max_exit_share", None, "max_exit_share must be a number"),
         ("prefill_exits", 0.3, "prefill_exits must be True or False, found 0.3"),
@@ -113,6 +115,7 @@ def test_what_is_saved_is_loaded(tmp_path, name):
         max_pending=6,
         max_exit_share=0.5,
         prefill_exits=True,
+        draft_tree=15,
     )
     assert not [field.name for field in dataclasses.fields(config) if getattr(config, field.name) == field.default]
     config.save(tmp_path / name)

@@ -14,6 +14,7 @@ from typing import Any
 MODES = ("exact", "fast")
 EXIT_STRATEGIES = ("identity", "lens", "memory", "eagle3")
 LABELS = ("agreement", "cosine")
+MOST_TREE = 63  # drafts: with the newest token a pass of 64
 KV_CACHE_STRATEGIES = ("exact", "propagate", "zero_pad")
 
 
@@ -53,6 +54,9 @@ class TIDEConfig:
             of their predicted states. The router file has to hold what that takes; calibration with this setting fits it.
         cache_gib: GiB of K/V on a GPU, at most; rows that find no room wait, and the newest is put back and computed again
             when the others need it. None: what is free of the GPU's memory, less a tenth of it.
+        draft_tree: mode "exact" on a GPU: most drafts of a row in a round, up to 63, as a tree instead of one behind the other:
+            of several likely tokens at a place the full model's may be one. The text does not change. 0: no trees; None: as it
+            pays, which for now is 0.
     """
 
     mode: str | None = None
@@ -72,6 +76,7 @@ class TIDEConfig:
     max_exit_share: float = 0.9
     prefill_exits: bool = False
     cache_gib: float | None = None
+    draft_tree: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode is not None:
@@ -94,6 +99,9 @@ class TIDEConfig:
             raise ValueError(f"prefill_exits must be True or False, found {self.prefill_exits!r}.")
         if self.cache_gib is not None and not _is_above_zero(self.cache_gib):
             raise ValueError(f"cache_gib must be a number of GiB above 0, or None, found {self.cache_gib!r}.")
+        _at_least("draft_tree", self.draft_tree, 0, optional=True)
+        if self.draft_tree is not None and self.draft_tree > MOST_TREE:
+            raise ValueError(f"draft_tree must be at most {MOST_TREE}, found {self.draft_tree}. 0 drafts no trees.")
         if not isinstance(self.calibration_dataset, str) or not self.calibration_dataset.strip():
             raise ValueError(
                 f'calibration_dataset must be "self", a data set of the hub or the path of a .txt or .jsonl file, found '

@@ -46,6 +46,8 @@ class Run:
     tokens_per_second: float
     acceptance_by_step: dict[int, float]
     summary: str
+    tree_width: float = 0.0  # of trees of drafts: drafts in the widest level, on average
+    tree_depth: float = 0.0
 
     @property
     def mean_depth(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
@@ -96,6 +96,8 @@ class ExitStats:
         catch_ups: passes through the last segment in which a row ran more than one token, prompts excluded.
         rollbacks: verifications of a row that rejected drafts.
         rejected: drafts rejected, including those after the first wrong one.
+        trees: rounds of a row whose drafts were a tree; `tree_depths` and `tree_widths` are sums over them, of a tree's deepest
+            level and of the drafts in its widest one.
         seed: of the noise that a single row's tokens were drawn with; None: greedy, or several rows.
         seconds: wall-clock time, in total and by part.
     """
@@ -113,6 +115,9 @@ class ExitStats:
     catch_ups: int = 0
     rollbacks: int = 0
     rejected: int = 0
+    trees: int = 0
+    tree_depths: int = 0
+    tree_widths: int = 0
     seed: int | None = None
     seconds: Seconds = field(default_factory=Seconds)
 
@@ -124,6 +129,19 @@ class ExitStats:
             self.accepted_by_step[step] += 1
         else:
             self.remaining_tokens += 1
+
+    def count_drafts(self, by_step: Sequence[int], accepted: int, first_step: int = 1) -> None:
+        """Count the drafts of a round, as many as were made at each step, of which `accepted` in a row were accepted."""
+        for step, count in enumerate(by_step, first_step):
+            self.drafted_by_step[step] += count
+        self.rollbacks += accepted < len(by_step)
+        self.rejected += max(0, sum(by_step) - accepted)
+
+    def count_tree(self, levels: Sequence[int]) -> None:
+        """Count a tree with so many drafts at each depth."""
+        self.trees += 1
+        self.tree_depths += len(levels)
+        self.tree_widths += max(levels)
 
     def __add__(self, other: ExitStats) -> ExitStats:
         """Return the sum of both; their models must have the same depth."""
@@ -149,6 +167,16 @@ class ExitStats:
     def acceptance_by_step(self) -> dict[int, float]:
         """Step -> share of its drafts that were accepted."""
         return {step: self.accepted_by_step[step] / count for step, count in sorted(self.drafted_by_step.items())}
+
+    @property
+    def tree_depth(self) -> float:
+        """Mean depth of trees."""
+        return self.tree_depths / self.trees if self.trees else 0.0
+
+    @property
+    def tree_width(self) -> float:
+        """Mean width of trees: drafts in the widest level."""
+        return self.tree_widths / self.trees if self.trees else 0.0
 
     @property
     def exited_tokens(self) -> int:
@@ -192,6 +220,8 @@ class ExitStats:
             steps = ", ".join(f"{share:.1%}" for share in self.acceptance_by_step.values())
             lines.append(f"  Drafted: {self.drafted}, accepted: {self.accepted} (by step: {steps})")
             lines.append(f"  Catch-ups: {self.catch_ups}, rollbacks: {self.rollbacks}, rejected: {self.rejected}")
+        if self.trees:
+            lines.append(f"  Trees: {self.trees}, depth {self.tree_depth:.1f}, width {self.tree_width:.1f} on average")
         if self.seed is not None:
             lines.append(f"  Seed: {self.seed}")
         if self.seconds.whole:

@@ -35,6 +35,14 @@ def test_rows_together_are_timed(warm):
     assert all(own["tok_s"] > 0 for own in found["results"]["3"].values())
 
 
+def test_trees_are_timed_by_replay(warm):
+    asked = ("--model", "tiny", "--trees", 7, "--new-tokens", 8, "--prompt-tokens", 16, "--levels", 2)
+    found = report(warm.run(FOLDER / "bench_trees.py", *asked))["results"]
+    assert set(found) == {"exits off", "2 in a row", "4 in a row", "7 in a row", "tree of 7"}
+    assert found["exits off"]["tokens_a_round"] == 1.0 < found["tree of 7"]["tokens_a_round"]
+    assert found["tree of 7"]["trees"] > 0 and found["tree of 7"]["tree_depth"] <= 2
+
+
 def test_the_first_tokens_of_prompts_are_timed(warm):
     (row,) = report(warm.run(FOLDER / "bench_prefill.py", "--model", "tiny", "--tokens", 40, "--rounds", 2))["results"]
     assert row["tokens"] == 40 and row["generate_ms"] > 0 and row["tide_ms"] > 0

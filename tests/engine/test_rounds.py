@@ -91,9 +91,9 @@ def test_whatever_is_drafted_right_or_wrong(lengths, wrong, depth):
         assert stats.accepted or not any(lengths) or wrong
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(("depth", "tree"), [(0, 0), (2, 0), (0, 15)])
 @pytest.mark.parametrize("lengths", [[0] * 40, [0] * 20 + [4] * 9, [2, 0, 0, 7, *[0] * 17, 2], [4, 0] * 9])
-def test_a_memory_head_is_fed_every_token_once_it_is_asked_again(lengths, depth):
+def test_a_memory_head_is_fed_every_token_once_it_is_asked_again(lengths, depth, tree):
     """Whatever rounds there were: what it keeps is what a prefill of the same text leaves."""
     model = build("llama")
     ids = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(1))
@@ -105,7 +105,8 @@ def test_a_memory_head_is_fed_every_token_once_it_is_asked_again(lengths, depth)
             seen.append(int(self.memory.fed[place]))
             clear(self, place)
 
-        with pytest.MonkeyPatch.context() as patch, in_rounds(model, depth, script=script, then=2) as engine:
+        how = dict(script=script, then=2, draft_tree=tree)
+        with pytest.MonkeyPatch.context() as patch, in_rounds(model, depth, **how) as engine:
             patch.setattr(Slots, "clear", noting)
             text = engine.generate(ids, do_sample=False, eos_token_id=None, **options)
             (slots,) = engine.runner._free

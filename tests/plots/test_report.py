@@ -26,6 +26,12 @@ def test_a_page_needs_nothing_else_and_has_every_token(run):
         assert said in page, said
 
 
+def test_a_page_shows_the_width_and_depth_of_trees(run):
+    assert "draft trees" not in report(run)
+    page = report(dataclasses.replace(run, tree_width=5.25, tree_depth=4.0))
+    assert "5.2 × 4.0" in page and "mean width and depth of draft trees" in page
+
+
 def test_the_words_of_a_page_are_those_of_the_field(run):
     page = report(run)
     headings = ("Prompt", "Answer, coloured by depth", "Tokens by depth", "Accepted drafts by position", "Summary")

@@ -12,6 +12,7 @@ are decoded there too. If a step is broken off, rows go on from their texts as t
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import deque
@@ -161,12 +162,18 @@ class Batch:
         if on_device:
             assert isinstance(self.runner, DeviceRunner)
             stage = DeviceStage(self.runner, asked.plan, asked.policy, sampler)
+            self._warn_without_tree(asked.plan, stage.without_tree)
         else:
+            self._warn_without_tree(asked.plan, self.reason and f"rounds are on the host: {self.reason}")
             costs, most = self.scheduler.costs, max(rows, self.most_rows)
             stage = self.host = HostStage(self.runner, asked.plan, asked.policy, sampler, costs, most, self.before)
         group = Group(Loop(stage, asked.plan, self.scheduler, overlap=on_device), stage, asked.plan, asked.policy)
         self._groups.append(group)
         return group
+
+    def _warn_without_tree(self, plan: Plan, reason: str | None) -> None:
+        if plan.has_asked_for_tree and reason is not None:
+            _warn_once(reason)
 
     # ---- a step --------------------------------------------------------------------------------------------------------------
 
@@ -234,3 +241,8 @@ def _why_not_final(row: Row, policy: ExitPolicy | None) -> str | None:
     if getattr(policy, "vocabulary", None) is not None and (features.bias or features.rules):
         return "in mode fast its draft vocabulary may have none of the tokens that are allowed"
     return None
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    logger.warning("draft_tree is set, but drafts are not in trees: %s. The text is the same.", reason)

@@ -40,6 +40,10 @@ class Launcher(Protocol):
     def rows(self) -> list[Row]:
         """Rows in it, in the order in which they joined."""
 
+    @property
+    def tree_levels(self) -> int:
+        """Levels of the tree that a planned round may have; 0: its drafts are in a row."""
+
     def admit(self, rows: Sequence[Row]) -> int:
         """Let the first of these rows join, as many as there is room for; return how many."""
 
@@ -100,7 +104,7 @@ class Loop:
             if all(row.finished for row in rows):
                 return
         if self.stage.is_planned:
-            self.scheduler.begin_round(rows, self.plan, self.stage.width)
+            self.scheduler.begin_round(rows, self.plan, self.stage.width, self.stage.tree_levels)
         for row in rows:
             row.wanted = self.scheduler.drafts(row, self.plan, self.stage.is_planned)
         ahead = self.stage.launch()

@@ -54,6 +54,7 @@ class RoundResult(NamedTuple):
     first_step: int = 1  # number of the first token since the full model's last one
     scores: Sequence[float] = ()  # of the drafts that were verified, where routers gave any
     made: int = 0  # drafts, those included whose scores were too low
+    levels: Sequence[int] = ()  # of a tree: its drafts at each depth
 
 
 @dataclass(eq=False)
@@ -131,13 +132,13 @@ class Row:
         """Append final tokens up to the end of the text and count what the round did; return how many were appended."""
         if not round_.drafted:
             return self._append(round_.tokens, round_.first_step)
-        drafted = min(round_.drafted, self.stop.room(self))
+        drafted = min(round_.drafted, self.stop.room(self))  # of a tree: its depth
         kept = self._append(round_.tokens, round_.first_step)
         if self.finished:
             drafted = min(drafted, kept)  # drafts past the end of the text are not counted
-        self.stats.drafted_by_step.update(range(round_.first_step, round_.first_step + drafted))
-        self.stats.rollbacks += round_.accepted < drafted
-        self.stats.rejected += max(0, drafted - round_.accepted)
+        self.stats.count_drafts(round_.levels[:drafted] if round_.levels else [1] * drafted, round_.accepted, round_.first_step)
+        if round_.levels:
+            self.stats.count_tree(round_.levels)
         return kept
 
     def _append(self, tokens: Iterable[Draft], step: int) -> int:

@@ -40,6 +40,8 @@ def last_run(engine: TIDE, tokenizer: Any, prompt: str, ids: torch.Tensor, new: 
         tokens=tokens,
         tokens_per_second=stats.tokens_per_second,
         acceptance_by_step=stats.acceptance_by_step,
+        tree_width=stats.tree_width,
+        tree_depth=stats.tree_depth,
         summary=stats.summary(),
     )
 

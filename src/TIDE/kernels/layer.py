@@ -110,6 +110,20 @@ class Layer(NamedTuple):
     rope: str = ""  # kind of rotary table: "" if the model has one; compiled CPU code does not get it
 
 
+class Ancestors(NamedTuple):
+    """Where tokens of a tree find the tokens before them: up to the root in the row's own columns, behind it in any.
+
+        row     a b c        root c, at column 2
+        tree    c ─ d ─ f    columns 3, 4, 5 have K/V of d, e, f; f stands at position 4 and sees those of a b c, d, itself:
+                  └ e        columns 0 1 2 | 3 5
+
+    K/V are read in the order of positions, as those of a text are, so bits are those that the same tokens have in a row.
+    """
+
+    roots: Any  # (n,) position of the newest final token of its row
+    columns: Any  # (n, depth) the columns of its ancestors from position root + 1 on, its own the last of them
+
+
 class Pass(NamedTuple):
     """The tokens of a pass, of any rows; tokens of one row follow each other in rising columns."""
 
@@ -123,6 +137,7 @@ class Pass(NamedTuple):
     tables: Any  # (rows, blocks) the blocks with a row's K/V; with one block to a row, that of row r is block r
     # Tokens of a row may read its K/V together: (groups, most) their numbers, -1: none. An int n: token i is of row i % n.
     groups: Any = None
+    ancestors: Ancestors | None = None  # of tokens that are in trees, in blocks; each reads its row's K/V for itself then
 
     @property
     def is_paged(self) -> bool:

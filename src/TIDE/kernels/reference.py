@@ -7,8 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from TIDE.kernels.layer import GELU, GELU_TANH, MLP, SILU, Attention, Layer, Norm, Pass, only_kv
+from TIDE.kernels.layer import GELU, GELU_TANH, MLP, SILU, Ancestors, Attention, Layer, Norm, Pass, only_kv
 from TIDE.kernels.result import ACCEPTED, DRAFTED, IS_NAN, NOTHING_LEFT, SCORES, TOKENS
+from TIDE.kernels.trees import choose_nodes as choose_nodes
+from TIDE.kernels.trees import few_best as few_best
+from TIDE.kernels.trees import grow as grow
+from TIDE.kernels.trees import move_columns as move_columns
+from TIDE.kernels.trees import straighten as straighten
 
 EMPTY = torch.zeros(0)
 ACTIVATIONS = {SILU: F.silu, GELU_TANH: lambda x: F.gelu(x, approximate="tanh"), GELU: F.gelu}
@@ -101,7 +106,8 @@ def attend(
     attention: Attention, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, most: int
 ) -> torch.Tensor:
     """(n, heads * dim) queries -> (n, heads * dim), the values that they attend to, mixed."""
-    assert not tokens.is_paged or torch.equal(tokens.columns, tokens.positions), "rows in blocks begin at column 0"
+    in_order = tokens.ancestors is not None or not tokens.is_paged or torch.equal(tokens.columns, tokens.positions)
+    assert in_order, "rows in blocks begin at column 0"
     q = queries.view(len(queries), -1, attention.head_dim)
     sees, rows, columns = _seen(tokens, attention.window)
     blocks, places = _find(tokens.tables, rows, columns, keys.shape[2])
@@ -116,6 +122,10 @@ def attend(
 
 def _seen(tokens: Pass, window: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what any of n tokens sees, (m,) rows and (m,) columns of them, and which token sees which, (n, m)."""
+    if tokens.ancestors is not None:
+        sees = _seen_in_trees(tokens, tokens.ancestors, window)
+        rows, columns = sees.any(0).nonzero().unbind(1)
+        return sees[:, rows, columns], rows, columns
     last = tokens.columns[:, None].long()
     first = last - tokens.positions[:, None]
     if window:
@@ -125,6 +135,19 @@ def _seen(tokens: Pass, window: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     sees = (tokens.rows[:, None, None] == rows) & ((columns >= first) & (columns <= last))[:, None]  # (n, rows, columns)
     rows, columns = sees.any(0).nonzero().unbind(1)
     return sees[:, rows, columns], rows, columns
+
+
+def _seen_in_trees(tokens: Pass, ancestors: Ancestors, window: int) -> torch.Tensor:
+    """Return (n, rows, columns) what tokens of trees see: a column for each of the positions up to their own."""
+    last, roots = tokens.positions[:, None].long(), ancestors.roots[:, None].long()
+    positions = torch.arange(int(last.max()) + 1, device=last.device)
+    behind = (positions - roots - 1).clamp(0, ancestors.columns.shape[1] - 1)
+    columns = torch.where(positions > roots, ancestors.columns.long().gather(1, behind), positions)
+    known = (positions <= last) & (positions > (last - window if window else -1))
+    sees = torch.zeros(len(last), len(tokens.tables), int(columns.max()) + 1, dtype=torch.bool, device=last.device)
+    token, at = known.nonzero().unbind(1)
+    sees[token, tokens.rows[token].long(), columns[token, at]] = True
+    return sees
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -151,6 +174,11 @@ def best_tokens(
     With a vocabulary, rising token ids, there are no others. `logits`, (n, tokens), receives the logits.
     """
     best_of(x @ (weight if vocabulary is None else weight[vocabulary]).T, best, token, signals, vocabulary, logits)
+
+
+def write_logits(x: torch.Tensor, weight: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
+    """Write the (n, tokens) logits of normed states (n, hidden), by an LM head; with a vocabulary, of its tokens only."""
+    logits.copy_(x @ (weight if vocabulary is None else weight[vocabulary]).T)
 
 
 def best_of(
@@ -224,8 +252,9 @@ def denormalize(
     out: torch.Tensor,
 ) -> None:
     """Take (n, hidden) out of a memory head's coordinates into `out`, and into the rows of a table that places name."""
-    out.copy_((x.float() * spread.float() + center.float()).to(x.dtype))
-    table[places] = out
+    found = (x.float() * spread.float() + center.float()).to(x.dtype)
+    out.copy_(found)
+    table[places] = found
 
 
 def find_places(

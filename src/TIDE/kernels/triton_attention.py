@@ -6,7 +6,8 @@
 
 A program takes a group and a key head, and one chunk or all of them. Chunks are merged one after the other, by the program that
 ends last or by the one that has them all. So a token's bits depend neither on the tokens in its group nor on how the chunks are
-spread over programs: keys that it does not see change nothing, not even a rounding.
+spread over programs: keys that it does not see change nothing, not even a rounding. Tokens of a tree have a program each: one
+finds the newest columns through its ancestors, in the order of positions, and so has the bits of the same tokens in a row.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -31,11 +32,12 @@ COUNTERS = 4096  # more programs than a card needs to be busy
 
 @counted
 def _attend(
-    queries, keys, values, rows, columns, positions, tables, groups, out, parts, peaks, sums, arrived, scaling, chunks,
-    together, each, heads, kv_heads, stride_group, stride_member, stride_table, stride_block, stride_head, stride_column,
+    queries, keys, values, rows, columns, positions, tables, groups, roots, ancestors, out, parts, peaks, sums, arrived,
+    scaling, chunks, together, each, heads, kv_heads, stride_group, stride_member, stride_ancestors, stride_table,
+    stride_block, stride_head, stride_column,
     SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
     HEADS: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, MERGED: tl.constexpr,
-    IN_TURN: tl.constexpr, WHOLE: tl.constexpr,
+    IN_TURN: tl.constexpr, WHOLE: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of a group that share a key head.
 
@@ -68,6 +70,9 @@ def _attend(
     if SIZE == 0:
         origin = (tl.load(columns + leader) - tl.load(positions + leader)).to(tl.int64)
         base += row * stride_block + origin * stride_column
+    root, line = leader, ancestors  # of the only token of a group, if it is in a tree
+    if TREE:
+        root, line = tl.load(roots + leader), ancestors + leader * stride_ancestors
     at = (token * heads + own * SHARED + head)[None, :].to(tl.int64) * DIM + dim[:, None]
     known = is_there[None, :] & (dim < DIM)[:, None]
     asked = tl.load(queries + at, mask=known, other=0.0)
@@ -75,8 +80,8 @@ def _attend(
         peak, total, mixed = _nothing(BLOCK, N)
         for chunk in range(first, last + 1):
             of_chunk = _chunk(
-                asked, keys + base, values + base, table, chunk, top, newest, oldest, scaling, stride_table, stride_block,
-                stride_column, SIZE, WINDOW, CAP, DIM, BLOCK, N, TILE, CHUNK,
+                asked, keys + base, values + base, table, root, line, chunk, top, newest, oldest, scaling, stride_table,
+                stride_block, stride_column, SIZE, WINDOW, CAP, DIM, BLOCK, N, TILE, CHUNK, TREE,
             )  # fmt: skip
             peak, total, mixed = _merged(peak, total, mixed, of_chunk[0], of_chunk[1], of_chunk[2])
         tl.store(out + at, (mixed / total[None, :]).to(out.dtype.element_ty), mask=known)
@@ -85,8 +90,8 @@ def _attend(
         if chunk > last:
             return
         peak, total, mixed = _chunk(
-            asked, keys + base, values + base, table, chunk, top, newest, oldest, scaling, stride_table, stride_block,
-            stride_column, SIZE, WINDOW, CAP, DIM, BLOCK, N, TILE, CHUNK,
+            asked, keys + base, values + base, table, root, line, chunk, top, newest, oldest, scaling, stride_table,
+            stride_block, stride_column, SIZE, WINDOW, CAP, DIM, BLOCK, N, TILE, CHUNK, TREE,
         )  # fmt: skip
         if first == last:
             tl.store(out + at, (mixed / total[None, :]).to(out.dtype.element_ty), mask=known)
@@ -116,15 +121,15 @@ def _attend(
 
 @triton.jit
 def _chunk(
-    asked, keys, values, table, chunk, top, newest, oldest, scaling, stride_table, stride_block, stride_column,
+    asked, keys, values, table, root, line, chunk, top, newest, oldest, scaling, stride_table, stride_block, stride_column,
     SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
-    TILE: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys of a chunk, up to position `top`. A tile lies in one block."""
+    """Attend to the keys of a chunk, up to position `top`. A tile lies in one block, but for what is behind a tree's root."""
     dim, inside = tl.arange(0, BLOCK), tl.arange(0, TILE)
     real, first = (dim < DIM)[None, :], chunk * CHUNK
     stop = tl.minimum(first + CHUNK, top + 1)
-    if SIZE != 0:
+    if SIZE != 0 and not TREE:
         number = tl.arange(0, CHUNK // SIZE)
         blocks = tl.load(table + first // SIZE + number, mask=first // SIZE + number < stride_table, other=0).to(tl.int64)
     peak, _, mixed = _nothing(BLOCK, N)
@@ -132,7 +137,12 @@ def _chunk(
     for tile in range(first, stop, TILE):
         position = tile + inside
         where = position.to(tl.int64) * stride_column
-        if SIZE != 0:
+        if TREE:
+            behind = (position > root) & (position < stop)
+            column = tl.where(behind, tl.load(line + position - root - 1, mask=behind, other=0), position)
+            block = tl.load(table + column // SIZE, mask=position < stop, other=0).to(tl.int64)
+            where = block * stride_block + column % SIZE * stride_column
+        elif SIZE != 0:
             block = tl.sum(tl.where(number == (tile - first) // SIZE, blocks, 0), 0)
             where = block * stride_block + position % SIZE * stride_column
         written = (position < stop)[:, None] & real
@@ -203,10 +213,12 @@ def attend(
     dim, kv_heads, card = attention.head_dim, keys.shape[1], card_of(queries.device)
     heads, out, block = queries.shape[1] // dim, torch.empty_like(queries), max(16, triton.next_power_of_2(dim))
     shared, padded = heads // kv_heads, triton.next_power_of_2(heads // kv_heads)
-    if tokens.is_paged and suits(tokens, queries, padded):
+    in_tree = tokens.ancestors is not None
+    assert tokens.is_paged or not in_tree, "trees are in blocks"
+    if tokens.is_paged and not in_tree and suits(tokens, queries, padded):
         return attend_prompts(attention, tokens, queries, keys, values, strides(tokens, keys), CHUNK)
-    groups, in_turn = tokens.groups, isinstance(tokens.groups, int)
-    if groups is None:
+    groups, in_turn = tokens.groups, isinstance(tokens.groups, int) and not in_tree
+    if groups is None or in_tree:
         groups = _alone(len(queries), queries.device)
     together = len(queries) // groups if in_turn else groups.shape[1]
     each = min(together, max(1, most_queries(card, block, queries.element_size()) // padded))
@@ -225,11 +237,13 @@ def attend(
     room = 1 if is_whole else count * kv_heads * chunks * each * shared
     parts = queries.new_empty(room, 1 if is_whole else dim, dtype=torch.float32)
     peaks, sums = queries.new_empty(2, room, dtype=torch.float32)
+    roots, line = tokens.ancestors or (tokens.rows, tokens.rows[:, None])
     _attend[(count, kv_heads, 1 if is_whole else chunks)](
         queries, keys, values, tokens.rows, tokens.columns, tokens.positions, tokens.tables,
-        tokens.rows if in_turn else groups, out, parts, peaks, sums, _counters(queries.device), attention.scaling, chunks,
-        together, each, heads, kv_heads, *places, *strides(tokens, keys), attention.window, attention.cap, dim, block, shared,
-        padded, columns, wide, tile.keys, CHUNK, MERGED, in_turn, is_whole,
+        tokens.rows if in_turn else groups, roots, line, out, parts, peaks, sums, _counters(queries.device),
+        attention.scaling, chunks, together, each, heads, kv_heads, *places, line.stride(0), *strides(tokens, keys),
+        attention.window, attention.cap, dim, block, shared, padded, columns, wide, tile.keys, CHUNK, MERGED, in_turn,
+        is_whole, in_tree,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -12,6 +12,11 @@ import triton.language as tl
 from TIDE.kernels.cards import card_of, head_tile
 from TIDE.kernels.result import ACCEPTED, DRAFTED, FIELDS, IS_NAN, NOTHING_LEFT, SCORES, TOKENS
 from TIDE.kernels.triton_products import EMPTY, _first, _launch_linear, _product, counted
+from TIDE.kernels.triton_trees import choose_nodes as choose_nodes
+from TIDE.kernels.triton_trees import few_best as few_best
+from TIDE.kernels.triton_trees import grow as grow
+from TIDE.kernels.triton_trees import move_columns as move_columns
+from TIDE.kernels.triton_trees import straighten as straighten
 
 
 @counted
@@ -93,6 +98,22 @@ def best_tokens(
     logits: torch.Tensor | None = None,
 ) -> None:
     """Two launches; logits themselves are written only where a buffer is given for them."""
+    peaks, at, sums = _launch_peaks(x, weight, signals, vocabulary, logits)
+    blocks = peaks.shape[1]
+    _best[(len(x),)](
+        peaks, at, sums, best, token, best if signals is None else signals, blocks, signals is not None,
+        triton.next_power_of_2(blocks), num_warps=4,
+    )  # fmt: skip
+
+
+def _launch_peaks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    signals: torch.Tensor | None,
+    vocabulary: torch.Tensor | None,
+    logits: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return, for each state and block of tokens, the best logit, its token, and sums for signals."""
     width = weight.shape[1]
     tile = head_tile(card_of(weight.device), len(weight), width, weight.element_size(), len(x))
     chosen = weight if vocabulary is None else vocabulary
@@ -105,10 +126,12 @@ def best_tokens(
         vocabulary is not None, signals is not None, logits is not None, *tile.constants,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    _best[(len(x),)](
-        peaks, at, sums, best, token, best if signals is None else signals, blocks, signals is not None,
-        triton.next_power_of_2(blocks), num_warps=4,
-    )  # fmt: skip
+    return peaks, at, sums
+
+
+def write_logits(x: torch.Tensor, weight: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
+    """One launch; the bits are those of `best_tokens`."""
+    _launch_peaks(x, weight, None, vocabulary, logits)
 
 
 @triton.jit

@@ -59,6 +59,7 @@ def verified_steps(run: Run) -> dict[int, float]:
 def _figures(run: Run) -> list[tuple[str, str]]:
     if not run.tokens:
         return [("0", "tokens")]
+    tree = [(f"{run.tree_width:.1f} × {run.tree_depth:.1f}", "mean width and depth of draft trees")] if run.tree_depth else []
     early = sum(token.depth < run.num_layers for token in run.tokens) / len(run.tokens)
     return [
         (f"{len(run.tokens)}", "token" if len(run.tokens) == 1 else "tokens"),
@@ -66,6 +67,7 @@ def _figures(run: Run) -> list[tuple[str, str]]:
         (f"{early:.0%}", "exited early"),
         (f"{run.mean_depth:.1f}", f"mean depth, of {run.num_layers} layers"),
         (f"{math.floor(1000 * run.agreement) / 10:g}%", "match the full model"),  # rounded down: 100 only if all match
+        *tree,
     ]
 
 

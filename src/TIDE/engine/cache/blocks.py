@@ -49,6 +49,7 @@ class KVBlocks:
         self.keys: list[torch.Tensor] = [self._nothing(shape.heads, shape.key_dim) for shape in self._all_shapes]
         self.values: list[torch.Tensor] = [self._nothing(shape.heads, shape.value_dim) for shape in self._all_shapes]
         self.before = like.new_zeros(0, len(like))
+        self.addresses = torch.zeros(len(shapes), 2, dtype=torch.long, device=like.device)  # of the layers' keys and values
         self.prefixes = Prefixes(size)
         self._free: list[int] = []
         self.grow(blocks)
@@ -114,6 +115,9 @@ class KVBlocks:
                 tensors[index] = _longer(old, blocks)
         if self.head is not None:
             self.before = _longer(self.before, blocks * self.size + 1)
+        layers = range(len(self.shapes))
+        found = torch.tensor([[self.keys[index].data_ptr(), self.values[index].data_ptr()] for index in layers])
+        self.addresses.copy_(found.view(-1, 2))
         first = self.blocks if self.blocks or blocks == 1 else NOBODY + 1
         self._free = [*reversed(range(first, blocks)), *self._free]
         self.blocks = blocks

@@ -26,9 +26,11 @@ from TIDE.adapters.probe import Store
 from TIDE.adapters.rotary_table import CosSin
 from TIDE.engine.cache.blocks import NOBODY, KVBlocks
 from TIDE.engine.cache.segment_cache import SegmentCache
-from TIDE.kernels.layer import MOST_TOKENS, Pass, only_kv
+from TIDE.engine.cache.tree_buffers import TreeBuffers
+from TIDE.kernels.layer import MOST_TOKENS, Ancestors, Pass, only_kv
 from TIDE.kernels.result import FIELDS
 from TIDE.kernels.sampling import Settings
+from TIDE.kernels.trees import TreeShape
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import MemoryHead
 from TIDE.routing.router import Router
@@ -50,6 +52,8 @@ class Tokens(NamedTuple):
     places: torch.Tensor  # (n,) where a memory head has what belongs to them
     after: torch.Tensor  # (n,) and to the tokens after them
     groups: torch.Tensor | int | None = None  # those of one row: see `Pass`
+    columns: torch.Tensor | None = None  # (n,) int32, of tokens in trees; others stand at the columns of their positions
+    ancestors: Ancestors | None = None
 
 
 class Memory:
@@ -136,6 +140,7 @@ class Slots:
         self.like = like
         self._logits: torch.Tensor | None = None
         self._settings: Settings | None = None
+        self._trees: dict[TreeShape, TreeBuffers] = {}
         self.pinned = torch.zeros(2, rows, FIELDS, dtype=torch.float32, pin_memory=like.is_cuda)
 
     def of(self, own: slice) -> Tokens:
@@ -160,7 +165,14 @@ class Slots:
     def pass_of(self, states: torch.Tensor, tokens: Tokens, angles: CosSin) -> Pass:
         """Return tokens on their way through a layer."""
         at = tokens.positions
-        return Pass(states, *angles, tokens.rows, at, at, at, self.tables, tokens.groups)
+        columns = at if tokens.columns is None else tokens.columns
+        return Pass(states, *angles, tokens.rows, columns, at, at, self.tables, tokens.groups, tokens.ancestors)
+
+    def tree(self, shape: TreeShape, vocabulary: int) -> TreeBuffers:
+        """Return room for trees of a shape."""
+        if shape not in self._trees:
+            self._trees[shape] = TreeBuffers(shape, self, vocabulary)
+        return self._trees[shape]
 
     # ---- rows that come and go ---------------------------------------------------------------------------------------------
 

@@ -76,12 +76,18 @@ class DeviceChoice:
         best: torch.Tensor,
         signals: torch.Tensor | None = None,
         vocabulary: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
     ) -> None:
-        """Choose the tokens after (n, hidden) states at full depth; write their scores and the signals that routers take."""
+        """Choose the tokens after (n, hidden) states at full depth; write their scores and the signals that routers take.
+
+        Args:
+            logits: room for the (n, vocabulary) logits; None: that of the slots.
+        """
         if self.features is None:
             self.runner.choose(states, token, best, signals, vocabulary)
             return
-        logits = self.slots.logits_of(len(states), None if vocabulary is None else len(vocabulary))
+        if logits is None:
+            logits = self.slots.logits_of(len(states), None if vocabulary is None else len(vocabulary))
         self.runner.choose(states, token, best, signals, vocabulary, logits)
         settings, tokens = self.slots.settings, self.slots.tokens
         self.runner.sampling.sample(logits, vocabulary, settings, tokens, *places, self.features, token, best)

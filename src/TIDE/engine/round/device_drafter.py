@@ -116,7 +116,7 @@ class DeviceDrafter:
         if self.memory is None:
             slots.guesses[at].copy_(self.exit.head(slots.states[at]))
         else:
-            self._guess(self.memory, slots.of(own), slots.states[at], most, slots.guesses[at])
+            self.guess(slots.of(own), slots.states[at], most, slots.guesses[at])
         signals = slots.signals[at]
         self.choice.choose(
             slots.guesses[at], self.choice.of(own), slots.tokens[step + 1], slots.best[0], signals, self.vocabulary
@@ -156,14 +156,19 @@ class DeviceDrafter:
         memory, slots, own = self.memory, self.slots, slice(0, drafts + 1)
         if drafts:
             self.score(drafts)
+            self.remember(drafts)
+        elif memory is not None:
+            tokens, states, parts = slots.of(own), slots.states_of(own), memory.noted[: slots.rows]
+            memory.parts.index_copy_(0, slots.ring[0], parts)
+            self._enter(memory, tokens, states, memory.entries, slots.ring[0])
+
+    def remember(self, drafts: int) -> None:
+        """Remember the newest final token and drafts, which have run all layers, and write K/V of the tokens after them."""
+        memory, slots, own = self.memory, self.slots, slice(0, drafts + 1)
         if memory is None:
             return
         tokens, states, parts = slots.of(own), slots.states_of(own), self.noted(own)
         assert parts is not None
-        if drafts == 0:
-            memory.parts.index_copy_(0, slots.ring[0], parts)
-            self._enter(memory, tokens, states, memory.entries, slots.ring[0])
-            return
         self._remember(memory, parts, tokens.after)
         later = slots.of(slice(1, drafts + 1))  # K/V of the first are there: it was asked for a draft
         self._keep(memory, self._entered(memory, later, states[slots.rows :]), later)
@@ -188,18 +193,30 @@ class DeviceDrafter:
         slots = self.slots
         self.runner.exits.find_places(slots.tables, slots.row_ids[0], starts, slots.store.size, places, ring)
 
-    def _guess(self, memory: Memory, tokens: Tokens, states: torch.Tensor, most: int, out: torch.Tensor) -> None:
-        """Let the memory head guess the deep states of tokens."""
-        head, store, x = memory.head, self.slots.store, self._entered(memory, tokens, states)
+    def guess(
+        self, tokens: Tokens, states: torch.Tensor, most: int, out: torch.Tensor, before: torch.Tensor | None = None
+    ) -> None:
+        """Let the memory head guess the deep states of tokens.
+
+        Args:
+            states: (n, hidden) of them at the checkpoint.
+            before: the table that has memories at their places; None: that of the blocks.
+        """
+        memory, store = self.memory, self.slots.store
+        assert memory is not None
+        head, x = memory.head, self._entered(memory, tokens, states, before)
         own = self.slots.pass_of(x, tokens, memory.angles)
         self.runner.ops.decoder_layer(memory.layer, own, store.keys[-1], store.values[-1], most)
-        self.runner.exits.denormalize(x, head.deep_center, head.deep_spread, tokens.after, store.before, out)
+        table = store.before if before is None else before
+        self.runner.exits.denormalize(x, head.deep_center, head.deep_spread, tokens.after, table, out)
 
-    def _entered(self, memory: Memory, tokens: Tokens, states: torch.Tensor) -> torch.Tensor:
+    def _entered(
+        self, memory: Memory, tokens: Tokens, states: torch.Tensor, before: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return tokens as the head's block takes them."""
         joined = states.new_empty(len(states), memory.entries.shape[1])
         self._enter(memory, tokens, states, joined)
-        return self._fuse(memory, joined, tokens.places)
+        return self._fuse(memory, joined, tokens.places, before)
 
     def _enter(
         self, memory: Memory, tokens: Tokens, states: torch.Tensor, out: torch.Tensor, places: torch.Tensor | None = None
@@ -212,8 +229,10 @@ class DeviceDrafter:
             center, spread = head.shallow_center[part], head.shallow_spread[part]
             self.runner.exits.normalize_into(table, rows, out[:, part], EPS, center, spread, places)
 
-    def _fuse(self, memory: Memory, joined: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        head, before = memory.head, self.slots.store.before
+    def _fuse(
+        self, memory: Memory, joined: torch.Tensor, places: torch.Tensor, before: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        head, before = memory.head, self.slots.store.before if before is None else before
         own = joined[:, -head.sizes.hidden_dim :]
         self.runner.exits.normalize_into(before, places, own, EPS, head.deep_center, head.deep_spread)
         found: torch.Tensor = self.runner.ops.linear(joined, head.fuse.weight)

@@ -21,8 +21,9 @@ from TIDE.engine.round.device_drafter import DeviceDrafter, exit_of
 from TIDE.engine.round.module_prefill import ModulePrefill
 from TIDE.engine.round.prefill import Prefill
 from TIDE.engine.round.round import Launched, run_passes, run_round
-from TIDE.engine.round.seats import Seats
+from TIDE.engine.round.seats import AHEAD, Seats
 from TIDE.engine.round.settled_prefill import SettledPrefill
+from TIDE.engine.round.tree_round import TreeRound, shape_for, why_no_tree
 from TIDE.engine.row import Draft, RoundResult, Row
 from TIDE.engine.runners.device import DeviceRunner, device_errors
 from TIDE.engine.runners.graphs import Held
@@ -30,6 +31,7 @@ from TIDE.engine.schedule.draft_length import lengths_on
 from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.kernels.result import ACCEPTED, DRAFTED, NOTHING_LEFT, SCORES, TOKENS
 from TIDE.kernels.sampling import Features
+from TIDE.kernels.trees import TreeShape
 from TIDE.routing.settling import Settling
 
 MIN_COLUMNS = 1024  # a graph is made for so many columns; then for four times as many, and so on
@@ -55,8 +57,11 @@ class DeviceStage:
         if exit_ is not None:
             vocabulary = getattr(policy, "vocabulary", None)
             self.drafter = DeviceDrafter(runner, exit_, self.depth, vocabulary, self.choice)
+        self.without_tree = why_no_tree(plan, runner, self.drafter)
+        has_trees = plan.draft_tree > 0 and self.without_tree is None
+        ahead = AHEAD + plan.draft_tree if has_trees else AHEAD
         self.settling: Settling | None = None if plan.settles_at is None else getattr(policy, "settling", None)
-        self.seats = Seats(runner, exit_, plan.cache_gib, shares=self.settling is None)
+        self.seats = Seats(runner, exit_, plan.cache_gib, ahead, shares=self.settling is None)
         self._launched = 0
         self._most = MIN_COLUMNS  # columns that attention is planned for
         self._limits: list[int] = []
@@ -79,6 +84,15 @@ class DeviceStage:
     @property
     def width(self) -> int:
         return self.slots.rows
+
+    def tree(self, rows: int) -> TreeShape | None:
+        """Return the tree of each row in rounds on slots for so many; None: drafts are in a row."""
+        return None if self.without_tree is not None else shape_for(self.plan, self.choice, rows)
+
+    @property
+    def tree_levels(self) -> int:
+        shape = self.tree(self.slots.rows)
+        return 0 if shape is None else shape.levels
 
     @staticmethod
     def levels(tokens: int) -> list[int]:
@@ -152,8 +166,10 @@ class DeviceStage:
             drafts = next((length for length in lengths if length >= wanted), lengths[-1])
             self._write_limits(drafts)
             is_typical &= self._launch_round(drafts)
+            shape = self.tree(self.slots.rows) if drafts else None
+            tokens = 1 + (drafts if shape is None else shape.drafts)
             for row in running:  # counted when they run: a round launched ahead of the text's end is work too
-                row.stats.layers_run += (drafts + 1) * self.runner.num_layers
+                row.stats.layers_run += tokens * self.runner.num_layers
             return self._read_later(running, drafts, is_prefill, is_typical)
 
     def _prefill(self) -> tuple[bool, set[Row]]:
@@ -206,7 +222,10 @@ class DeviceStage:
         return put_back
 
     def lengths(self, rows: int) -> list[int]:
-        """Return the numbers of drafts that rounds on slots for so many rows have. Rows may be limited to fewer of them."""
+        """Return the numbers of drafts that rounds on slots for so many rows have, of trees the levels. Rows may be limited to
+        fewer of them."""
+        if (shape := self.tree(rows)) is not None:
+            return [0, shape.levels]
         most = min(self.plan.max_pending, MOST_TOKENS - 1) if len(self.plan.spans) > 1 else 0
         return lengths_on(rows, most) if self.plan.exact else sorted({0, min(most, MOST_ROUND // rows - 1)})
 
@@ -243,10 +262,14 @@ class DeviceStage:
 
     def _launch_round(self, drafts: int) -> bool:
         """Launch a round; return True if that was as fast as it will be from now on."""
+        shape = self.tree(self.slots.rows) if drafts else None
         vocabulary = Held(None if self.drafter is None else self.drafter.vocabulary)
-        key = (drafts, self._most, self.plan.exact, self.threshold, self.choice.features, vocabulary)
+        key = (shape or drafts, self._most, self.plan.exact, self.threshold, self.choice.features, vocabulary)
         with device_errors():
             is_typical = self.drafter is None or self.drafter.prepare(drafts)
+            if shape is not None and self.drafter is not None:
+                round_ = TreeRound(self.slots, shape, self.drafter, self._most, self.accept)
+                return self.runner.launch(self.slots, ("tree", *key), lambda: run_round(round_, drafts)) and is_typical
             if not self.choice.on_host:
                 return self.runner.launch(self.slots, ("round", *key), lambda: run_round(self, drafts)) and is_typical
             is_typical &= self.runner.launch(self.slots, ("passes", *key), lambda: run_passes(self, drafts))
@@ -268,6 +291,7 @@ class DeviceStage:
             event.record()
         self._launched += 1
         places, made = [row.slot for row in rows], [min(drafts, row.wanted or 0) for row in rows]
+        shape = self.tree(self.slots.rows)
 
         def results() -> list[tuple[Row, RoundResult]]:
             if event is not None:
@@ -279,13 +303,13 @@ class DeviceStage:
                 if row.finished:
                     continue
                 row.stats.catch_ups += bool(drafts)
-                if (result := self._result(row, fields[place], count)) is not None:
+                if (result := self._result(row, fields[place], count, shape is not None)) is not None:
                     found.append((row, result))
             return found
 
-        return Launched(results, drafts, is_prefill, is_typical, self.slots.rows)
+        return Launched(results, drafts, is_prefill, is_typical, self.slots.rows, 0 if shape is None else self.plan.draft_tree)
 
-    def _result(self, row: Row, fields: list[float], made: int) -> RoundResult | None:
+    def _result(self, row: Row, fields: list[float], made: int, is_tree: bool) -> RoundResult | None:
         """Return the outcome of a round for a row; None: it failed."""
         accepted, drafted = int(fields[ACCEPTED]), int(fields[DRAFTED])
         if accepted < 0:
@@ -294,6 +318,10 @@ class DeviceStage:
         scores = fields[SCORES : SCORES + drafted]
         drafts = [Draft(int(fields[TOKENS + i]), self.depth, scores[i]) for i in range(accepted)]
         full = Draft(int(fields[TOKENS + accepted]), self.runner.num_layers)
+        if is_tree:  # in place of scores there are the drafts at each depth
+            levels = [int(count) for count in scores if count]
+            drafts = [draft._replace(score=None) for draft in drafts]
+            return RoundResult([*drafts, full], len(levels), accepted, made=made, levels=levels)
         return RoundResult([*drafts, full], drafted, accepted, scores=scores, made=made)
 
     def choose_first(self) -> None:

@@ -26,6 +26,7 @@ class Launched:
         is_prefill: it ran prompts.
         is_typical: nothing was compiled or captured for it.
         rows: how many took part.
+        tree: drafts of the tree that rounds may have; 0: drafts are in a row.
     """
 
     results: Callable[[], list[tuple[Row, RoundResult]]]
@@ -33,6 +34,7 @@ class Launched:
     is_prefill: bool = False
     is_typical: bool = True
     rows: int = 1
+    tree: int = 0
 
     @property
     def is_timed(self) -> bool:

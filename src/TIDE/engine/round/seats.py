@@ -22,7 +22,7 @@ from TIDE.engine.runners.device import DeviceRunner
 from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.routing.exits import Exit
 
-AHEAD = 3 * MOST_TOKENS  # positions beyond the text: a round that was launched and the next one may write them
+AHEAD = 3 * MOST_TOKENS  # positions beyond the text that rounds may write; trees need more
 FIRST_BLOCKS = 17  # of K/V, before they grow
 FIRST_GIB = 1.0  # and on a GPU
 FEW = 8  # slots
@@ -34,15 +34,19 @@ class Seats:
 
     Args:
         cache_gib: of K/V at most; None: what is free.
+        ahead: positions beyond the text that a round which was launched and the next one may write.
         shares: blocks of texts that begin alike are shared; otherwise each row has its own, and others never find them.
     """
 
-    def __init__(self, runner: DeviceRunner, exit_: Exit | None, cache_gib: float | None, shares: bool = True) -> None:
+    def __init__(
+        self, runner: DeviceRunner, exit_: Exit | None, cache_gib: float | None, ahead: int = AHEAD, shares: bool = True
+    ) -> None:
         self.runner = runner
         self.exit = exit_
         self.in_blocks = runner.has_compiled_layers  # otherwise there is one row, with all columns of its slot
         self.cache_gib = cache_gib
         self.shares = shares and self.in_blocks
+        self.ahead = ahead
         self.places: dict[int, Row] = {}  # by slot
         self.entering: list[Entering] = []
         self._blocks: dict[Row, list[int]] = {}  # in the order of joining
@@ -95,7 +99,7 @@ class Seats:
 
     def join(self, rows: Sequence[Row]) -> None:
         self.runner.forget_old_kv()
-        self._move(len(self._blocks) + len(rows), max(map(_columns, [*self._blocks, *rows])))
+        self._move(len(self._blocks) + len(rows), max(map(self._columns, [*self._blocks, *rows])))
         for row in rows:
             self._grow_store(self._needed(row))
             place = min(set(range(self.slots.rows)) - self.places.keys())
@@ -200,22 +204,22 @@ class Seats:
 
     def make_room(self, rows: int, tokens: int) -> None:
         """Have slots for so many rows, whose texts have so many tokens at first, before any joins."""
-        self._move(rows, tokens + FIRST_ROOM + AHEAD)
+        self._move(rows, tokens + FIRST_ROOM + self.ahead)
 
     def grow(self, rows: int, tokens: int) -> None:
         """Have blocks for so many rows of so many tokens, but not more than a quarter of all that there may be."""
         if self.in_blocks:
-            self._grow_store(min(rows * self.store.needed(tokens + AHEAD), self.most_blocks // 4))
+            self._grow_store(min(rows * self.store.needed(tokens + self.ahead), self.most_blocks // 4))
 
     def shrink(self) -> None:
         """Go on in as few slots as hold the rows."""
-        self._move(len(self._blocks), max(map(_columns, self._blocks)))
+        self._move(len(self._blocks), max(map(self._columns, self._blocks)))
 
     def widen(self) -> bool:
         """Go on in slots with more columns if a text is about to need them; return True if so."""
-        if max((row.size for row in self._blocks), default=0) + AHEAD <= self.slots.columns:
+        if max((row.size for row in self._blocks), default=0) + self.ahead <= self.slots.columns:
             return False
-        self._move(self.slots.rows, max(map(_columns, self._blocks)))
+        self._move(self.slots.rows, max(map(self._columns, self._blocks)))
         return True
 
     def reserve(self) -> list[Row]:
@@ -267,9 +271,9 @@ class Seats:
     def _extend(self, row: Row) -> bool:
         """Take the blocks that a row needs next, if there are any."""
         blocks = self._blocks[row]
-        if not self.in_blocks or row.size + AHEAD <= len(blocks) * BLOCK:
+        if not self.in_blocks or row.size + self.ahead <= len(blocks) * BLOCK:
             return True
-        missing = self.store.needed(row.size + AHEAD) - len(blocks)
+        missing = self.store.needed(row.size + self.ahead) - len(blocks)
         if not self._can_have(missing):
             return False
         self._grow_store(missing)
@@ -279,7 +283,7 @@ class Seats:
         return True
 
     def _needed(self, row: Row) -> int:
-        return self.store.needed(row.size + AHEAD) if self.in_blocks else 1
+        return self.store.needed(row.size + self.ahead) if self.in_blocks else 1
 
     def _can_have(self, count: int) -> bool:
         return count <= self.store.free + self.most_blocks - self.store.blocks
@@ -316,6 +320,5 @@ class Seats:
             own.place = own.row.slot
         self.runner.release(old)
 
-
-def _columns(row: Row) -> int:
-    return row.size + min(row.stop.room(row), FIRST_ROOM) + AHEAD
+    def _columns(self, row: Row) -> int:
+        return row.size + min(row.stop.room(row), FIRST_ROOM) + self.ahead

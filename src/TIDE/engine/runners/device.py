@@ -265,6 +265,10 @@ class DeviceRunner(Runner):
             logits.copy_(found)
         reference.best_of(found, best, token, signals, vocabulary)
 
+    def write_logits(self, states: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
+        """Write the (n, vocabulary) logits of (n, hidden) states at full depth."""
+        logits.copy_(self.logits(states, vocabulary))
+
 
 def _rounded(columns: int) -> int:
     return max(COLUMNS, 1 << (columns - 1).bit_length())

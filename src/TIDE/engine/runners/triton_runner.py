@@ -101,6 +101,12 @@ class TritonRunner(CompiledRunner, DeviceRunner):
         normed = self.ops.norm(states, norm_parts(self.norm, states))
         self.exits.best_tokens(normed, self.lm_head, best, token, signals, vocabulary, logits)
 
+    def write_logits(self, states: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
+        if not self.has_plain_logits:
+            super().write_logits(states, vocabulary, logits)
+            return
+        self.exits.write_logits(self.ops.norm(states, norm_parts(self.norm, states)), self.lm_head, vocabulary, logits)
+
     def _through(
         self, span: range, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache, taps: tuple[int, ...]
     ) -> dict[int, torch.Tensor]:

@@ -43,12 +43,16 @@ def lengths_on(slots: int, most: int) -> list[int]:
 class DraftLength:
     """Chooses draft lengths; known from one request to the next.
 
+    Args:
+        has_scores: routers score drafts; otherwise, in trees, how often a depth was reached says all.
+
     Attributes:
-        chosen: drafts of the next round.
+        chosen: drafts of the next round; of a tree the levels.
     """
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, has_scores: bool = True) -> None:
         self.costs = costs
+        self.has_scores = has_scores
         self.acceptance = Acceptance()
         self.chosen = 0
         self._scores = [FIRST_SHARE] * max(LENGTHS)  # running means over all texts, by number
@@ -64,8 +68,12 @@ class DraftLength:
         """Start another text, with what was learnt from those before."""
         row.scores = list(self._scores)
 
-    def choose(self, rows: Sequence[Row], most: int, slots: int = 1) -> int:
-        """Choose the drafts of each row in the next round on so many slots, at most `most`."""
+    def choose(self, rows: Sequence[Row], most: int, slots: int = 1, lengths: list[int] | None = None) -> int:
+        """Choose the drafts of each row in the next round on so many slots, at most `most`.
+
+        Args:
+            lengths: to choose from, the first is 0; None: those of drafts in a row.
+        """
         if rows[0] not in self._rows:  # the longest there: others are written now
             self._rest.reset()
             self._rested = 0
@@ -74,12 +82,11 @@ class DraftLength:
         self._rows, self._crowd = list(rows), max(self._crowd, len(rows))
         self._rounds += 1
         if slots < MANY or self._rounds % EVERY == 0 or self._is_trial or self.chosen > most:
-            self.chosen = self._choose(rows, most, slots)
+            self.chosen = self._choose(rows, slots, lengths_on(slots, most) if lengths is None else lengths)
         return self.chosen
 
-    def _choose(self, rows: Sequence[Row], most: int, slots: int) -> int:
+    def _choose(self, rows: Sequence[Row], slots: int, lengths: list[int]) -> int:
         self._is_trial = False
-        lengths = lengths_on(slots, most)
         if 0 not in self.costs.rounds(slots) or len(lengths) == 1:
             return 0
         tokens = self.tokens(rows)
@@ -104,7 +111,8 @@ class DraftLength:
     def tokens(self, rows: Sequence[Row]) -> list[float]:
         """Return, by the number of drafts, the tokens that a round is expected to give one of the slower rows."""
         shares = [self.acceptance.share(number) for number in range(1, max(LENGTHS) + 1)]
-        chances = np.minimum(np.array([row.scores for row in rows]) * shares, 1.0)
+        scores = np.array([row.scores if self.has_scores else [1.0] * len(shares) for row in rows])
+        chances = np.minimum(scores * shares, 1.0)
         accepted = np.sort(chances.cumprod(axis=1).cumsum(axis=1), axis=0)[len(rows) // 8]
         return [1.0, *(1.0 + accepted).tolist()]
 
@@ -116,6 +124,7 @@ class DraftLength:
         newest = NEWEST if crowd == 1 else NEWEST / LONGER
         for number in range(1, min(result.accepted + 1, result.made, len(self._scores)) + 1):
             score = result.scores[number - 1] if number <= len(result.scores) else 1.0
-            row.scores[number - 1] += newest * (score - row.scores[number - 1])
-            self._scores[number - 1] += newest / crowd * (score - self._scores[number - 1])
+            if self.has_scores:
+                row.scores[number - 1] += newest * (score - row.scores[number - 1])
+                self._scores[number - 1] += newest / crowd * (score - self._scores[number - 1])
             self.acceptance.add(number, number <= result.accepted, score, crowd)

@@ -23,6 +23,8 @@ class Scheduler:
         self.costs = Costs()
         self.experience = Experience()
         self.length = DraftLength(self.costs)
+        self.trees: dict[int, DraftLength] = {}  # by their drafts
+        self._planned = self.length  # of the next round that is launched as a whole
 
     def admit(self, row: Row, plan: Plan) -> None:
         """Prepare for another text."""
@@ -30,10 +32,20 @@ class Scheduler:
         if plan.rests:
             row.budget = DraftBudget(row.size, self.costs, self.experience, plan.weighs, row.index)
 
-    def begin_round(self, rows: Sequence[Row], plan: Plan, slots: int) -> None:
-        """Decide how many drafts the next round of these rows has, which is launched as a whole on so many slots."""
+    def _of(self, tree: int) -> DraftLength:
+        """Return what decides about trees of so many drafts, or about drafts in a row."""
+        return self.trees.setdefault(tree, DraftLength(Costs(), has_scores=False)) if tree else self.length
+
+    def begin_round(self, rows: Sequence[Row], plan: Plan, slots: int, levels: int = 0) -> None:
+        """Decide how many drafts the next round of these rows has, which is launched as a whole on so many slots.
+
+        Args:
+            levels: of a tree that it may have; 0: its drafts are in a row.
+        """
+        self._planned = self._of(plan.draft_tree if levels else 0)
         if plan.exact:
-            self.length.choose(rows, min(plan.max_pending, MOST_TOKENS - 1) if len(plan.spans) > 1 else 0, slots)
+            most = min(plan.max_pending, MOST_TOKENS - 1) if len(plan.spans) > 1 else 0
+            self._planned.choose(rows, most, slots, [0, levels] if levels else None)
 
     def drafts(self, row: Row, plan: Plan, is_planned: bool) -> int | None:
         """Return how many drafts a row makes in its next round; None: scores decide while it runs.
@@ -44,10 +56,10 @@ class Scheduler:
         """
         if not is_planned:
             return None
-        if plan.exact and not self.length.chosen:
+        if plan.exact and not self._planned.chosen:
             return 0
         most = most_drafts(row, plan)
-        return min(self.length.chosen, most) if plan.exact else most
+        return min(self._planned.chosen, most) if plan.exact else most
 
     def saw(self, row: Row, plan: Plan, result: RoundResult, round_: Launched, seconds: float | None) -> None:
         """Record what a round gave a row, and the seconds since the round before it; None: they are not typical.
@@ -57,7 +69,7 @@ class Scheduler:
         """
         if round_.drafts is not None:
             if plan.exact:
-                self.length.saw(row, round_, result, seconds)
+                self._of(round_.tree).saw(row, round_, result, seconds)
         elif row.budget is not None and not round_.is_prefill:
             row.budget.record_round(len(row.tokens), len(result.tokens))
 

@@ -1,0 +1,260 @@
+"""Trees of drafts against drafts in a row, one greedy row: tokens a round and wall clock, in one table.
+
+    python benchmarks/bench_trees.py --prompts PROMPTS.jsonl                     the embedded default model
+    python benchmarks/bench_trees.py --prompts PROMPTS.jsonl --model llama-8b    a random Llama of that size, by replay
+    python benchmarks/bench_trees.py --model tiny                                a random tiny Llama, as a smoke test
+
+PROMPTS.jsonl has "turns" on each line; the first is asked. All ways answer every prompt, in turn. Tokens a round are new tokens
+over rounds, those without drafts included: how often there are drafts is decided as ever.
+
+By replay: random weights accept nothing, so the embedded model answers first, in rounds of 7 drafts in a row and with every
+tree, and how many were accepted in each round is kept. Rounds of the random model then run as they are, but for the number of
+drafts that accept takes, which is the one that was kept. There are drafts in every round; 2, 4 and 7 in a row are tried.
+
+Without a GPU rounds run in plain torch: tokens a round are what they are on one, seconds say nothing. Prints a table, then one
+JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import TIDE
+from bench_decode import SHAPES, on_gpu, random_model, timed
+from TIDE.config import TIDEConfig
+from TIDE.engine.cache.prefixes import new_salt
+from TIDE.engine.round.device_stage import DeviceStage
+from TIDE.engine.runners.select import described_layers
+from TIDE.engine.runners.triton_runner import TritonRunner
+from TIDE.engine.schedule.scheduler import Scheduler, most_drafts
+from TIDE.kernels import reference, sampling
+from TIDE.routing.exits import Exit
+from TIDE.routing.heads import build_head, head_sizes
+from TIDE.routing.router import SIGNALS, Router
+from TIDE.routing.router_file import RouterFile
+
+TREES = (7, 15, 31, 63)
+IN_A_ROW = (2, 4, 7)
+LONGEST = 7
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="default", help=f"a model, or a random one: {', '.join(SHAPES)}")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default=None)
+    parser.add_argument("--prompts", default=None, help="None: a few random tokens")
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="of random prompts")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=1, help="times that every prompt is answered")
+    parser.add_argument("--trees", type=int, nargs="*", default=TREES)
+    parser.add_argument("--levels", type=int, default=None, help="of trees, at most; None: as their size has them")
+    options = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    found = replayed(options) if options.model in SHAPES else measured(options)
+    report(options, found)
+
+
+# ---- the embedded model, or another with exits -------------------------------------------------------------------------------
+
+
+def measured(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return what every way of drafting gave."""
+    model, tokenizer = TIDE.load_model(options.model, dtype=options.dtype and getattr(torch, options.dtype))
+    prompts = texts(tokenizer, options, model)
+    configs: dict[str, TIDEConfig | None] = {"exits off": None, "in a row": TIDEConfig(draft_tree=0)}
+    configs |= {f"tree of {own}": TIDEConfig(draft_tree=own, max_pending=options.levels) for own in options.trees}
+    with an_engine(model, TIDE.default_router()) as engine:
+        return compared(engine, configs, prompts, options)
+
+
+def compared(
+    engine: Any, configs: dict[str, TIDEConfig | None], prompts: list[Any], options: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """Answer every prompt in every way; texts are compared with those of the first."""
+    kept: dict[str, dict[str, Any]] = {name: dict(seconds=[], tokens=0, rounds=0, same=0) for name in configs}
+    stats: dict[str, Any] = {}
+
+    def answer(name: str, ids: torch.Tensor) -> torch.Tensor:
+        with engine.using(configs[name] or engine.config, exits=configs[name] is not None):
+            found: torch.Tensor = engine.generate(
+                ids, max_new_tokens=options.new_tokens, do_sample=False, cache_salt=new_salt()
+            )
+        return found
+
+    for _ in range(2):  # compile and capture
+        for name in configs if on_gpu() else ():
+            answer(name, prompts[0])
+    for number in range(options.rounds):
+        for at, ids in enumerate(prompts):
+            wanted = None
+            names = list(configs)
+            for name in sorted(names, key=lambda own: (names.index(own) + at + number) % len(names)):
+                seconds, found = timed(lambda name=name, ids=ids: answer(name, ids))
+                own, counts = kept[name], engine.last_stats
+                own["seconds"].append(seconds)
+                own["tokens"] += counts.total_tokens
+                own["rounds"] += counts.remaining_tokens
+                stats[name] = counts if name not in stats else stats[name] + counts
+                wanted = found if wanted is None else wanted
+                own["same"] += bool(found.shape == wanted.shape and torch.equal(found, wanted))
+    for name, own in kept.items():
+        counts = stats[name]
+        own |= dict(drafted=counts.drafted, accepted=counts.accepted, trees=counts.trees)
+        own |= dict(tree_width=counts.tree_width, tree_depth=counts.tree_depth, answers=len(own["seconds"]))
+    return kept
+
+
+def an_engine(model: Any, router: Any, config: TIDEConfig | None = None) -> Any:
+    engine = TIDE.TIDE(model, router, config)
+    if not on_gpu():
+        layers = described_layers(engine.adapter)
+        assert isinstance(layers, list), layers
+        engine.runner = TritonRunner(engine.adapter, layers, reference, reference, sampling, reference.propagate)
+        engine.runner.is_checked = True
+    return engine
+
+
+def texts(tokenizer: Any, options: argparse.Namespace, model: Any) -> list[torch.Tensor]:
+    """Return (1, tokens) prompts."""
+    if options.prompts is None:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(10, model.config.vocab_size, (3, 1, options.prompt_tokens), generator=generator)
+        return list(ids.to(model.device))
+    lines = [json.loads(line) for line in Path(options.prompts).read_text("utf-8").splitlines() if line.strip()]
+    asked = [[{"role": "user", "content": line["turns"][0]}] for line in lines[:: options.every]]
+    kind: dict[str, Any] = dict(add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return [tokenizer.apply_chat_template(own, **kind)["input_ids"].to(model.device) for own in asked]
+
+
+# ---- random weights, by replay -----------------------------------------------------------------------------------------------
+
+
+class Fixed(Scheduler):
+    """Gives every round the same number of drafts, or levels of a tree."""
+
+    def __init__(self, drafts: int = LONGEST) -> None:
+        super().__init__()
+        self.fixed = drafts
+        self.accepted: list[int] = []
+
+    def drafts(self, row: Any, plan: Any, is_planned: bool) -> int | None:
+        return min(self.fixed, most_drafts(row, plan))
+
+    def saw(self, row: Any, result: Any, round_: Any, seconds: float | None) -> None:
+        if result.drafted:
+            self.accepted.append(result.accepted)
+
+
+def recorded(options: argparse.Namespace) -> dict[int, list[int]]:
+    """Return how many drafts were accepted, round by round, by the drafts of a tree; 0: seven in a row."""
+    model, tokenizer = TIDE.load_model("default", dtype=options.dtype and getattr(torch, options.dtype))
+    found: dict[int, list[int]] = {}
+    prompts = texts(tokenizer, options, model)
+    with an_engine(model, TIDE.default_router()) as engine:
+        for drafts in (0, *options.trees):
+            engine.scheduler = Fixed()
+            for ids in prompts:
+                with engine.using(TIDEConfig(draft_tree=drafts, max_pending=(drafts and options.levels) or LONGEST)):
+                    engine.generate(ids, max_new_tokens=options.new_tokens, do_sample=False, cache_salt=new_salt())
+            found[drafts] = engine.scheduler.accepted
+    return found
+
+
+class Replay:
+    """Lets accept take the number of drafts that was kept; the kernels of a round are the same, and one more."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.at = torch.zeros(1, dtype=torch.long, device=device)
+        self.kept = torch.zeros(1 << 16, dtype=torch.long, device=device)
+        self.steps = torch.arange(64, device=device)[:, None]
+
+    def use(self, accepted: Sequence[int]) -> None:
+        numbers = torch.tensor(accepted or [0], device=self.kept.device)
+        self.kept.copy_(numbers.repeat(-(-len(self.kept) // len(numbers)))[: len(self.kept)])
+        self.at.zero_()
+
+    def patch(self) -> None:
+        accept, own = DeviceStage.accept, self
+
+        def accept_so_many(stage: DeviceStage, drafted: int) -> None:
+            slots = stage.slots
+            drafts = slots.tokens[1 : drafted + 1]
+            holds = own.steps[:drafted] < own.kept[own.at]
+            slots.found[:drafted].copy_(torch.where(holds, drafts, (drafts + 1) % 3 + 4 * (drafts < 4)))
+            own.at.add_(1)
+            accept(stage, drafted)
+
+        DeviceStage.accept = accept_so_many  # type: ignore[method-assign]
+
+
+def replayed(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return what every way gives on random weights."""
+    kept = recorded(options) if options.model != "tiny" else {drafts: [1, 3, 0, 2] for drafts in (0, *options.trees)}
+    model = random_model(options.model)
+    model.generation_config.eos_token_id = None
+    sizes = head_sizes("memory", model.config, model.config.hidden_size)
+    head = build_head("memory", sizes).eval().to(model.device, model.dtype)
+    file = RouterFile("memory", {0: Exit(head, Router(sizes.hidden_dim, 128, SIGNALS), 0.5)}, (0,), LONGEST, None)
+    with TIDE.TIDE(model) as engine:
+        policy = file.policy(engine.adapter)
+    ids = torch.randint(10, model.config.vocab_size, (1, options.prompt_tokens), device=model.device)
+    found: dict[str, dict[str, Any]] = {}
+    replay = Replay(model.device)
+    replay.patch()
+    ways = [("exits off", 0, 0), *((f"{drafts} in a row", 0, drafts) for drafts in IN_A_ROW)]
+    ways += [(f"tree of {drafts}", drafts, LONGEST) for drafts in options.trees]
+    with an_engine(model, policy) as engine:
+        for name, tree, drafts in ways:
+            engine.scheduler = Fixed(drafts)
+            own: dict[str, Any] = dict(seconds=[], tokens=0, rounds=0)
+            for number in range(2 + max(3, options.rounds)):
+                replay.use(kept[tree])
+                config = TIDEConfig(draft_tree=tree, max_pending=(tree and options.levels) or LONGEST)
+                with engine.using(config, exits=drafts > 0):
+                    asked = dict(max_new_tokens=options.new_tokens, do_sample=False, cache_salt=new_salt())
+                    seconds, _ = timed(lambda asked=asked: engine.generate(ids, **asked))
+                counts = engine.last_stats
+                if number >= 2:  # before it compiles and captures
+                    own["seconds"].append(seconds)
+                    own["tokens"] += counts.total_tokens
+                    own["rounds"] += counts.remaining_tokens
+            own |= dict(drafted=counts.drafted, accepted=counts.accepted, trees=counts.trees, answers=len(own["seconds"]))
+            found[name] = own | dict(tree_width=counts.tree_width, tree_depth=counts.tree_depth)
+    return found
+
+
+# ---- the table ---------------------------------------------------------------------------------------------------------------
+
+
+def report(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
+    plain = found["exits off"]
+    base = plain["tokens"] / sum(plain["seconds"])
+    titles = ("tokens a round", "tok/s", "by exits off", "accepted of", "width", "depth", "same text")
+    print(f"{'':14}" + "".join(f"{title:>16}" for title in titles))
+    rows = {}
+    for name, own in found.items():
+        speed = own["tokens"] / sum(own["seconds"])
+        tokens = own["tokens"] / max(1, own["rounds"])
+        same = f"{own['same']} of {own['answers']}" if "same" in own else "–"
+        values = [f"{tokens:.2f}", f"{speed:.1f}", f"{speed / base:.2f}", f"{own['accepted']} / {own['drafted']}"]
+        values += [f"{own['tree_width']:.1f}", f"{own['tree_depth']:.1f}", same]
+        print(f"{name:14}" + "".join(f"{value:>16}" for value in values))
+        median = statistics.median(own.pop("seconds"))
+        rows[name] = dict(own, tokens_a_round=tokens, tok_s=speed, by_exits_off=speed / base, median_seconds=median)
+    where = torch.cuda.get_device_name() if on_gpu() else f"{platform.machine()}, in torch"
+    versions = dict(torch=torch.__version__, transformers=transformers.__version__)
+    print(json.dumps(dict(vars(options), device=where, **versions, results=rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Rounds with trees of drafts write the text of `model.generate`, whatever the tree, the acceptance and the batch."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import TIDE
+from families import VOCAB, build
+from properties import examples
+from router_files import a_file
+from runners import Recording, as_it_is, on_modules, on_references
+from TIDE.config import TIDEConfig
+from TIDE.engine import batch
+from TIDE.engine.round.tree_round import TreeRound
+from TIDE.kernels import reference, trees
+
+OPTIONS = dict(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+KINDS = {
+    "greedy": dict(do_sample=False),
+    "sampled": dict(do_sample=True, temperature=0.8, top_k=20, seed=5),
+    "biased": dict(do_sample=True, top_p=0.9, logit_bias={7: 3.0}, seed=6),
+    "penalised": dict(do_sample=True, repetition_penalty=1.5, seed=7),
+}
+
+
+@functools.cache
+def model():
+    return build("llama", num_hidden_layers=3)
+
+
+@functools.cache
+def policy():
+    with TIDE.TIDE(model()) as engine:
+        return a_file(model(), "memory", (0,), 0.0).policy(engine.adapter)
+
+
+def an_engine(script=(), then=7, **config):
+    """An engine with rounds as on a GPU; drafts by a script."""
+    engine = on_references(TIDE.TIDE(model(), policy(), TIDEConfig(**{"max_pending": 7, **config})))
+    engine.scheduler = Recording(script, then)
+    return engine
+
+
+def some_ids(rows: int, tokens: int = 9) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(rows))
+
+
+@functools.cache
+def expected(rows: int, kind: str = "greedy"):
+    with on_references(TIDE.TIDE(model())) as engine:
+        return engine.generate(some_ids(rows), **{**OPTIONS, **KINDS[kind]})
+
+
+def sure_of_the_first(logits, vocabulary, settings, rows, starts, ids, logs):
+    """Children of a head that almost knows: trees become deep."""
+    trees.few_best(logits, vocabulary, settings, rows, starts, ids, logs)
+    logs[:, 0] *= 0.02
+
+
+def told(wrong: set[int], texts):
+    """A tree whose nodes are partly the text: at every depth one node is, unless its position is a wrong one."""
+    choose_nodes = TreeRound.deep_pass
+
+    def deep_pass(self, drafted):
+        exits = self.runner.exits
+        ordinary = exits.choose_nodes
+
+        def choose(candidates, shape, roots, starts, nodes):
+            ordinary(candidates, shape, roots, starts, nodes)
+            for row, text in enumerate(texts[: self.slots.rows]):
+                current, start = 0, int(starts[row])
+                while (children := (nodes.parents[:, row] == current).nonzero()[:, 0].tolist()) and current is not None:
+                    at = int(nodes.positions[children[0], row])
+                    if at >= len(text) or at in wrong:
+                        break
+                    ids = [int(nodes.ids[child, row]) for child in children]
+                    current = children[(at + start) % len(children)] if text[at] not in ids else children[ids.index(text[at])]
+                    nodes.ids[current, row] = text[at]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exits, "choose_nodes", choose)
+            choose_nodes(self, drafted)
+
+    return deep_pass
+
+
+@pytest.mark.invariant(3)
+@examples(12)
+@given(
+    drafts=st.integers(1, 63),
+    lengths=st.lists(st.sampled_from([0, 2, 7]), max_size=8),
+    wrong=st.sets(st.integers(9, 30)),
+    rows=st.sampled_from([1, 1, 2, 3]),
+    is_deep=st.booleans(),
+)
+def test_any_tree_any_acceptance_any_batch_the_same_text(drafts, lengths, wrong, rows, is_deep):
+    ids, text = some_ids(rows), expected(rows)
+    with pytest.MonkeyPatch.context() as patch, an_engine(lengths, draft_tree=drafts) as engine:
+        patch.setattr(TreeRound, "deep_pass", told(wrong, text.tolist()))
+        patch.setattr(reference, "few_best", sure_of_the_first if is_deep else trees.few_best)
+        assert torch.equal(engine.generate(ids, **OPTIONS), text)
+        stats = engine.last_stats
+    assert stats.trees > 0 and stats.accepted + stats.remaining_tokens == stats.total_tokens == rows * OPTIONS["max_new_tokens"]
+    assert stats.rejected == stats.drafted - stats.accepted
+    assert stats.accepted or wrong
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drafts", [7, 15, 31, 63])
+def test_trees_of_a_head_write_the_text(kind, drafts):
+    for rows in (1, 3):
+        text = expected(rows, kind)
+        with an_engine(draft_tree=drafts) as engine:
+            assert torch.equal(engine.generate(some_ids(rows), **{**OPTIONS, **KINDS[kind]}), text)
+            assert bool(engine.last_stats.trees) == (kind != "penalised")
+
+
+def test_a_path_of_right_drafts_takes_few_rounds():
+    text = expected(1)
+    with pytest.MonkeyPatch.context() as patch, an_engine(draft_tree=15) as engine:
+        patch.setattr(TreeRound, "deep_pass", told(set(), text.tolist()))
+        patch.setattr(reference, "few_best", sure_of_the_first)
+        assert torch.equal(engine.generate(some_ids(1), **OPTIONS), text)
+        stats = engine.last_stats
+    assert stats.trees <= 7 and stats.accepted >= 12
+    assert 3 < stats.tree_depth <= 5 and 2 <= stats.tree_width <= 6 and "Trees: " in stats.summary()
+
+
+@pytest.mark.parametrize(
+    ("place", "config", "strategy", "reason"),
+    [
+        (on_references, dict(exit_threshold=0.5), "memory", "exit_threshold chooses drafts by the scores of routers"),
+        (on_references, dict(), "lens", "is not a memory head before the first layer"),
+        (on_modules, dict(), "memory", "the model's own modules do not know the ancestors of a token"),
+        (as_it_is, dict(), "memory", "rounds are on the host: "),
+    ],
+)
+def test_where_there_are_no_trees_it_is_said_and_the_text_is_the_same(place, config, strategy, reason, caplog):
+    batch._warn_once.cache_clear()
+    text = expected(1)
+    with TIDE.TIDE(model()) as engine:
+        own = a_file(model(), strategy, (0 if strategy == "memory" else 1,), 0.0).policy(engine.adapter)
+    with place(TIDE.TIDE(model(), own, TIDEConfig(draft_tree=7, **config))) as engine:
+        assert torch.equal(engine.generate(some_ids(1), **OPTIONS), text)
+        assert not engine.last_stats.trees
+    (said,) = [record.getMessage() for record in caplog.records if "draft_tree" in record.getMessage()]
+    assert reason in said
+
+
+def test_without_drafts_or_without_a_tree_nothing_is_said(caplog):
+    text = expected(1)
+    for exits, config in ((False, dict(draft_tree=7)), (True, dict(draft_tree=0)), (True, dict()), (True, dict(mode="fast"))):
+        with an_engine(**config) as engine, engine.using(engine.config, exits=exits):
+            found = engine.generate(some_ids(1), **OPTIONS)
+            assert not engine.last_stats.trees and (config == dict(mode="fast") or torch.equal(found, text))
+    assert not [record for record in caplog.records if "draft_tree" in record.getMessage()]
+
+
+def test_trees_leave_their_rows_no_blocks_to_share_and_none_too_few():
+    """A text that grows over the ends of blocks: nodes are written up to 63 columns behind the root."""
+    with on_references(TIDE.TIDE(model())) as engine:
+        text = engine.generate(some_ids(2, 50), **{**OPTIONS, "max_new_tokens": 90})
+    with an_engine(draft_tree=63) as engine:
+        assert torch.equal(engine.generate(some_ids(2, 50), **{**OPTIONS, "max_new_tokens": 90}), text)
+        assert engine.last_stats.trees > 20
+
+
+def test_an_accepted_path_leaves_what_a_prefill_of_its_text_leaves():
+    """K/V of all layers, and K/V and memories of the exit head."""
+
+    def kept(ids, text, new):
+        with pytest.MonkeyPatch.context() as patch, an_engine(draft_tree=15) as engine:
+            patch.setattr(TreeRound, "deep_pass", told({13, 20}, text.tolist()))
+            patch.setattr(reference, "few_best", sure_of_the_first)
+            assert torch.equal(engine.generate(ids, **{**OPTIONS, "max_new_tokens": new}), text[:, : ids.shape[1] + new])
+            (slots,) = engine.runner._free
+            store, accepted = slots.store, engine.last_stats.accepted
+        first = int(store._free[-1])  # the block the row had first is the next to be taken
+        before = store.before[first * store.size :][: store.size]
+        return accepted, [before, *(own[first].transpose(0, 1) for own in (*store.keys, *store.values))]
+
+    text = expected(1)
+    size = text.shape[1] - 6  # what the last round moved is not looked at
+    accepted, found = kept(some_ids(1), text, 20)
+    assert accepted >= 10
+    _, wanted = kept(text[:, : size + 2], text, 3)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours[:size], theirs[:size], rtol=1e-4, atol=1e-4)
