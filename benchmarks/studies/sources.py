@@ -1,0 +1,70 @@
+"""Texts and prompts of the data sets, and the engine of a study."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+FILES = {  # task -> file below --data
+    "prose": "wikitext2/test.txt",
+    "maths": "gsm8k/test.jsonl",
+    "code": "mbpp/mbpp.jsonl",
+    "knowledge": "mmlu/test.jsonl",
+    "chat": "spec_bench/question.jsonl",
+}
+
+
+def records(folder: Path | None, task: str) -> list[Any]:
+    """Return the lines of a task: strings of a .txt file, objects of a .jsonl file."""
+    if folder is None:
+        raise SystemExit(f"this study reads {FILES[task]}. Give the folder it is in: --data DIR.")
+    path = folder / FILES[task]
+    if not path.is_file():
+        raise SystemExit(f"there is no {path}. Give a folder with it: --data DIR, as tide eval reads it.")
+    lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+    return lines if path.suffix == ".txt" else [json.loads(line) for line in lines]
+
+
+def texts(folder: Path | None, task: str) -> list[str]:
+    """Return whole texts of a task: questions with their answers, programs with their descriptions."""
+    found = records(folder, task)
+    if task == "prose":
+        return ["\n".join(found[start : start + 8]) for start in range(0, len(found), 8)]
+    if task == "maths":
+        return [f"{one['question']}\n{one['answer']}" for one in found]
+    if task == "code":
+        return [f"# {one['text']}\n{one['code']}" for one in found]
+    if task == "knowledge":
+        return [f"{one['question']}\nAnswer: {one['choices'][one['answer']]}" for one in found]
+    return [one["turns"][0] for one in found]
+
+
+def prompts(folder: Path | None, task: str = "chat") -> list[str]:
+    """Return prompts of a task."""
+    if task == "chat":
+        return [one["turns"][0] for one in records(folder, task)]
+    return [one[{"maths": "question", "code": "text", "knowledge": "question"}[task]] for one in records(folder, task)]
+
+
+def spread(values: list[Any], count: int) -> list[Any]:
+    """Return so many of the values, evenly spread."""
+    return values[:: max(1, len(values) // count)][:count]
+
+
+def open_engine(options: argparse.Namespace, config: Any = None) -> tuple[Any, Any]:
+    """Return an engine with exits and the tokenizer."""
+    import TIDE
+
+    model, tokenizer = TIDE.load_model(options.model)
+    router = options.router or (TIDE.default_router() if options.model == "default" else None)
+    if router is None:
+        raise SystemExit(f"expected exits for {options.model}: give --router FILE.")
+    return TIDE.TIDE(model, router, config), tokenizer
+
+
+def ids_of(tokenizer: Any, prompt: str) -> list[int]:
+    from TIDE.calibration.prompts import prompt_ids
+
+    return prompt_ids([prompt], tokenizer)[0]
