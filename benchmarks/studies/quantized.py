@@ -1,7 +1,7 @@
 """Quantized models and exits together: do exits of the full model still serve its quantized copy?
 
 Weights are quantized by torchao, the exits are those of the model before. For every copy: is mode exact still the text of exits
-off, how many drafts stand, and how far are the copy's own texts from those of the model before? TIDE asks for a router file of a
+off, how many drafts stand, and how far are its own texts from those of the model before? TIDE asks for a router file of a
 copy's own; here the file is relabelled on purpose.
 """
 
