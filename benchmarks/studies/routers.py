@@ -1,7 +1,7 @@
 """Routers: width, calibration size, and drift from prose to code and back.
 
 The heads of the router file stay as they are; routers are trained anew on texts of one kind and measured on held-out texts of
-each kind. Texts are the model's own greedy answers to prompts about prose (chat) and about code, as in calibration.
+each kind. Texts are the model's own greedy answers, as in calibration: to prompts that ask for prose, and to some for code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from kept import Kept, Record
 from studies.sources import prompts, spread
 
-KINDS = {"prose": "chat", "code": "code"}
+KINDS = ("prose", "code")
 WIDTHS = (8, 32, 128, 512)
 WIDTH = 128
 SHARES = (0.125, 0.25, 0.5, 1.0)  # of the texts to train on
@@ -62,7 +62,7 @@ def _row(found: Record) -> Record:
 def _texts(model: Any, tokenizer: Any, options: argparse.Namespace, kind: str) -> Record:
     from TIDE.calibration.self_texts import answer_prompts
 
-    asked = spread(prompts(options.data, KINDS[kind]), options.texts)
+    asked = spread(prompts(options.data, kind), options.texts)
     return {"texts": [list(text) for text in answer_prompts(model, tokenizer, asked, 0, options.answer)]}
 
 

@@ -15,6 +15,8 @@ FILES = {  # task -> file below --data
     "chat": "spec_bench/question.jsonl",
 }
 
+PROSE = ("writing", "roleplay", "humanities", "qa", "rag", "summarization", "translation")  # categories of Spec-Bench
+
 
 def records(folder: Path | None, task: str) -> list[Any]:
     """Return the lines of a task: strings of a .txt file, objects of a .jsonl file."""
@@ -42,9 +44,10 @@ def texts(folder: Path | None, task: str) -> list[str]:
 
 
 def prompts(folder: Path | None, task: str = "chat") -> list[str]:
-    """Return prompts of a task."""
-    if task == "chat":
-        return [one["turns"][0] for one in records(folder, task)]
+    """Return prompts of a task; those of "prose" are the ones of "chat" that ask for text."""
+    if task in ("chat", "prose"):
+        found = records(folder, "chat")
+        return [one["turns"][0] for one in found if task == "chat" or one["category"] in PROSE]
     return [one[{"maths": "question", "code": "text", "knowledge": "question"}[task]] for one in records(folder, task)]
 
 
