@@ -94,17 +94,16 @@ class Benchmark:
             self._running.pop(name).close()
 
     def _choose(self, contender: Contender) -> None:
-        """Warm a contender up; keep the fastest of its settings."""
-        asked, seconds = self.groups[0], {}
-        for words, run in contender.variants.items():
-            run(asked, None)
-            if len(contender.variants) > 1:
-                short = asked.first_row(TRIED)
-                seconds[words] = min(self._timed(run, short).seconds for _ in range(2))
+        """Keep the fastest setting of a contender, and warm it up."""
+        short, seconds, variants = self.groups[0].first_row(TRIED), dict[str, float](), contender.variants
+        if len(variants) > 1:
+            for words, run in variants.items():
+                seconds[words] = min(self._timed(run, short).seconds for _ in range(3))  # the first one warms up
         setting = min(seconds, key=seconds.__getitem__) if seconds else ""
         own = self.results.measured[contender.name]
         own.setting, own.tried = setting, seconds
-        self._running[contender.name] = _with(contender, setting)
+        self._running[contender.name] = replace(contender, variants={setting: variants[setting]})
+        variants[setting](self.groups[0], None)
 
     def _group(self, number: int, asked: Asked) -> None:
         for name in list(self._running):
@@ -166,10 +165,6 @@ class Benchmark:
             accepted=len(text) - found.last_calls,
             wrong=None if told is None else wrong_with(found, told),
         )
-
-
-def _with(contender: Contender, setting: str) -> Contender:
-    return replace(contender, variants={setting: contender.variants[setting]})
 
 
 def _said(problem: Exception) -> str:
