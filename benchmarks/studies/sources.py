@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ FILES = {  # task -> file below --data
     "chat": "spec_bench/question.jsonl",
 }
 
+TEXTS: dict[str, Callable[[Any], str]] = {
+    "maths": lambda one: f"{one['question']}\n{one['answer']}",
+    "code": lambda one: f"# {one['text']}\n{one['code']}",
+    "knowledge": lambda one: f"{one['question']}\nAnswer: {one['choices'][one['answer']]}",
+    "chat": lambda one: one["turns"][0],
+}
 PROSE = ("writing", "roleplay", "humanities", "qa", "rag", "summarization", "translation")  # categories of Spec-Bench
 
 
@@ -26,7 +33,14 @@ def records(folder: Path | None, task: str) -> list[Any]:
     if not path.is_file():
         raise SystemExit(f"there is no {path}. Give a folder with it: --data DIR, as tide eval reads it.")
     lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
-    return lines if path.suffix == ".txt" else [json.loads(line) for line in lines]
+    return lines if path.suffix == ".txt" else [_parsed(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def _parsed(path: Path, number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        raise SystemExit(f"{path}, line {number} is not JSON. Mend the line, or take it out.") from None
 
 
 def texts(folder: Path | None, task: str) -> list[str]:
@@ -34,21 +48,26 @@ def texts(folder: Path | None, task: str) -> list[str]:
     found = records(folder, task)
     if task == "prose":
         return ["\n".join(found[start : start + 8]) for start in range(0, len(found), 8)]
-    if task == "maths":
-        return [f"{one['question']}\n{one['answer']}" for one in found]
-    if task == "code":
-        return [f"# {one['text']}\n{one['code']}" for one in found]
-    if task == "knowledge":
-        return [f"{one['question']}\nAnswer: {one['choices'][one['answer']]}" for one in found]
-    return [one["turns"][0] for one in found]
+    return _each(found, TEXTS[task], task)
 
 
 def prompts(folder: Path | None, task: str = "chat") -> list[str]:
     """Return prompts of a task; those of "prose" are the ones of "chat" that ask for text."""
-    if task in ("chat", "prose"):
-        found = records(folder, "chat")
-        return [one["turns"][0] for one in found if task == "chat" or one["category"] in PROSE]
-    return [one[{"maths": "question", "code": "text", "knowledge": "question"}[task]] for one in records(folder, task)]
+    if task == "prose":
+        return _each([one for one in records(folder, "chat") if one.get("category") in PROSE], TEXTS["chat"], "chat")
+    fields = {"maths": "question", "code": "text", "knowledge": "question"}
+    return _each(records(folder, task), TEXTS["chat"] if task == "chat" else lambda one: one[fields[task]], task)
+
+
+def _each(found: list[Any], make: Callable[[Any], str], task: str) -> list[str]:
+    made = []
+    for number, one in enumerate(found, 1):
+        try:
+            made.append(make(one))
+        except (KeyError, IndexError, TypeError) as problem:
+            said = f"{type(problem).__name__} {problem}"
+            raise SystemExit(f"{FILES[task]}, record {number} lacks what is asked or answered: found {said}.") from None
+    return made
 
 
 def spread(values: list[Any], count: int) -> list[Any]:

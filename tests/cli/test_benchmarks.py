@@ -118,3 +118,8 @@ def test_a_study_names_data_that_is_missing(warm, folder, shared_router, tmp_pat
     asked = ("shallow", "--model", folder, "--router", shared_router, "--work", tmp_path, "--out", tmp_path)
     done = warm.run(FOLDER / "study.py", *asked, "--data", tmp_path)
     assert done.returncode != 0 and f"there is no {tmp_path / 'spec_bench/question.jsonl'}" in done.stderr
+    (tmp_path / "spec_bench").mkdir()
+    for line, said in (("{", "line 1 is not JSON"), ('{"turns": []}', "record 1 lacks what is asked or answered")):
+        (tmp_path / "spec_bench" / "question.jsonl").write_text(line)
+        done = warm.run(FOLDER / "study.py", *asked, "--data", tmp_path)
+        assert done.returncode != 0 and said in done.stderr
