@@ -60,7 +60,7 @@ def results_file(path: Path, found: Record) -> None:
     Args:
         found: what, settings, and table or figures; note where something has to be said.
     """
-    from TIDE.evals.machine import circumstances
+    from TIDE.evals.machine import circumstances, commit
     from TIDE.routing.storage import write_atomically
 
     facts = circumstances()
@@ -70,7 +70,7 @@ def results_file(path: Path, found: Record) -> None:
     document = {
         "what": found["what"],
         "command": f"python benchmarks/{_without_paths(facts['command'])}",
-        "commit": (facts["commit"] or "not recorded")[:40],
+        "commit": (commit(Path(__file__).parent.parent) or "not recorded")[:40],
         "date": facts["date"][:10],
         "hardware": places + load,
         "software": ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages),

@@ -93,6 +93,7 @@ STUDIES = {
     "slowdown": ("--prompts", 2, "--steps", 1, "--new-tokens", 6, "--rounds", 1),
     "shallow": ("--prompts", 2, "--steps", 1, "--new-tokens", 6, "--threshold", 0.0),
     "convergence": ("--tokens", 100, "--depths", 1, 3),
+    "thresholds": ("--new-tokens", 3, "--threshold", 0.5),
 }
 
 
@@ -109,6 +110,9 @@ def test_a_study_writes_its_figures(warm, folder, shared_router, data, tmp_path,
         assert figures["same_texts"] == figures["texts"] == 6
     elif name == "shallow":
         assert figures["loss_after"] >= figures["loss_before"] and figures["exits_after"] > 0
+    elif name == "thresholds":
+        assert found["table"]["exact"]["texts of exits off"] == figures["prompts"] == 16
+        assert {*found["table"]} == {"exits off", "exact", "fast, 0.5"}
     else:
         assert found["table"]["all"]["tokens"] == figures["tokens"] > 50
         assert found["table"]["all"]["depth 1"] <= found["table"]["all"]["depth 3"] <= 1
