@@ -1,7 +1,8 @@
 """Shallow attacks: how much can a prompt make mode fast lose, at a threshold that a certificate allows?
 
 A certificate bounds the mean loss over prompts drawn as those it was found on. Here prompts are not drawn but searched, for the
-largest loss (1 - ROUGE-L to the full model's text), so nothing is promised; this is how far it can go.
+largest loss (1 - ROUGE-L to the full model's text) and, where that is the same, for the most exits, without which nothing can
+be lost. So nothing is promised; this is how far it can go.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ def run(options: argparse.Namespace) -> Record:
             "prompts": len(starts),
             "steps": options.steps,
             "risk": options.risk,
-            "loss_before": round(fmean(own["harm"] for own in before), 3),
-            "loss_after": round(fmean(own["harm"] for own in worst), 3),
-            "largest_loss": round(max(own["harm"] for own in tried), 3),
-            "mean_of_all_tried": round(fmean(own["harm"] for own in tried), 3),
-            "share_with_loss": round(fmean(own["harm"] > 0 for own in tried), 3),
+            "loss_before": round(fmean(own["loss"] for own in before), 3),
+            "loss_after": round(fmean(own["loss"] for own in worst), 3),
+            "largest_loss": round(max(own["loss"] for own in tried), 3),
+            "mean_of_all_tried": round(fmean(own["loss"] for own in tried), 3),
+            "share_with_loss": round(fmean(own["loss"] > 0 for own in tried), 3),
             "exits_before": round(fmean(own["exit_rate"] for own in before), 3),
             "exits_after": round(fmean(own["exit_rate"] for own in worst), 3),
         },
@@ -70,4 +71,5 @@ def _loss(engine: Any, ids: list[int], options: argparse.Namespace) -> Record:
     with engine.using(fast):
         text = continued(engine, ids, options.new_tokens)
         rate = engine.last_stats.exit_rate
-    return {"harm": rouge_l(text, full), "exit_rate": rate, "new": len(text)}
+    loss = rouge_l(text, full)
+    return {"harm": loss + rate / 100, "loss": loss, "exit_rate": rate, "new": len(text)}
