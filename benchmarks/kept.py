@@ -85,7 +85,7 @@ def _without_paths(command: str) -> str:
     words, found = command.split(), []
     while words:
         word = words.pop(0)
-        if word in ("--work", "--out"):
+        if word in ("--work", "--out", "--figure"):
             words.pop(0)
         else:
             found += [word, "DIR"] if word == "--data" else [word]

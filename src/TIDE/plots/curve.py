@@ -11,7 +11,12 @@ from typing import Any
 
 from TIDE.plots.analysis import check_figure
 
-COSTS = {"seconds": "seconds per token", "layers": "layers run per token", "joules": "joules per token"}
+COSTS = {
+    "seconds": "seconds per token",
+    "CPU seconds": "CPU seconds per token",
+    "layers": "layers run per token",
+    "joules": "joules per token",
+}
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")  # Okabe and Ito
 ALONE = {"exits off": dict(color="#000000", marker="x"), "exact": dict(color="#D55E00", marker="*")}
 
