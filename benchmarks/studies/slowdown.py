@@ -2,8 +2,9 @@
 
 Prompts are searched on which drafts are rejected: every rejected draft is work for nothing. Then exits off and mode exact are
 timed, interleaved, on prompts as they were, on those that the search found, and with exits that are as bad as exits can be:
-routers that are always sure and a head with random weights. No prompt can do worse than that, so it is the bound. CPU seconds
-of one thread stand beside the wall clock, because they do not depend on who else uses the machine.
+routers that are always sure and a head with random weights. That is as bad as a text can be from beginning to end; one whose
+drafts hold for a while and then do not could cost more for a moment, until drafting rests. CPU seconds of one thread stand
+beside the wall clock, because they depend less on who else uses the machine.
 """
 
 from __future__ import annotations
