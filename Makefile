@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 export PYTHONDONTWRITEBYTECODE :=
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-newest test-oldest test-long test-eval test-wheel check bench site wheel clean
+.PHONY: demo test test-newest test-oldest test-long test-eval test-wheel check bench results results-gpu results-quality site wheel clean
 
 demo: $(VENV)/warm
 	$(VENV)/bin/tide demo
@@ -41,6 +41,18 @@ site: $(VENV)/dev
 
 bench: $(VENV)/ready
 	$(VENV)/bin/python benchmarks/bench_decode.py
+
+# the README's figures again: make results DATA=dir, with spec_bench/question.jsonl and the data sets of tide eval below it
+DATA ?= .
+results: $(VENV)/warm
+	$(VENV)/bin/python benchmarks/results.py cpu --data $(DATA)
+
+results-gpu: $(VENV)/warm
+	$(VENV)/bin/python benchmarks/results.py gpu --data $(DATA)
+
+results-quality: $(VENV)/warm
+	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[eval]"
+	$(VENV)/bin/python benchmarks/results.py quality --data $(DATA)
 
 # torch goes in first and exactly as pinned, so that nothing that follows brings another build of it
 .PHONY: python-is-new-enough

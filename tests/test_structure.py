@@ -28,6 +28,7 @@ LEVEL = {
     "calibration": 5,
     "plots": 6,
     "evals": 6,
+    "bench": 6,
     "server": 7,
     "the public surface": 8,
     "cli": 9,

@@ -87,3 +87,78 @@ def test_the_exits_of_a_file_are_measured_on_other_prompts(warm, folder, shared_
     assert found["positions"] > 0
     for exit in found["exits"].values():
         assert exit["steps"][0] == pytest.approx(exit["agreement"], abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder of data sets with a few lines each."""
+    folder = tmp_path_factory.mktemp("data")
+    lines = {
+        "spec_bench/question.jsonl": [{"category": "chat", "turns": [f"Say the number {n}."]} for n in range(4)],
+        "gsm8k/test.jsonl": [{"question": "What is 1 + 1?", "answer": "#### 2"}],
+        "mbpp/mbpp.jsonl": [{"text": "Add.", "code": "def add(a, b):\n    return a + b"}],
+        "mmlu/test.jsonl": [{"question": "Which?", "choices": ["this", "that"], "answer": 1}],
+    }
+    for name, own in lines.items():
+        (folder / name).parent.mkdir()
+        (folder / name).write_text("\n".join(map(json.dumps, own)))
+    (folder / "wikitext2").mkdir()
+    (folder / "wikitext2" / "test.txt").write_text(" = Title = \n\n Some prose about a thing .\n")
+    return folder
+
+
+def test_the_curve_has_every_way_and_goes_on(warm, folder, shared_router, data, tmp_path):
+    asked = ("--model", folder, "--memory", shared_router, "--data", data, "--prompts", 2, "--new-tokens", 4)
+    asked += ("--threshold", 0.5, "--router", f"lens={tmp_path / 'none.safetensors'}")
+    places = ("--work", tmp_path / "work", "--out", tmp_path, "--figure", tmp_path / "curve.svg")
+    for _ in range(2):
+        done = warm.run(FOLDER / "curve.py", *asked, *places)
+        assert done.returncode == 0, done.stderr
+    table = json.loads((tmp_path / "curve.json").read_text())["table"]
+    kinds = {"exits off", "exact", "fast, memory, 0.5", "fast, memory, propagate, 0.5", "fast, memory, zero_pad, 0.5"}
+    assert kinds < {*table} and any(name.startswith("static") for name in table)
+    assert table["exact"]["quality"] == 1.0 and table["exits off"]["layers"] == 4.0
+    assert "fast, lens: not measured" in done.stdout and (tmp_path / "curve.svg").exists()
+    answers = (tmp_path / "work" / "curve.jsonl").read_text().splitlines()
+    assert len(answers) == 1 + 2 * len(table)
+
+
+STUDIES = {
+    "determinism": ("--runs", 3, "--new-tokens", 6, "--rows", 3),
+    "slowdown": ("--prompts", 2, "--steps", 1, "--new-tokens", 6, "--rounds", 1),
+    "shallow": ("--prompts", 2, "--steps", 1, "--new-tokens", 6, "--threshold", 0.0),
+    "convergence": ("--tokens", 100, "--depths", 1, 3),
+    "thresholds": ("--new-tokens", 3, "--threshold", 0.5),
+}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_writes_its_figures(warm, folder, shared_router, data, tmp_path, name):
+    asked = (name, "--model", folder, "--router", shared_router, "--data", data, *STUDIES[name])
+    done = warm.run(FOLDER / "study.py", *asked, "--work", tmp_path / "work", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / f"study-{name}.json").read_text())
+    figures = found["figures"]
+    if name == "determinism":
+        assert figures["same"] == figures["runs"] == 3 and figures["texts_of_seeds"] > 1
+    elif name == "slowdown":
+        assert figures["same_texts"] == figures["texts"] == 6
+    elif name == "shallow":
+        assert figures["loss_after"] >= figures["loss_before"] and figures["exits_after"] > 0
+    elif name == "thresholds":
+        assert found["table"]["exact"]["texts of exits off"] == figures["prompts"] == 16
+        assert {*found["table"]} == {"exits off", "exact", "fast, 0.5"}
+    else:
+        assert found["table"]["all"]["tokens"] == figures["tokens"] > 50
+        assert found["table"]["all"]["depth 1"] <= found["table"]["all"]["depth 3"] <= 1
+
+
+def test_a_study_names_data_that_is_missing(warm, folder, shared_router, tmp_path):
+    asked = ("shallow", "--model", folder, "--router", shared_router, "--work", tmp_path, "--out", tmp_path)
+    done = warm.run(FOLDER / "study.py", *asked, "--data", tmp_path)
+    assert done.returncode != 0 and f"there is no {tmp_path / 'spec_bench/question.jsonl'}" in done.stderr
+    (tmp_path / "spec_bench").mkdir()
+    for line, said in (("{", "line 1 is not JSON"), ('{"turns": []}', "record 1 lacks what is asked or answered")):
+        (tmp_path / "spec_bench" / "question.jsonl").write_text(line)
+        done = warm.run(FOLDER / "study.py", *asked, "--data", tmp_path)
+        assert done.returncode != 0 and said in done.stderr

@@ -141,7 +141,8 @@ def test_a_chat_needs_a_chat_template(tmp_path):
 def test_bench_times_three_ways_on_the_same_prompts(folder, router):
     asked = ("bench", "hello", "again", "--model", folder, "--router", router, "--max-new-tokens", "6", "--rounds", "2")
     table = tide(*asked).stdout
-    assert "model.generate" in table and table.count("yes, yes") == 2
+    titles = ["model.generate", "TIDE, exits off", "TIDE, exact"]
+    assert [line.partition("  ")[0] for line in table.splitlines()[1:4]] == titles and table.count("2 of 2") == 3
 
 
 def test_characters_of_several_tokens_come_with_the_last_of_them(folder):

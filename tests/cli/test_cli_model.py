@@ -65,12 +65,32 @@ def test_bench_without_exits_compares_two_ways(folder):
     asked = ("bench", "hello", "--model", folder, "--no-exits", "--max-new-tokens", 6, "--rounds", 1)
     done = tide(*asked)
     assert done.exit_code == 0, done.output
-    head, row, _ = done.stdout.splitlines()
-    assert head.split() == ["tok/s,", "prompt", "included", "model.generate", "exits", "off", "same", "text"]
-    assert row.endswith(")   yes")
+    head, *rows, _ = done.stdout.splitlines()
+    assert head.split()[:2] == ["tok/s", "(lowest-highest)"] and head.endswith("same text")
+    assert [row.endswith("1 of 1") for row in rows] == [True, True]
     found = json.loads(tide(*asked, "--json").stdout)
-    assert found["mode"] == "off"
-    assert set(found["prompts"][0]) == {"prompt", "generate", "exits_off", "exits_off_same_text"}
+    assert found["mode"] == "off" and [own["contender"] for own in found["contenders"]] == ["generate", "off"]
+
+
+def test_bench_takes_contenders_by_name_and_keeps_what_it_measured(folder, router, tmp_path):
+    asked = ("bench", "hello", "--model", folder, "--router", router, "--max-new-tokens", 4, "--rounds", 1)
+    done = tide(*asked, "--contender", "fast", "--contender", "off", "-o", tmp_path / "kept.json", "--json")
+    assert done.exit_code == 0, done.output
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    assert kept == json.loads(done.stdout) and {"commit", "date", "hardware", "command"} <= {*kept}
+    assert [own["contender"] for own in kept["contenders"]] == ["off", "fast"]
+    wrong = tide(*asked, "--contender", "vllm")
+    assert wrong.exit_code == 2 and "expected generate, compiled, early-exit" in wrong.stderr and "found vllm" in wrong.stderr
+    wrong = tide(*asked[:4], "--no-exits", "--contender", "exact")
+    assert wrong.exit_code == 2 and "expected contenders without exits beside --no-exits, found exact" in wrong.stderr
+
+
+def test_bench_fails_where_layers_did_not_run_as_reported(folder, router, monkeypatch):
+    monkeypatch.setattr("TIDE.bench.benchmark.wrong_with", lambda found, told: "they did not")
+    asked = ("bench", "hello", "--model", folder, "--router", router, "--max-new-tokens", 4, "--rounds", 1)
+    done = tide(*asked, "--contender", "exact")
+    assert done.exit_code == 1 and "error: layers did not run as reported: exact." in done.stderr
+    assert "FAILED" in done.stdout
 
 
 def test_demo_takes_a_router_file(folder, router, tmp_path):

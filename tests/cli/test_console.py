@@ -34,7 +34,7 @@ ANSWER = dict(
     depths=[int],
     backend=str,
 )
-TIMED = dict(prompt=str, generate=float, exits_off=float, exits=float, exits_off_same_text=bool, exits_same_text=bool)
+BENCH = dict(model=str, mode=str, backend=str, rows=int, rounds=int, contenders=[dict], absent=dict)
 ROUTER_FILE = dict(
     format=int,
     version=str,
@@ -166,9 +166,9 @@ def test_bench_prints_the_speed_of_three_ways(warm, folder, shared_router):
     done = warm.tide("bench", *asked)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert fits(found, dict(model=str, mode=str, backend=str, prompts=[TIMED]))
-    (row,) = found["prompts"]
-    assert row["exits_off_same_text"] and row["exits_same_text"] and min(row["generate"], row["exits_off"], row["exits"]) > 0
+    assert fits({key: found[key] for key in BENCH}, BENCH)
+    assert [row["contender"] for row in found["contenders"]] == ["generate", "off", "exact"]
+    assert all(row["tokens_per_second"] > 0 and row["same_texts"] == 1 for row in found["contenders"])
 
 
 def test_analyze_prints_a_row_per_depth(warm, folder):

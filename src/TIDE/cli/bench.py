@@ -1,15 +1,16 @@
-"""`tide bench`: wall-clock speed of `model.generate` and of TIDE on this machine."""
+"""`tide bench`: speed, latency, memory and energy of `model.generate` and of TIDE on this machine."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from TIDE.cli.files import PromptFile
+from TIDE.cli.errors import WrongUsage, checked
+from TIDE.cli.files import PromptFile, check_target
 from TIDE.cli.generate import read_prompts
-from TIDE.cli.interleaved import contenders, interleaved
 from TIDE.cli.model import MaxNewTokens, ModelOption, load
 from TIDE.cli.router import NoExits, Router, exits_path
 from TIDE.cli.settings import RUNNING, with_settings
@@ -21,7 +22,17 @@ PROMPTS = [
     "Write a Python function that returns the n-th Fibonacci number.",
     "Translate into French: The train leaves at nine and arrives before noon.",
 ]
-OURS = ("exits_off", "exits")  # beside model.generate
+CONTENDERS = ("generate", "compiled", "early-exit", "lookup", "continuous", "off", "exact", "fast")
+ALL = "all"
+
+
+def _check_contenders(names: list[str]) -> None:
+    if unknown := sorted({*names} - {*CONTENDERS, ALL}):
+        raise ValueError(f"expected {', '.join(CONTENDERS)} or {ALL}, found {', '.join(unknown)}.")
+
+
+def _check_output(path: Path) -> None:
+    check_target(path, (".json",))
 
 
 @with_settings(*RUNNING)
@@ -34,54 +45,82 @@ def bench(
     file: PromptFile = None,
     router: Router = None,
     no_exits: NoExits = False,
+    contender: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            callback=checked(_check_contenders),
+            help="generate, compiled, early-exit, lookup, continuous, off, exact, fast, or all; may be repeated. "
+            "Unless given: generate, off and the mode.",
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts continued together.")] = 1,
     max_new_tokens: MaxNewTokens = 64,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs per prompt.")] = 3,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", callback=checked(_check_output), help="Keep the results, as JSON."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     config: TIDEConfig,
 ) -> None:
-    """Time model.generate, TIDE with exits off and TIDE with exits. The runs are interleaved, on the same prompts.
+    """Time model.generate, its rivals and TIDE. The runs are interleaved, on the same prompts; layers that run are counted.
 
     \b
     Examples:
       tide bench
-      tide bench --file questions.txt --max-new-tokens 128 --rounds 5
+      tide bench --contender all -o bench.json
+      tide bench --file questions.txt --rows 8 --max-new-tokens 128 --rounds 5
       tide bench --model my-org/my-model --router my.safetensors
       tide bench --model my-org/my-model --no-exits
     """
-    import TIDE
-
     asked = read_prompts(prompts or [], file) if prompts or file is not None else PROMPTS
     source = exits_path(model, router, no_exits)
     mode = "off" if no_exits else config.effective_mode
+    names = _names(contender, mode)
+
+    import TIDE
+    from TIDE.bench.benchmark import Benchmark
+    from TIDE.evals.machine import circumstances
+
+    facts = circumstances()
     loaded = load(model)
+    ids = [prepared(loaded.tokenizer, prompt)["input_ids"][0].tolist() for prompt in asked]
     with TIDE.TIDE(loaded.model, source, config) as engine:
-        rows = [_time(engine, prepared(loaded.tokenizer, prompt), max_new_tokens, rounds) for prompt in asked]
-        backend = engine.backend
-    if as_json:
-        results = [dict(row, prompt=prompt) for prompt, row in zip(asked, rows, strict=True)]
-        typer.echo(json.dumps(dict(model=model, mode=mode, backend=backend, prompts=results), indent=2))
-    else:
-        typer.echo(_table(asked, rows, mode) + f"\n{backend}")
+        facts |= {"model": model, "mode": mode, "backend": engine.backend, "dtype": str(loaded.model.dtype)}
+
+        def keep(results: Any) -> None:
+            if output is not None:
+                _write(output, facts | results.as_dict())
+
+        settings = dict(max_new_tokens=max_new_tokens, rows=rows, rounds=rounds)
+        running = Benchmark(engine, ids, names, **settings, after_group=keep)
+        try:
+            running.run()
+        except KeyboardInterrupt:
+            typer.echo(running.results.table())
+            raise KeyboardInterrupt("Shown is what was measured so far.") from None
+        finally:
+            keep(running.results)
+    results = running.results
+    typer.echo(json.dumps(facts | results.as_dict(), indent=2) if as_json else f"{results.table()}\n{facts['backend']}")
+    if wrong := results.wrong_layers:
+        raise RuntimeError(f"layers did not run as reported: {', '.join(wrong)}. Do not trust what this engine says of itself.")
+    if not results.timed:
+        raise RuntimeError(f"nothing was measured: {'; '.join(f'{name}: {why}' for name, why in results.absent.items())}.")
 
 
-def _time(engine: Any, inputs: Any, max_new_tokens: int, rounds: int) -> dict[str, Any]:
-    """Return the tokens per second of each contender, and whether it generated the same text as `model.generate`."""
-    import torch
-
-    inputs = inputs.to(engine.model.device)
-    options = dict(inputs, max_new_tokens=max_new_tokens, do_sample=False)
-
-    found = interleaved(contenders(engine, options), inputs["input_ids"].shape[1], rounds)
-    same = {f"{name}_same_text": torch.equal(found[name].ids, found["generate"].ids) for name in OURS if name in found}
-    return {**{name: timed.speed for name, timed in found.items()}, **same}
+def _names(given: list[str] | None, mode: str) -> list[str]:
+    """Return the contenders that are asked for, in their order."""
+    if not given:
+        return list(dict.fromkeys(["generate", "off", mode]))
+    wanted = {*CONTENDERS} if ALL in given else {*given}
+    if mode == "off" and ALL not in given and (exits := wanted & {"exact", "fast"}):
+        raise WrongUsage(f"expected contenders without exits beside --no-exits, found {', '.join(sorted(exits))}.")
+    return [name for name in CONTENDERS if name in wanted]
 
 
-def _table(asked: list[str], rows: list[dict[str, Any]], mode: str) -> str:
-    names = [name for name in OURS if name in rows[0]]
-    titles = "".join(f"{title:>18}" for title in ("exits off", mode)[: len(names)])
-    lines = [f"{'tok/s, prompt included':44}{'model.generate':>16}{titles}   same text"]
-    for prompt, row in zip(asked, rows, strict=True):
-        ours = "".join(f"{row[name]:9.1f} ({row[name] / row['generate']:5.2f}x)" for name in names)
-        same = ", ".join("yes" if row[f"{name}_same_text"] else "NO" for name in names)
-        lines.append(f"{prompt[:42]:44}{row['generate']:16.1f} {ours}   {same}")
-    return "\n".join(lines)
+def _write(path: Path, results: dict[str, Any]) -> None:
+    from TIDE.routing.storage import write_atomically
+
+    write_atomically(path, json.dumps(results, indent=1).encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 
 from TIDE.cli.colours import Pieces, has_colours, legend, painted, show
 from TIDE.cli.errors import checked
-from TIDE.cli.interleaved import Timing, contenders, interleaved
+from TIDE.cli.interleaved import Timing, interleaved
 from TIDE.cli.model import MaxNewTokens, ModelOption, load
 from TIDE.cli.router import Router, router_path
 from TIDE.plots.report import check_report, write_report
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 PROMPT = "Give me three short reasons to learn to cook."
 NAMES = {"generate": "model.generate", "exits_off": "TIDE, exits off", "exits": "TIDE, exact exits"}
+CONTENDERS = {"generate": "generate", "exits_off": "off", "exits": "exact"}  # of tide bench
 
 
 def demo(
@@ -52,10 +54,9 @@ def demo(
     source = router_path(model, router) if router is not None or model == "default" else None
     loaded = load(model)
     inputs = prepared(loaded.tokenizer, prompt).to(loaded.model.device)
-    options = dict(inputs, max_new_tokens=max_new_tokens, do_sample=False)
     prompt_tokens = inputs["input_ids"].shape[1]
     with TIDE.TIDE(loaded.model, source) as engine:
-        timed = _compare(engine, options, prompt_tokens, rounds)
+        timed = _compare(engine, inputs["input_ids"].tolist(), max_new_tokens, rounds)
         answers = {name: own.ids[0, prompt_tokens:].tolist() for name, own in timed.items()}
         shown = list(answers)[-1]
         run = last_run(engine, loaded.tokenizer, prompt, inputs["input_ids"], answers[shown])
@@ -76,12 +77,19 @@ def demo(
     raise typer.Exit(0 if all(same.values()) else 1)
 
 
-def _compare(engine: Any, options: dict[str, Any], prompt_tokens: int, rounds: int) -> dict[str, Timing]:
+def _compare(engine: Any, prompts: list[list[int]], max_new_tokens: int, rounds: int) -> dict[str, Timing]:
     """Time each contender; leave the median run of the last one as the engine's latest."""
-    runs = contenders(engine, options)
-    last, notes = list(runs)[-1], list[Any]()
+    from TIDE.bench.asked import groups
+    from TIDE.bench.contenders import make
+
+    (asked,) = groups(prompts, 1, max_new_tokens, engine.model)
+    names = [name for name in CONTENDERS if name != "exits" or engine.policy is not None]
+    runs: dict[str, Callable[[], torch.Tensor]] = {}
+    for name in names:
+        runs[name] = partial(make(CONTENDERS[name], engine, 1).variants[""], asked, None)
+    last, notes = names[-1], list[Any]()
     runs[last] = _noting(engine, runs[last], notes)
-    timed = interleaved(runs, prompt_tokens, rounds)
+    timed = interleaved(runs, asked.width, rounds)
     speeds, (_, *noted) = timed[last].speeds, notes  # the first run is the warm-up
     engine.last_rows = noted[speeds.index(statistics.median_low(speeds))]
     return timed

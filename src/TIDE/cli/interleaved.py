@@ -5,11 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
-from TIDE.engine.cache.prefixes import new_salt
 
 
 class Timing(NamedTuple):
@@ -21,21 +20,6 @@ class Timing(NamedTuple):
     @property
     def speed(self) -> float:
         return statistics.median(self.speeds)
-
-
-def contenders(engine: Any, options: dict[str, Any]) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return a request as run by `model.generate`, by the engine with exits off and, if it has exits, by the engine itself."""
-
-    def exits() -> torch.Tensor:
-        found: torch.Tensor = engine.generate(**options, cache_salt=new_salt())  # the others have no prefix cache
-        return found
-
-    def exits_off() -> torch.Tensor:
-        with engine.using(engine.config, exits=False):
-            return exits()
-
-    found = {"generate": lambda: engine.model.generate(**options), "exits_off": exits_off}
-    return found if engine.policy is None else {**found, "exits": exits}
 
 
 def interleaved(runs: dict[str, Callable[[], torch.Tensor]], prompt_tokens: int, rounds: int) -> dict[str, Timing]:

@@ -24,7 +24,7 @@ def circumstances() -> dict[str, Any]:
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "tide": __version__,
-        "commit": commit(Path(__file__).parent),
+        "commit": commit(Path(__file__).parent.parent),
         "hardware": hardware(),
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},

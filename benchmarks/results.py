@@ -1,0 +1,196 @@
+"""The figures of the README and the docs, measured again: one command, in parts that are kept and can be resumed.
+
+    python benchmarks/results.py cpu --data DIR         the README's CPU figures: every twelfth prompt, 20 minutes on 2 cores
+    python benchmarks/results.py gpu --data DIR         those of a GPU; --minutes 9 begins no further part after that time
+    python benchmarks/results.py quality --data DIR     GSM8K (200), HumanEval (82), MMLU (1,000), WikiText-2; a certificate
+    python benchmarks/results.py cpu --data DIR --part exact
+
+DIR has the data sets as `tide eval --data` reads them, and spec_bench/question.jsonl. Every part is a process of its own; what
+it prints at the end goes to OUT/PART.done.json with command, commit, hardware and date as soon as it is done. A part that is
+there is not run again (--again PART: it is). A part that fails, or whose data is missing, is named, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+TIDE = ["-m", "TIDE.cli.app"]
+PROMPTS = "spec_bench/question.jsonl"
+CHOSEN = 20  # prompts of the CPU's run: every twelfth of 240
+SPREAD = 0.15  # of a ratio on another machine of the same kind, or in another hour
+SIZES = {"gsm8k": 200, "humaneval": 82, "mmlu": 1000, "wikitext": None}  # questions; None: all
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process that measures something, and the files it reads."""
+
+    name: str
+    words: list[str]
+    needs: tuple[str, ...] = ()
+    result: str | None = None  # a file below OUT that it writes itself; None: the last line it prints
+
+
+def parts(of: str, data: Path, out: Path) -> list[Part]:
+    """Return the parts of a set."""
+    prompts = str(data / PROMPTS)
+    if of == "cpu":
+        lines = len((data / PROMPTS).read_text("utf-8").splitlines()) if (data / PROMPTS).is_file() else CHOSEN
+        every = str(max(1, lines // CHOSEN))
+        return [
+            Part("exact", ["bench_prompts.py", "--prompts", prompts, "--every", every], (PROMPTS,)),
+            Part("exits-off", ["bench_decode.py", "--rounds", "3"]),
+        ]
+    half = ["--dtype", "bfloat16"]
+    if of == "gpu":
+        rows = ["--rows", "1", "8", "32", "64"]
+        few = ["--every", "3", "--generate-every", "12", "--warm-up"]
+        length = ["--prompt-tokens", "200", "--new-tokens", "128"]
+        return [
+            Part("exits-off-gpu", ["bench_decode.py", *half, "--rounds", "5"]),
+            Part("exits-off-8b", ["bench_decode.py", "--model", "llama-8b", "--rounds", "3"]),
+            Part("exact-gpu", ["bench_prompts.py", "--prompts", prompts, *few, *half], (PROMPTS,)),
+            Part("first-token-gpu", ["bench_prefill.py", *half]),
+            Part("batch-8b", ["bench_batch.py", "--model", "llama-8b", *rows]),
+            Part("batch-gpu", ["bench_batch.py", *half, "--prompts", prompts, *length, *rows], (PROMPTS,)),
+            Part("rivals-gpu", [*TIDE, "bench", "--contender", "all", "--max-new-tokens", "128", "--json"]),
+            Part(
+                "curve-gpu",
+                [
+                    "curve.py",
+                    "--data",
+                    str(data),
+                    *half,
+                    "--work",
+                    str(out),
+                    "--out",
+                    str(out),
+                    "--figure",
+                    str(out / "curve.png"),
+                ],
+                (PROMPTS,),
+                "curve.json",
+            ),
+        ]
+    router = str(out / "certified.safetensors")
+    found = [Part("certificate", [*TIDE, "certify", "default", "--prompts", prompts, "-o", router, "--json"], (PROMPTS,))]
+    for task, size in SIZES.items():
+        words = [*TIDE, "eval", "default", "--router", router, "--data", str(data), "--tasks", task]
+        words += [] if size is None else ["--limit", str(size)]
+        words += ["--execute-code"] if task == "humaneval" else []
+        found.append(Part(f"eval-{task}", [*words, "-o", str(out / f"eval-{task}.json")], result=f"eval-{task}.json"))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("set", choices=["cpu", "gpu", "quality"])
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR")
+    parser.add_argument("--part", action="append", default=[], help="only this part; may be repeated")
+    parser.add_argument("--again", action="append", default=[], metavar="PART", help="run a part again that is there")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further part after so many")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    wanted = parts(options.set, options.data, options.out)
+    names = [part.name for part in wanted]
+    if unknown := sorted({*options.part, *options.again} - {*names}):
+        parser.error(f"expected parts of {options.set}: {', '.join(names)}; found {', '.join(unknown)}.")
+    began, missing = time.monotonic(), {}
+    for part in wanted:
+        if options.part and part.name not in options.part:
+            continue
+        path = options.out / f"{part.name}.done.json"
+        if path.exists() and part.name not in options.again:
+            print(f"{part.name}: there already ({path})", flush=True)
+        elif time.monotonic() - began > 60 * options.minutes:
+            missing[part.name] = f"{options.minutes:g} minutes are over. The same command goes on"
+        elif why := measured(part, options.data, options.out, path):
+            missing[part.name] = why
+    if options.set == "cpu":
+        print(compared(options.out))
+    for name, why in missing.items():
+        print(f"{name}: not measured: {why}.")
+    return bool(missing)
+
+
+def measured(part: Part, data: Path, out: Path, path: Path) -> str | None:
+    """Run a part and keep its result; return why there is none."""
+    if absent := [name for name in part.needs if not (data / name).is_file()]:
+        return f"there is no {', '.join(str(data / name) for name in absent)}"
+    words = [str(HERE / part.words[0]), *part.words[1:]] if part.words[0].endswith(".py") else part.words
+    print(f"{part.name}: {' '.join(part.words)}", flush=True)
+    began = time.monotonic()
+    with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            print(f"  {line}", end="", flush=True)
+            lines.append(line)
+    (out / f"{part.name}.txt").write_text("".join(lines), "utf-8")
+    if process.returncode:
+        return f"it ended with code {process.returncode}; its output is in {out / part.name}.txt"
+    found = result_of(part, lines, out)
+    if found is None:
+        return f"it printed no JSON; its output is in {out / part.name}.txt"
+    keep(path, {"part": part.name, "minutes": round((time.monotonic() - began) / 60, 2), "words": part.words, "result": found})
+    return None
+
+
+def result_of(part: Part, lines: list[str], out: Path) -> Any:
+    """Return what a part has measured: the file it writes, its last line, or all that it printed."""
+    texts = [(out / part.result).read_text("utf-8")] if part.result is not None else [*lines[-1:], "".join(lines)]
+    for text in texts:
+        try:
+            return json.loads(text)
+        except ValueError:
+            continue
+    return None
+
+
+def keep(path: Path, found: dict[str, Any]) -> None:
+    from TIDE.evals.machine import circumstances
+    from TIDE.routing.storage import write_atomically
+
+    write_atomically(path, json.dumps(circumstances() | found, indent=1).encode())
+
+
+def compared(out: Path) -> str:
+    """Return the CPU's ratios beside those of the README, and whether they are within the spread."""
+    docs = HERE.parent / "docs" / "results"
+    lines = [f"{'':34}{'README':>9}{'here':>9}   within {SPREAD:.0%}"]
+    if (path := out / "exact.done.json").exists():
+        found, readme = json.loads(path.read_text("utf-8"))["result"], json.loads((docs / "exact-arm.json").read_text("utf-8"))
+        for title, key in (
+            ("off / generate", "off/generate"),
+            ("exact / off", "exact/off"),
+            ("exact / generate", "exact/generate"),
+        ):
+            lines.append(_beside(f"Spec-Bench, {title}", readme["table"]["all"][title], found["tok/s"]["all"][key]))
+        same = found["exact_is_exits_off"] == found["prompts"] and found["all_the_same"] == found["with_generate"]
+        off, generate = (
+            f"{found['exact_is_exits_off']} of {found['prompts']}",
+            f"{found['all_the_same']} of {found['with_generate']}",
+        )
+        lines.append(f"texts: {off} are those of exits off, {generate} those of model.generate: {'yes' if same else 'NO'}")
+    if (path := out / "exits-off.done.json").exists():
+        found = json.loads(path.read_text("utf-8"))["result"]["results"]["TIDE, exits off"]["ratio"]
+        (readme,) = json.loads((docs / "exits-off-arm.json").read_text("utf-8"))["table"].values()
+        lines.append(_beside("random prompt, off / generate", readme["× model.generate"], found))
+    return "\n".join(lines)
+
+
+def _beside(title: str, readme: float, found: float) -> str:
+    return f"{title:34}{readme:9.2f}{found:9.2f}   {'yes' if abs(found / readme - 1) <= SPREAD else 'NO'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""A benchmark: contenders on the same prompts, interleaved, with what they cost and what they wrote.
+
+    warm up and choose    every contender once; of those with a setting to choose, the fastest one
+    each group of rows    a run with a streamer, for the times of tokens; then timed rounds, A, B, A, B
+    at the end            the first prompt alone, with hooks on the model's layers: did those run that were reported?
+
+A contender that fails is named with its reason, and the others go on; what it had measured stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from tqdm import tqdm
+
+from TIDE.bench.arrivals import Arrivals
+from TIDE.bench.asked import Asked, groups
+from TIDE.bench.contenders import OURS, Contender, Run, Unavailable, make
+from TIDE.bench.energy import EnergyMeter
+from TIDE.bench.layer_count import counted_layers, wrong_with
+from TIDE.bench.measured import Layers, Measured, Results, Timed
+from TIDE.bench.memory import forget_peak, peak_gib
+from TIDE.engine.engine import TIDE
+from TIDE.stats import ExitStats
+
+COUNTED = 32  # new tokens of the run whose layers are counted
+TRIED = 24  # new tokens of the runs that choose a setting
+
+
+class Benchmark:
+    """Contenders on the prompts of a user.
+
+    Args:
+        names: of contenders, see `contenders.py`; the first is the one that texts and speeds are compared with.
+        rows: prompts that are continued together.
+        rounds: timed runs of each contender for each group of rows.
+        after_group: is called with what there is so far, to keep it.
+    """
+
+    def __init__(
+        self,
+        engine: TIDE,
+        prompts: Sequence[list[int]],
+        names: Sequence[str],
+        *,
+        max_new_tokens: int = 64,
+        rows: int = 1,
+        rounds: int = 3,
+        after_group: Callable[[Results], None] = lambda results: None,
+    ) -> None:
+        self.engine, self.rounds, self._after_group = engine, rounds, after_group
+        self.groups = groups(prompts, rows, max_new_tokens, engine.model)
+        self.meter = EnergyMeter(engine.adapter.device)
+        self.results = Results(len(self.groups), rows, max_new_tokens, rounds, self.meter.why_not)
+        self._names, self._rows = list(dict.fromkeys(names)), rows
+        self._running: dict[str, Contender] = {}
+
+    def run(self) -> Results:
+        """Measure, and return what was measured. An interruption leaves it in `results`."""
+        try:
+            self._begin()
+            for number, asked in enumerate(tqdm(self.groups, desc=f"{len(self._running)} contenders", unit="group")):
+                self._group(number, asked)
+                self._after_group(self.results)
+            self._count_layers()
+        finally:
+            for contender in self._running.values():
+                contender.close()
+        return self.results
+
+    def _begin(self) -> None:
+        for name in self._names:
+            try:
+                contender = make(name, self.engine, self._rows)
+            except Exception as problem:  # of any library: the others go on
+                self.results.absent[name] = _said(problem)
+                continue
+            self.results.measured[name] = Measured(name, contender.title)
+            self._running[name] = contender
+            self._try(name, partial(self._choose, contender))
+
+    def _try(self, name: str, work: Callable[[], None]) -> None:
+        """Do something for a contender; where it fails, the contender ends there and the others go on."""
+        if name not in self._running:
+            return
+        try:
+            work()
+        except Exception as problem:
+            self.results.absent[name] = _said(problem)
+            self._running.pop(name).close()
+
+    def _choose(self, contender: Contender) -> None:
+        """Keep the fastest setting of a contender, and warm it up."""
+        short, seconds, variants = self.groups[0].first_row(TRIED), dict[str, float](), contender.variants
+        if len(variants) > 1:
+            for words, run in variants.items():
+                seconds[words] = min(self._timed(run, short).seconds for _ in range(3))  # the first one warms up
+        setting = min(seconds, key=seconds.__getitem__) if seconds else ""
+        own = self.results.measured[contender.name]
+        own.setting, own.tried = setting, seconds
+        self._running[contender.name] = replace(contender, variants={setting: variants[setting]})
+        variants[setting](self.groups[0], None)
+
+    def _group(self, number: int, asked: Asked) -> None:
+        for name in list(self._running):
+            self._try(name, partial(self._warm, name, asked, is_first=not number))
+        for turn in range(self.rounds):
+            for name in sorted(self._running, reverse=bool(turn % 2)):
+                self._try(name, partial(self._time, name, asked, number))
+
+    def _warm(self, name: str, asked: Asked, is_first: bool) -> None:
+        """Run a group untimed, then with a streamer."""
+        (run,) = self._running[name].variants.values()
+        if not is_first:  # the first group was run when settings were chosen
+            run(asked, None)
+        if self._running[name].streams:
+            self._synchronize()
+            arrivals = Arrivals()
+            run(asked, arrivals)
+            self.results.measured[name].saw(arrivals)
+
+    def _time(self, name: str, asked: Asked, number: int) -> None:
+        (run,) = self._running[name].variants.values()
+        timed = self._timed(run, asked)
+        own = self.results.measured[name]
+        own.add(number, timed, asked.texts(timed.ids), self.engine.last_stats if name in OURS else None)
+
+    def _timed(self, run: Run, asked: Asked) -> Timed:
+        device = self.engine.adapter.device
+        forget_peak(device)
+        self._synchronize()
+        joules, began = self.meter.joules(), time.perf_counter()
+        ids = run(asked, None)
+        self._synchronize()
+        seconds, after = time.perf_counter() - began, self.meter.joules()
+        return Timed(ids, seconds, None if joules is None or after is None else after - joules, peak_gib(device))
+
+    def _synchronize(self) -> None:
+        if self.engine.adapter.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _count_layers(self) -> None:
+        asked = self.groups[0].first_row(COUNTED)
+        for name in [name for name, own in self._running.items() if own.is_counted]:
+            try:
+                self._count(name, asked)
+            except Exception as problem:  # TIDE_BACKEND may ask for compiled layers, which hooks rule out
+                self.results.uncounted[name] = _said(problem)
+
+    def _count(self, name: str, asked: Asked) -> None:
+        (run,) = self._running[name].variants.values()
+        with counted_layers(self.engine.adapter.layers) as found:
+            (text,) = asked.texts(run(asked, None))
+        told: ExitStats | None = self.engine.last_stats if name in OURS else None
+        self.results.measured[name].layers = Layers(
+            new_tokens=len(text),
+            per_token=(found.pairs - asked.width * self.engine.adapter.num_layers) / max(1, len(text) - 1),
+            tokens_per_pass=len(text) / max(1, found.last_calls),
+            of=self.engine.adapter.num_layers,
+            drafted=found.last_tokens - asked.width - (found.last_calls - 1),
+            accepted=len(text) - found.last_calls,
+            wrong=None if told is None else wrong_with(found, told),
+        )
+
+
+def _said(problem: Exception) -> str:
+    words = " ".join(str(problem).split())[:300]
+    return words if isinstance(problem, Unavailable) else f"{type(problem).__name__}: {words}"

@@ -1,0 +1,153 @@
+"""Contenders: the ways to continue prompts that are compared on one model.
+
+    generate     model.generate, eager                     off      TIDE, exits off
+    compiled     model.generate, static cache, compiled    exact    TIDE, mode exact
+    early-exit   model.generate(assistant_early_exit=…)    fast     TIDE, mode fast
+    lookup       model.generate(prompt_lookup_num_tokens=…)
+    continuous   transformers' continuous batching
+
+Some have a number that their speed hangs on, such as the layer of an early exit: all of a short list are tried before anything
+is timed, and the fastest one is the contender.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import CompileConfig, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from TIDE.bench.asked import Asked
+from TIDE.config import TIDEConfig
+from TIDE.engine.cache.prefixes import new_salt
+from TIDE.engine.engine import TIDE
+
+Run = Callable[[Asked, BaseStreamer | None], torch.Tensor]  # prompts and continuations, as `model.generate` returns them
+NAMES = ("generate", "compiled", "early-exit", "lookup", "continuous", "off", "exact", "fast")
+OURS = ("off", "exact", "fast")
+LOOKUPS = (2, 5, 10)  # tokens that prompt lookup copies at once
+PATIENCE = 120  # seconds to wait for an answer of continuous batching
+
+
+class Unavailable(RuntimeError):
+    """A contender that cannot run here, and why."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to continue prompts.
+
+    Attributes:
+        variants: the settings that may be tried, in words -> the run; one: there is nothing to try.
+        streams: its tokens can be seen arriving.
+        is_counted: it runs the layers of the engine's model, one by one, so that hooks can count them.
+        close: lets go what it holds.
+    """
+
+    name: str
+    title: str
+    variants: dict[str, Run]
+    streams: bool = True
+    is_counted: bool = True
+    close: Callable[[], None] = lambda: None
+
+
+def make(name: str, engine: TIDE, rows: int) -> Contender:
+    """Return a contender; raise `Unavailable` where there is no such thing for this model, machine or number of rows."""
+    if name in OURS:
+        return _ours(name, engine)
+    if name == "generate":
+        return Contender(name, "model.generate", {"": _generate(engine)})
+    if name == "compiled":
+        return Contender(name, "compiled, static cache", {"": _generate(engine, **_compiled(engine))}, is_counted=False)
+    if name == "continuous":
+        return _continuous(engine)
+    if rows > 1:
+        raise Unavailable(f"transformers drafts for one row at a time, found {rows} rows")
+    if name == "lookup":
+        return Contender(name, "prompt lookup", {f"{n} tokens": _generate(engine, prompt_lookup_num_tokens=n) for n in LOOKUPS})
+    assert name == "early-exit", name
+    return Contender(
+        name,
+        "assistant_early_exit",
+        {f"layer {n}": _generate(engine, assistant_early_exit=n) for n in exit_layers(engine.adapter.num_layers)},
+    )
+
+
+def exit_layers(layers: int) -> list[int]:
+    """Return the layers that are tried: eighths of the depth, up to three quarters."""
+    return sorted({max(1, round(layers * eighths / 8)) for eighths in (1, 2, 3, 4, 6)} - {layers})
+
+
+def _generate(engine: TIDE, **more: Any) -> Run:
+    def run(asked: Asked, streamer: BaseStreamer | None) -> torch.Tensor:
+        found: torch.Tensor = engine.model.generate(**asked.options, **more, streamer=streamer)
+        return found
+
+    return run
+
+
+def _compiled(engine: TIDE) -> dict[str, Any]:
+    how: dict[str, Any] = {"cache_implementation": "static"}
+    if engine.model.device.type == "cpu":  # on a GPU transformers compiles without being told
+        config = CompileConfig(fullgraph=False, mode="default")
+        config._compile_all_devices = True
+        how["compile_config"] = config
+    return how
+
+
+def _ours(name: str, engine: TIDE) -> Contender:
+    if name != "off" and engine.policy is None:
+        raise Unavailable("it needs exits, found none. Give --router FILE")
+    held = engine.config
+    config = replace(held, mode="fast") if name == "fast" else replace(held, mode="exact", kv_cache_strategy="exact")
+    titles = {"off": "TIDE, exits off", "exact": "TIDE, exact", "fast": "TIDE, fast"}
+    return Contender(name, titles[name], {"": _tide(engine, config, exits=name != "off")})
+
+
+def _tide(engine: TIDE, config: TIDEConfig, exits: bool) -> Run:
+    def run(asked: Asked, streamer: BaseStreamer | None) -> torch.Tensor:
+        with engine.using(config, exits):  # a salt of its own: the others have no prefix cache
+            found = engine.generate(**asked.options, streamer=streamer, cache_salt=new_salt())
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    return run
+
+
+def _continuous(engine: TIDE) -> Contender:
+    """Continuous batching on a copy of the model, whose attention it changes. The others need memory too."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    config = GenerationConfig(do_sample=False, eos_token_id=engine.model.generation_config.eos_token_id, pad_token_id=0)
+    on_cpu = engine.model.device.type == "cpu"
+    share: dict[str, Any] = dict(num_blocks=64, max_batch_tokens=2048) if on_cpu else dict(max_memory_percent=0.3)
+    manager = copy.deepcopy(engine.model).init_continuous_batching(config, ContinuousBatchingConfig(**share))
+    manager.start()
+
+    def run(asked: Asked, streamer: BaseStreamer | None) -> torch.Tensor:
+        return _answered(manager, asked)
+
+    return Contender("continuous", "continuous batching", {"": run}, streams=False, is_counted=False, close=manager.stop)
+
+
+def _answered(manager: Any, asked: Asked) -> torch.Tensor:
+    order = [manager.add_request(prompt, max_new_tokens=asked.max_new_tokens) for prompt in asked.prompts]
+    found: dict[str, list[int]] = {}
+    while len(found) < len(order):
+        output = manager.get_result(timeout=PATIENCE)
+        if output is None:
+            raise Unavailable(f"continuous batching gave no answer within {PATIENCE} s")
+        if output.error is not None:
+            raise Unavailable(f"continuous batching failed: {output.error}")
+        if output.is_finished():
+            found[output.request_id] = list(output.generated_tokens)
+    ids = asked.options["input_ids"].tolist()
+    texts = itertools.zip_longest(*(found[name] for name in order), fillvalue=0)
+    columns = list(map(list, texts))
+    return torch.tensor([row + [column[place] for column in columns] for place, row in enumerate(ids)])

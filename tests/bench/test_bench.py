@@ -1,0 +1,178 @@
+"""`tide bench`: what is measured, what cannot be, and an engine that lies."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from families import LAYERS
+from policies import Everyone, Where
+from TIDE import TIDE, TIDEConfig
+from TIDE.bench import contenders, energy
+from TIDE.bench.arrivals import Arrivals, percentile
+from TIDE.bench.asked import groups
+from TIDE.bench.benchmark import Benchmark
+from TIDE.bench.contenders import NAMES
+from TIDE.stats import ExitStats
+
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [20, 21, 22, 23]]
+FAST = TIDEConfig(mode="fast", max_pending=100, max_exit_share=1.0)
+
+
+@pytest.fixture(autouse=True)
+def own_layers(monkeypatch):
+    monkeypatch.setenv("TIDE_BACKEND", "modules")  # nothing to compile
+
+
+@pytest.fixture
+def endless(llama):
+    llama.generation_config.eos_token_id = None
+    return llama
+
+
+def measured(engine, names, prompts=PROMPTS[:1], **settings):
+    return Benchmark(engine, prompts, names, **dict(max_new_tokens=12, rounds=1) | settings).run()
+
+
+def row(results, name):
+    (found,) = [own for own in results.as_dict()["contenders"] if own["contender"] == name]
+    return found
+
+
+def test_every_contender_is_measured_or_named_with_a_reason(endless):
+    with TIDE(endless, Everyone(1)) as engine:
+        found = measured(engine, [name for name in NAMES if name != "compiled"], max_new_tokens=6).as_dict()
+    assert {own["contender"] for own in found["contenders"]} | {*found["absent"]} == {*NAMES} - {"compiled"}
+    rows = {own["contender"]: own for own in found["contenders"]}
+    assert {"generate", "early-exit", "lookup", "off", "exact", "fast"} <= {*rows}
+    for name, own in rows.items():
+        assert own["tokens_per_second"] > 0 and own["new_tokens"] == 6, name
+        if name != "continuous":  # which does not stream
+            assert own["first_token_seconds"] > 0 and own["token_seconds_p95"] >= own["token_seconds_p50"] > 0
+        assert name == "fast" or own["same_texts"] == 1, name
+    assert rows["early-exit"]["setting"].startswith("layer ") and len(rows["early-exit"]["tried"]) > 1
+    assert rows["generate"]["layers_per_token"] == LAYERS and rows["off"]["layers_as_reported"] is True
+    assert found["without_joules"].startswith("joules are counted on NVIDIA cards")
+
+
+def test_rows_are_continued_together_and_drafting_of_transformers_is_named(endless):
+    with TIDE(endless) as engine:
+        found = measured(engine, ["generate", "lookup", "off", "exact"], PROMPTS, rows=2)
+    assert found.groups == 2 and row(found, "off")["new_tokens"] == 2 * 2 * 12
+    assert row(found, "off")["same_texts"] == row(found, "off")["texts"] == 4
+    assert found.absent["lookup"] == "transformers drafts for one row at a time, found 2 rows"
+    assert found.absent["exact"].startswith("it needs exits, found none")
+    assert "lookup: not measured: transformers drafts" in found.table()
+
+
+def test_a_contender_that_breaks_later_keeps_what_it_measured(endless, monkeypatch):
+    made, calls = contenders.make, []
+
+    def breaking(name, engine, rows):
+        contender = made(name, engine, rows)
+        if name != "off":
+            return contender
+        run = contender.variants[""]
+
+        def breaks(asked, streamer):
+            calls.append(asked)
+            if len(calls) > 4:
+                raise RuntimeError("out of luck")
+            return run(asked, streamer)
+
+        return contenders.Contender(name, contender.title, {"": breaks})
+
+    monkeypatch.setattr("TIDE.bench.benchmark.make", breaking)
+    with TIDE(endless) as engine:
+        found = measured(engine, ["generate", "off"], PROMPTS[:2])
+    assert found.absent == {"off": "RuntimeError: out of luck"}
+    assert row(found, "off")["groups"] == 1 and row(found, "generate")["groups"] == 2
+
+
+def test_results_are_kept_group_by_group(endless):
+    kept = []
+    with TIDE(endless) as engine:
+        Benchmark(engine, PROMPTS, ["off"], max_new_tokens=3, rounds=1, after_group=lambda r: kept.append(r.as_dict())).run()
+    assert [own["contenders"][0]["groups"] for own in kept] == [1, 2, 3] and json.dumps(kept)
+
+
+class Sleepy:
+    """Layers that take two milliseconds a pass, so that speed is the number of passes."""
+
+    def __init__(self, model):
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(lambda *_: time.sleep(0.002))
+
+
+def test_an_engine_that_reports_exits_and_runs_all_layers_gains_nothing_and_fails_the_count(endless, monkeypatch):
+    Sleepy(endless)
+    with TIDE(endless, Everyone(1), FAST) as engine:
+        honest = measured(engine, ["off", "fast"], max_new_tokens=16)
+    assert row(honest, "fast")["speedup"] > 1.3 and honest.wrong_layers == {}
+    assert row(honest, "fast")["layers_per_token"] == pytest.approx(1.0) and row(honest, "fast")["tokens_per_pass"] == 16
+
+    count = ExitStats.count_token
+    nobody = Where(lambda *_: False, 1)
+    monkeypatch.setattr(ExitStats, "count_token", lambda self, depth, step=1: count(self, 1, step))
+    with TIDE(endless, nobody, FAST) as engine:
+        lying = measured(engine, ["off", "fast"], max_new_tokens=16)
+    told = row(lying, "fast")
+    assert told["exit_rate"] == 1.0 and told["mean_depth"] == 1.0  # what it says
+    assert told["speedup"] < 1.2 and told["tokens_per_pass"] == 1.0 and told["layers_per_token"] == LAYERS  # what it does
+    assert told["layers_as_reported"] is False and "the last layer ran 16 times, for 0 tokens" in lying.wrong_layers["fast"]
+    assert "FAILED" in lying.table() and "fast: layers did NOT run as reported" in lying.table()
+
+
+def test_an_engine_that_reports_fewer_layers_than_ran_fails_the_count(endless, monkeypatch):
+    monkeypatch.setattr(ExitStats, "__getattribute__", _halved)
+    with TIDE(endless) as engine:
+        found = measured(engine, ["off"])
+    assert "(layer, token) pairs ran" in found.wrong_layers["off"]
+
+
+def _halved(self, name):
+    value = object.__getattribute__(self, name)
+    return value // 2 if name == "layers_run" else value
+
+
+def test_tokens_that_arrive_together_share_the_time_before_them(monkeypatch):
+    now = iter([0.0, 0.1, 0.5, 0.8, 0.80001, 0.9])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    arrivals = Arrivals()
+    arrivals.put(torch.tensor([[1, 2, 3]]))  # the prompt
+    arrivals.put(torch.tensor([4]))
+    arrivals.put(torch.tensor([[5, 6]]))  # two of one row
+    arrivals.put(torch.tensor([7, 8]))  # one of two rows, at the same moment
+    arrivals.put(torch.tensor([9]))
+    assert arrivals.first == 0.5
+    assert arrivals.gaps == pytest.approx([0.1, 0.1, 0.1, 0.1], abs=1e-4)
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0 and percentile([3.0, 1.0, 2.0], 0.95) == 3.0 and percentile([], 0.5) is None
+
+
+def test_texts_end_at_their_end_token(llama):
+    llama.generation_config.eos_token_id = [2, 9]
+    (asked,) = groups([[5, 6], [7]], 2, 4, llama)
+    assert asked.texts(torch.tensor([[5, 6, 3, 9, 0, 0], [0, 7, 3, 3, 3, 3]])) == [[3, 9], [3, 3, 3, 3]]
+
+
+def test_joules_come_from_nvml(monkeypatch):
+    class Library:
+        nvmlInit_v2 = staticmethod(lambda: 0)
+        nvmlDeviceGetHandleByUUID = staticmethod(lambda name, handle: 0)
+
+        @staticmethod
+        def nvmlDeviceGetTotalEnergyConsumption(handle, found):
+            found._obj.value = 2500
+            return 0
+
+    card = type("Card", (), {"uuid": "1-2"})
+    monkeypatch.setattr(energy.ctypes, "CDLL", lambda name: Library)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    meter = energy.EnergyMeter(torch.device("cuda"))
+    assert meter.why_not is None and meter.joules() == 2.5
+    monkeypatch.setattr(Library, "nvmlInit_v2", staticmethod(lambda: 12))
+    refused = energy.EnergyMeter(torch.device("cuda"))
+    assert refused.joules() is None and refused.why_not == "NVML refuses the card GPU-1-2 (error 12)"
