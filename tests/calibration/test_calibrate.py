@@ -52,6 +52,18 @@ def test_one_call_gives_a_file_with_which_the_engine_writes_the_models_text(stra
 
 
 @pytest.mark.usefixtures("short_answers")
+def test_exits_in_the_prompt_are_fitted_if_asked_for(llama, chatty, tmp_path):
+    path = tmp_path / "router.safetensors"
+    file = calibrated(llama, chatty, path, config={"exit_strategy": "identity", "prefill_exits": True})
+    assert file.settling is not None and file.settling.figures["curve"]
+    assert TIDE.RouterFile.load(path).settling.describe() == file.settling.describe()
+    ids = torch.tensor([[1, *range(20, 50)]])
+    with TIDE.TIDE(llama, path, TIDE.TIDEConfig(mode="fast", prefill_exits=True)) as engine:
+        engine.generate(ids, max_new_tokens=4, do_sample=False)
+        assert (engine.last_stats.settled_tokens > 0) == (file.settling.threshold is not None)
+
+
+@pytest.mark.usefixtures("short_answers")
 def test_the_same_seed_gives_the_same_file_and_another_seed_another(llama, chatty, tmp_path):
     paths = [tmp_path / f"{name}.safetensors" for name in "abc"]
     for path, seed in zip(paths, (0, 0, 1), strict=True):

@@ -73,4 +73,4 @@ def test_the_help_of_seed_says_what_is_promised(page):
 
 def test_the_help_of_mode_says_what_is_taken_unless_given(page):
     said = " ".join(" ".join(page("generate")).split())
-    assert "Unless given: exact, or fast with --kv-cache-strategy propagate or zero_pad." in said
+    assert "Unless given: exact, or fast with --kv-cache-strategy propagate or zero_pad, or --prefill-exits." in said

@@ -22,6 +22,7 @@ METAVARS = {int: "N", float: "NUMBER", str: "NAME"}
 HELP = {  # if the first clause of a field's description is not enough
     "mode": "exact: the text of the full model; fast: exit predictions, unverified. Unless given: exact, or fast with "
     "--kv-cache-strategy propagate or zero_pad, or --prefill-exits.",
+    "prefill_exits": "Exits in the prompt, for mode fast: calibrate fits them, other commands use them where they were fitted.",
     "kv_cache_strategy": "Treatment of skipped layers: run later, K/V written from the exit state, or K/V of zeros.",
 }
 
