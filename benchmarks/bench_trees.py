@@ -145,7 +145,8 @@ class Fixed(Scheduler):
     def __init__(self, drafts: int = LONGEST) -> None:
         super().__init__()
         self.fixed = drafts
-        self.accepted: list[int] = []
+        self.accepted: list[int] = []  # round by round
+        self.made: list[int] = []  # drafts, or levels of a tree
 
     def drafts(self, row: Any, plan: Any, is_planned: bool) -> int | None:
         return min(self.fixed, most_drafts(row, plan))
@@ -153,6 +154,7 @@ class Fixed(Scheduler):
     def saw(self, row: Any, result: Any, round_: Any, seconds: float | None) -> None:
         if result.drafted:
             self.accepted.append(result.accepted)
+            self.made.append(result.made)
 
 
 def recorded(options: argparse.Namespace) -> dict[int, list[int]]:

@@ -92,8 +92,8 @@ def rounds_of(engine: Any, shape: TreeShape, ids: torch.Tensor, text: torch.Tens
         engine.using(TIDEConfig(draft_tree=shape.drafts, max_pending=shape.levels)),
     ):
         engine.generate(ids, max_new_tokens=text.shape[1] - ids.shape[1], **asked)
-    accepted: list[int] = engine.scheduler.accepted
-    return accepted[: -shape.levels] if len(accepted) > shape.levels else accepted  # towards the end rounds are cut short
+    pairs = zip(engine.scheduler.accepted, engine.scheduler.made, strict=True)
+    return [accepted for accepted, made in pairs if made == shape.levels]  # towards the end rounds are cut short
 
 
 if __name__ == "__main__":
