@@ -109,8 +109,7 @@ def measured(model, texts, held: int, measure: list[list[int]], depth: int, args
         by_share = {round(point.share, 1): point.threshold for point in curve}
         settings: dict[str, Settling | None] = {"full": None, "none settle": Chosen(fitted, 2.0, True)}
         for share, threshold in by_share.items():
-            if share <= 0.5:
-                settings[f"map, {share:g}"] = Chosen(fitted, threshold, True)
+            settings[f"map, {share:g}"] = Chosen(fitted, threshold, True)
             if share in (0.1, 0.3):
                 settings[f"plain, {share:g}"] = Chosen(fitted, threshold, False)
         settings["map, random 0.3"] = Chosen(fitted, 2.0, True, 0.3)
