@@ -65,13 +65,14 @@ def test_each_size_is_measured_with_the_head_on_held_out_texts(adapter, split, m
 
     def seconds(own):
         asked.append(own)
-        return 1e-3
+        return {16: 2e-3, 64: 5e-3}.get(0 if own is None else len(own), 3e-3)
 
     found = choose_vocabulary(adapter, head, 0, 2, split.valid, tokens, COSTS, seconds)
     assert [one.tokens for one in found.measured] == [16, 64, adapter.vocab_size]
     assert [None if own is None else len(own) for own in asked] == [16, 64, None]
     for one, own in zip(found.measured, asked, strict=True):
         assert one.agreement == pytest.approx(agreement(adapter, head, split.valid, Exits(0, own), 2))
+    assert [one.seconds for one in found.measured] == [2e-3, 3e-3, 3e-3], "64 tokens cannot take longer than all"
     assert found.measured[0].row()["megabytes"] == round(16 * adapter.hidden_dim * 4 / 1e6, 1)
 
 

@@ -130,9 +130,12 @@ def choose_vocabulary(
         return None if size == adapter.vocab_size else tokens.first(size)
 
     row_bytes = adapter.hidden_dim * adapter.model.dtype.itemsize
+    timed = [seconds(of(size)) for size in sizes]
+    prices = [min(timed[place:]) for place in range(len(sizes))]  # fewer rows take no longer: noise only slows down
+    traces = _traces(adapter, head, depth, steps, data, [*map(of, sizes)])
     measured = []
-    for size, trace in zip(sizes, _traces(adapter, head, depth, steps, data, [*map(of, sizes)]), strict=True):
-        agreement, price = trace.agreed.float().mean(0).tolist(), seconds(of(size))
+    for size, price, trace in zip(sizes, prices, traces, strict=True):
+        agreement = trace.agreed.float().mean(0).tolist()
         candidates = {depth: Candidate(trace, price)}
         rounds = (play(candidates, (depth,), (0.0,), drafts, costs) for drafts in DRAFTS)
         best = max(rounds, key=lambda placed: placed.tokens_per_second)
