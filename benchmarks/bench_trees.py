@@ -151,7 +151,7 @@ class Fixed(Scheduler):
     def drafts(self, row: Any, plan: Any, is_planned: bool) -> int | None:
         return min(self.fixed, most_drafts(row, plan))
 
-    def saw(self, row: Any, result: Any, round_: Any, seconds: float | None) -> None:
+    def saw(self, row: Any, plan: Any, result: Any, round_: Any, seconds: float | None) -> None:
         if result.drafted:
             self.accepted.append(result.accepted)
             self.made.append(result.made)

@@ -95,7 +95,9 @@ def test_the_same_seed_gives_the_same_router_and_leaves_random_numbers_alone(ada
 def test_examples_never_exceed_the_cap(adapter, split, monkeypatch):
     monkeypatch.setattr(fitting, "EXAMPLES", 100)
     sizes = []
-    monkeypatch.setattr(fitting, "_train", lambda router, features, right, *rest: sizes.append((len(features), len(right))))
+    monkeypatch.setattr(
+        fitting, "train_router", lambda router, features, right, *rest: sizes.append((len(features), len(right)))
+    )
     fit(adapter, head_for(adapter, "memory"), split)
     assert sizes == [(100, 100)]
 
@@ -104,7 +106,9 @@ def test_examples_never_exceed_the_cap(adapter, split, monkeypatch):
 def test_the_cosine_label_obeys_its_threshold(adapter, split, threshold, monkeypatch):
     config = TIDEConfig(router_bottleneck_dim=16, label="cosine", convergence_threshold=threshold)
     shares = []
-    monkeypatch.setattr(fitting, "_train", lambda router, features, right, *rest: shares.append(float(right.double().mean())))
+    monkeypatch.setattr(
+        fitting, "train_router", lambda router, features, right, *rest: shares.append(float(right.double().mean()))
+    )
     found = fit(adapter, head_for(adapter, "memory"), split, config=config)
     states = [[shard.states(depth)[shard.asked] for depth in (DEPTH, LAYERS)] for shard in split.train.shards]
     near = torch.cat([torch.cosine_similarity(*pair, dim=-1) for pair in states])
