@@ -138,7 +138,7 @@ class ExitStats:
         self.rejected += max(0, sum(by_step) - accepted)
 
     def count_tree(self, levels: Sequence[int]) -> None:
-        """Count a tree with so many drafts at each depth."""
+        """Count a tree, given the number of drafts at each depth."""
         self.trees += 1
         self.tree_depths += len(levels)
         self.tree_widths += max(levels)

@@ -148,7 +148,7 @@ def extended(adapter: ModelAdapter, collections: Iterable[Collection], depths: l
 
 
 def collecting_seconds(adapter: ModelAdapter, tokens: int = 1024) -> float:
-    """Return the seconds that a token's states take, from a pass of so many tokens."""
+    """Return the seconds that a token's states take, from a pass of `tokens` tokens."""
     shard = laid_out([Text([1 + place % 97 for place in range(256)], 0, 0)] * (tokens // 256), adapter.device)
     for _ in range(2):  # the first one warms up
         began = time.perf_counter()

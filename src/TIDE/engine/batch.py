@@ -127,7 +127,7 @@ class Batch:
     # ---- where rows are decoded ----------------------------------------------------------------------------------------------
 
     def why_not(self, asked: Asked, together: int = 1) -> str | None:
-        """Return why a row cannot be decoded in whole rounds, with so many in all; None: it can."""
+        """Return why a row cannot be decoded in whole rounds, `together` rows in all; None: it can."""
         row, plan, policy = asked
         found = self._host_only.get(row) or self.runner.why_not(row) or why_not_planned(plan, policy)
         if found is None and not plan.exact and len(plan.spans) > 1:

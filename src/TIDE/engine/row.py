@@ -114,7 +114,7 @@ class Row:
         return self.tokens[start:] + drafts
 
     def shown(self, drafts: int = 0) -> list[int]:
-        """Return the text as processors and criteria see it, with the first so many drafts."""
+        """Return the text as processors and criteria see it, with the first `drafts` drafts."""
         text = [*self.padding, *self.tokens, *(draft.token for draft in self.drafts[:drafts])]
         return text[self.unseen :]
 

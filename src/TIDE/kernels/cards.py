@@ -40,7 +40,7 @@ class Tile(NamedTuple):
     stages: int  # tiles in shared memory
     even: bool  # the weight's width is a multiple of `columns`
     tokens: int
-    groups: int  # of so many tokens, each with programs of its own
+    groups: int  # of `tokens` each, with programs of their own
     warps: int
 
     @property
@@ -114,7 +114,7 @@ def linear_tile(card: Card, height: int, width: int, size: int, tokens: int) -> 
 
 
 def are_quicker_apart(card: Card, height: int, size: int, tokens: int) -> bool:
-    """Return True if gate and up are two products: there are so many tokens that wide tiles save more than a launch costs."""
+    """Return True if gate and up are two products: with this many tokens wide tiles save more than a launch costs."""
     return _many_tiles(card, height, size, tokens) >= 4 * card.processors
 
 
@@ -154,7 +154,7 @@ def tile_width(tokens: int) -> int:
 
 
 def attention_tile(card: Card, dim: int, queries: int, size: int) -> AttentionTile:
-    """Return the tile of attention: so many queries of `dim` numbers, both padded as the kernel pads them."""
+    """Return the tile of attention for `queries` queries of `dim` numbers, both padded as the kernel pads them."""
     keys = _keys(card, dim, size)
     return AttentionTile(keys, _stages(card, keys, dim, queries, size), 8 if dim * queries > MOST * 64 else 4)
 
@@ -200,7 +200,7 @@ def attention_memory(keys: int, stages: int, dim: int, queries: int, size: int) 
 
 
 def keeps_busy(card: Card, programs: int) -> bool:
-    """Return True if so many programs, each of which takes long, keep a card busy."""
+    """Return True if `programs` programs, each of which takes long, keep a card busy."""
     return programs >= 2 * _programs(card)
 
 

@@ -45,7 +45,7 @@ class TreeShape(NamedTuple):
 
 
 def tree_shape(drafts: int, deepest: int = MOST_LEVELS) -> TreeShape:
-    """Return the shape of a tree of so many drafts, in which no node is deeper than `deepest`."""
+    """Return the shape of a tree of `drafts` drafts, in which no node is deeper than `deepest`."""
     levels = max(1, min(drafts.bit_length() + 1, MOST_LEVELS, deepest, drafts))
     width = min(drafts, 4 if drafts < 15 else 6 if drafts < 31 else 8)
     return TreeShape(min(drafts, width + (levels - 1) * width**2), width, levels)

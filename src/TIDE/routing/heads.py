@@ -111,7 +111,7 @@ class RememberingHead(nn.Module):
     begins_at = 0
 
     def seen(self, depth: int, num_layers: int) -> Seen:
-        """Return the depths it sees where it stands at a checkpoint of a model of so many layers."""
+        """Return the depths it sees where it stands at a checkpoint of a model of `num_layers` layers."""
         raise NotImplementedError
 
     def remember(self, deep: torch.Tensor) -> torch.Tensor:

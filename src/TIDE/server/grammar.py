@@ -35,7 +35,7 @@ class Grammars:
         self.ends = ends
 
     def processor(self, asked: ResponseFormat | None, prompt: int) -> GrammarProcessor | None:
-        """Return the processor of an answer after a prompt of so many tokens; None: it may be any text."""
+        """Return the processor of an answer after a prompt of `prompt` tokens; None: it may be any text."""
         if asked is None or asked.type == "text":
             return None
         if asked.type == "json_object":

@@ -120,7 +120,7 @@ class Worker:
             raise APIError(503, DEAD if self.problem else LEAVING, headers={"Retry-After": "5"})
 
     async def stop(self, seconds: float) -> None:
-        """Finish what is there, within so many seconds; what is left then ends with an error."""
+        """Finish what is there, within `seconds`; what is left then ends with an error."""
         self.is_draining = True
         until = time.perf_counter() + seconds
         while self._open and self._thread.is_alive() and time.perf_counter() < until:

@@ -82,7 +82,7 @@ class KVBlocks:
         return (numbers + (0 if self.head is None else len(self.like))) * self.size * self.like.element_size()
 
     def needed(self, tokens: int) -> int:
-        """Return how many blocks a row of so many tokens has."""
+        """Return the number of blocks of a row of `tokens` tokens."""
         return -(-tokens // self.size)
 
     def take(self, count: int) -> list[int]:
@@ -109,7 +109,7 @@ class KVBlocks:
         self.before[: size + 1] = other.before[: size + 1]
 
     def grow(self, blocks: int) -> None:
-        """Have so many blocks; those that there are keep what is in them. Tensors have other addresses then."""
+        """Have `blocks` blocks; those that there are keep what is in them. Tensors have other addresses then."""
         for tensors in (self.keys, self.values):
             for index, old in enumerate(tensors):
                 tensors[index] = _longer(old, blocks)

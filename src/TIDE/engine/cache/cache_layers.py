@@ -43,7 +43,7 @@ class KVLayer(CacheLayerMixin):
         self.rows = 0
 
     def reserve(self, capacity: int, rows: int) -> None:
-        """Have room for so many columns and rows; what is there stays as it is."""
+        """Make room for `capacity` columns and `rows` rows; what is there stays as it is."""
         if self.is_initialized and (capacity > self.capacity or rows > self.rows):
             grow = (0, 0, 0, capacity - self.capacity, 0, 0, 0, rows - self.rows)
             self.keys = torch.nn.functional.pad(self.keys, grow)

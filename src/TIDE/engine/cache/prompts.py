@@ -1,7 +1,7 @@
 """Prompts: fixed buffers for passes that run texts of rows that join.
 
 They have slots of their own, whose tables are written for each pass: the rows of a pass stand there in the order in which they
-come. So a graph of so many tokens is captured once, and not for every number of rows that are decoded beside it.
+come. So a graph for a number of tokens is captured once, and not for every number of rows that are decoded beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from TIDE.engine.cache.slots import Slots, Tokens
 
 CHUNK = 2048  # tokens of a pass
 CAPTURED = 256  # tokens of a pass that is captured; a longer one keeps the device busy anyway
-STEP = 16  # a pass has so many tokens, or twice as many, and so on
+STEP = 16  # the tokens of a pass are a multiple of it
 ROWS = 64  # of a pass
 FEW, MANY = 16, 64  # tokens of a row that read K/V together, in a pass that is captured or not
 
@@ -53,7 +53,7 @@ class Prompts:
 
     @staticmethod
     def padded(tokens: int) -> int:
-        """Return the tokens of a pass for so many."""
+        """Return the number of tokens in a pass that holds `tokens`."""
         return -(-tokens // STEP) * STEP
 
     def write(self, parts: Sequence[Part]) -> Tokens:
@@ -104,7 +104,7 @@ def gathered(tokens: Tokens, numbers: list[int], rows: list[int]) -> tuple[torch
 
 
 def _grouped(counts: Sequence[int], together: int) -> torch.Tensor:
-    """Return the numbers of tokens of one row that follow each other, so many at most in a group; -1: none.
+    """Return the numbers of tokens of one row that follow each other, at most `together` in a group; -1: none.
 
     Args:
         counts: tokens of the rows, which follow each other.

@@ -77,7 +77,7 @@ class SegmentCache(Cache):
         return len(self.segments[0].length)
 
     def make_room(self, rows: int) -> None:
-        """Have room for so many rows; more than there are at least double them."""
+        """Make room for `rows` rows; more than there are at least double them."""
         if rows > self.rows:
             more = [0] * (max(rows, 2 * self.rows) - self.rows)
             for own in self.segments:

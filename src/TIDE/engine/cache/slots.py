@@ -39,7 +39,7 @@ MOST_ROUND = 256  # tokens of a round, drafts included
 
 
 def slots_for(rows: int) -> int:
-    """Return how many slots so many rows are decoded on."""
+    """Return the number of slots that `rows` rows are decoded on."""
     return 1 << (rows - 1).bit_length()
 
 
@@ -85,7 +85,7 @@ def score_params(router: Router) -> torch.Tensor:
 
 
 class Slots:
-    """Fixed addresses for so many rows of up to `columns` tokens.
+    """Fixed addresses for `rows` rows of up to `columns` tokens.
 
     Args:
         like: (hidden,) a state; dtype and device are those of all states.

@@ -34,7 +34,7 @@ from TIDE.kernels.sampling import Features
 from TIDE.kernels.trees import TreeShape
 from TIDE.routing.settling import Settling
 
-MIN_COLUMNS = 1024  # a graph is made for so many columns; then for four times as many, and so on
+MIN_COLUMNS = 1024  # of the smallest graphs; the next ones have four times as many, and so on
 
 
 class DeviceStage:
@@ -86,7 +86,7 @@ class DeviceStage:
         return self.slots.rows
 
     def tree(self, rows: int) -> TreeShape | None:
-        """Return the tree of each row in rounds on slots for so many; None: drafts are in a row."""
+        """Return the tree of each row in rounds on `rows` slots; None: drafts are in a row."""
         return None if self.without_tree is not None else shape_for(self.plan, self.choice, rows)
 
     @property
@@ -96,7 +96,7 @@ class DeviceStage:
 
     @staticmethod
     def levels(tokens: int) -> list[int]:
-        """Return the numbers of columns that attention is planned for in texts of up to so many tokens."""
+        """Return the numbers of columns that attention is planned for in texts of up to `tokens` tokens."""
         found = [MIN_COLUMNS]
         while found[-1] < tokens + 2 * MOST_TOKENS:
             found.append(4 * found[-1])
@@ -222,7 +222,7 @@ class DeviceStage:
         return put_back
 
     def lengths(self, rows: int) -> list[int]:
-        """Return the numbers of drafts that rounds on slots for so many rows have, of trees the levels. Rows may be limited to
+        """Return the numbers of drafts that rounds on `rows` slots have, of trees the levels. Rows may be limited to
         fewer of them."""
         if (shape := self.tree(rows)) is not None:
             return [0, shape.levels]
@@ -230,7 +230,7 @@ class DeviceStage:
         return lengths_on(rows, most) if self.plan.exact else sorted({0, min(most, MOST_ROUND // rows - 1)})
 
     def run_nothing(self, rows: int, tokens: int, columns: int, drafts: int, features: Features | None) -> None:
-        """Run a round on slots for so many rows, of texts of so many tokens, without any; it is captured then.
+        """Run a round on `rows` empty slots, planned for texts of `tokens` tokens; it is captured then.
 
         Args:
             columns: that attention is planned for: one of `levels`.

@@ -51,7 +51,7 @@ class ModulePrefill:
         return self.runner.launch(self.slots, ("modules", width), lambda: self._through(width))
 
     def run_nothing(self, count: int) -> None:
-        """Run a pass of so many tokens that are nobody's; it is captured then."""
+        """Run a pass of `count` tokens that are nobody's; it is captured then."""
         self.runner.launch(self.slots, ("modules", count), lambda: self._through(count))
 
     def _through(self, width: int) -> None:

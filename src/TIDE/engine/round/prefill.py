@@ -96,7 +96,7 @@ class Prefill:
             self.rows.last[places] = self.prompts.last[numbers]
 
     def run_nothing(self, count: int, columns: int) -> None:
-        """Run a pass of so many tokens that are nobody's; it is captured then."""
+        """Run a pass of `count` tokens that are nobody's; it is captured then."""
         self.parts = []
         nobodys = [NOBODY] * (count // self.slots.store.size + 1)
         self._launch(self.prompts.write([Part([0] * count, 0, nobodys)]), columns)

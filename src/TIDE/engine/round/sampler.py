@@ -82,7 +82,7 @@ class Sampler:
         return {row: tokens for row, tokens in found.items() if row.error is None}
 
     def _choose(self, rows: list[Row], drafts: list[int], logits: torch.Tensor, is_final: bool) -> dict[Row, int]:
-        """Choose the token behind the first so many drafts of each row from (n, vocabulary) logits."""
+        """Choose the token behind the first `drafts` of each row from (n, vocabulary) logits."""
         raw = logits.to(self.device, torch.float32)
         groups: dict[Callable[..., dict[Row, int]], list[int]] = {}
         for index, row in enumerate(rows):

@@ -182,7 +182,7 @@ class Seats:
         own.row.stats.reused_tokens += BLOCK * (len(held.nodes) - count)
 
     def _keep(self, row: Row, text: Sequence[int], done: int) -> None:
-        """Let others find the whole blocks of a text whose first so many tokens have run."""
+        """Let others find the whole blocks of a text whose first `done` tokens have run."""
         if row not in self._held or not self.store.prefixes.is_shared(self._held[row]):
             return
         held, prefixes, blocks = self._held[row], self.store.prefixes, self._blocks[row]
@@ -203,11 +203,11 @@ class Seats:
         self.slots.write_blocks(row.slot, number, [block])
 
     def make_room(self, rows: int, tokens: int) -> None:
-        """Have slots for so many rows, whose texts have so many tokens at first, before any joins."""
+        """Have slots for `rows` rows, whose texts have `tokens` tokens at first, before any joins."""
         self._move(rows, tokens + FIRST_ROOM + self.ahead)
 
     def grow(self, rows: int, tokens: int) -> None:
-        """Have blocks for so many rows of so many tokens, but not more than a quarter of all that there may be."""
+        """Have blocks for `rows` rows of `tokens` tokens, but not more than a quarter of all that there may be."""
         if self.in_blocks:
             self._grow_store(min(rows * self.store.needed(tokens + self.ahead), self.most_blocks // 4))
 
@@ -299,7 +299,7 @@ class Seats:
         return max(FIRST_BLOCKS, min(some, self.most_blocks // 4))
 
     def _move(self, rows: int, columns: int) -> None:
-        """Have slots for so many rows and columns."""
+        """Have slots for `rows` rows and `columns` columns."""
         old = self._slots
         rows = slots_for(rows)
         if old is not None and rows < old.rows <= FEW:

@@ -64,7 +64,7 @@ class Segments:
             self.settler.runner = runner
 
     def make_room(self, rows: int) -> None:
-        """Have slots for so many rows."""
+        """Have slots for `rows` rows."""
         self.cache.make_room(rows)
 
     def clear(self, row: Row) -> None:

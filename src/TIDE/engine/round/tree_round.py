@@ -32,7 +32,7 @@ def why_no_tree(plan: Plan, runner: DeviceRunner, drafter: DeviceDrafter | None)
 
 
 def shape_for(plan: Plan, choice: DeviceChoice, rows: int) -> TreeShape | None:
-    """Return the tree of each of so many rows; None: their drafts are in a row.
+    """Return the tree of each of `rows` rows; None: their drafts are in a row.
 
     Penalties count the tokens before a draft, and a row's own processors run on the host: a tree has several of these.
     """

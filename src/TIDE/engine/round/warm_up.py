@@ -38,7 +38,7 @@ CHOICES = (None, Features(filters=True))  # greedy rows, and rows that sample am
 
 
 def warm_up(engine: Any, rows: int, tokens: int, shows: bool) -> None:
-    """Run everything that rounds of up to so many rows need, for texts of up to so many tokens, until it is captured.
+    """Run everything that rounds of up to `rows` rows need, for texts of up to `tokens` tokens, until it is captured.
 
     Where there are no whole rounds, a short text is written instead: that compiles what can be compiled.
     """
@@ -94,7 +94,7 @@ def _stage(engine: Any) -> Iterator[DeviceStage]:
 
 
 def _works(stage: DeviceStage, rows: int, tokens: int) -> list[Callable[[], object]]:
-    """Return everything that up to so many rows of up to so many tokens need."""
+    """Return everything that up to `rows` rows of up to `tokens` tokens need."""
     rows = min(rows, stage.runner.most_rows)
     stage.seats.grow(rows, tokens)
     return [*_prompts(stage, tokens), *_rounds(stage, rows, tokens)]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from TIDE.engine.row import Row
 
 
-COLUMNS = 1024  # slots have so many, or twice as many, and so on
+COLUMNS = 1024  # of the smallest slots; others have twice as many, and so on
 MARGIN = 0.1  # of a device's memory, that K/V leave free; half of it where less than that is free
 MOST_BLOCKS = 1 << 20
 
@@ -172,7 +172,7 @@ class DeviceRunner(Runner):
         store.grow(blocks)
 
     def acquire(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
-        """Return slots with room for so many rows and columns, which have to be released."""
+        """Return slots with room for `rows` rows and `columns` columns, which have to be released."""
         alike = [slots for slots in self._free if slots.exit is exit_ and slots.rows == rows]
         found = next((slots for slots in alike if slots.columns >= columns), None)
         if found is not None:

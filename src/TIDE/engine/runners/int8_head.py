@@ -14,7 +14,7 @@ import torch
 from TIDE.kernels.dispatch import arrays
 from TIDE.kernels.layer import Norm
 
-LIKELY = 3  # of so many tokens one is looked at first
+LIKELY = 3  # one token in three is looked at first
 SURE = 0.5  # probability of the best of them from which the others are not looked at
 
 

@@ -14,7 +14,7 @@ class Acceptance:
         self._seen: dict[int, list[float]] = {}  # number -> accepted, expected
 
     def add(self, number: int, accepted: bool, expected: float = 1.0, rows: int = 1) -> None:
-        """Record draft `number` of a round of so many rows, which was accepted with the probability `expected`."""
+        """Record draft `number` of a round of `rows` rows, which was accepted with the probability `expected`."""
         seen, kept = self._at(number), KEPT ** (1 / rows)
         seen[0] = kept * seen[0] + accepted
         seen[1] = kept * seen[1] + expected

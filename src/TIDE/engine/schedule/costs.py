@@ -76,7 +76,7 @@ class Costs:
             known.add(min(seconds / self.step.mean, 2.0 * tokens / self.rows))
 
     def rounds(self, slots: int) -> dict[int, ClippedMean]:
-        """By drafts: seconds of a captured round on so many slots."""
+        """By drafts: seconds of a captured round on `slots` slots."""
         return self._rounds.setdefault(slots, {})
 
     def saw_round(self, slots: int, drafts: int, seconds: float) -> None:

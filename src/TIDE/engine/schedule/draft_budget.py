@@ -24,7 +24,7 @@ from TIDE.engine.schedule.acceptance import FIRST_REST, LONGEST_REST, Acceptance
 from TIDE.engine.schedule.costs import Costs, RunningMean
 
 FIRST_GAIN = 0.5  # of what a token is worth: gain of an exit before any score was seen
-HOPELESS, LATE_START = 16, 64  # exits without an accepted draft after which the next texts begin with a rest of so many tokens
+HOPELESS, LATE_START = 16, 64  # exits without an accepted draft after which the next texts begin with a rest, and its tokens
 WORTH = 0.95  # of a step, a token: full steps without drafts between them are a little quicker
 TRIAL = 2  # times an exit is asked after a rest: the first has to catch up with the text and is not timed
 ALLOWANCE, MOST_CREDIT = 3.0, 2.0  # tokens' worth a row may lose before it rests, and that it may be ahead

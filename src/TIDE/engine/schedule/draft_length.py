@@ -1,7 +1,7 @@
 """The number of drafts of a round that is launched as a whole, as on a GPU, before any of its scores is known.
 
     tokens of a row with k drafts     1 + a1 + a1·a2 + … + a1·…·ak        a: probability that a draft is accepted, by number
-    seconds of the round              measured, for so many slots and drafts
+    seconds of the round              measured, by slots and drafts
 
 The k with the most tokens per second is taken, of rows together for one in the slowest eighth: they are waited for. If
 that is 0, a rest follows, and a round with the fewest drafts tries again. While drafts pay, a round without any is timed now
@@ -35,7 +35,7 @@ FIRST_SHARE = 0.7  # of drafts that are accepted, before any was seen
 
 
 def lengths_on(slots: int, most: int) -> list[int]:
-    """Return the numbers of drafts that rounds on so many slots may have, up to `most`."""
+    """Return the numbers of drafts that rounds on `slots` slots may have, up to `most`."""
     lengths = LENGTHS if slots < MANY else TOGETHER
     return [length for length in lengths if length <= most and (length + 1) * slots <= MOST_ROUND]
 
@@ -69,7 +69,7 @@ class DraftLength:
         row.scores = list(self._scores)
 
     def choose(self, rows: Sequence[Row], most: int, slots: int = 1, lengths: list[int] | None = None) -> int:
-        """Choose the drafts of each row in the next round on so many slots, at most `most`.
+        """Choose the drafts of each row in the next round on `slots` slots, at most `most`.
 
         Args:
             lengths: to choose from, the first is 0; None: those of drafts in a row.

@@ -33,11 +33,11 @@ class Scheduler:
             row.budget = DraftBudget(row.size, self.costs, self.experience, plan.weighs, row.index)
 
     def _of(self, tree: int) -> DraftLength:
-        """Return what decides about trees of so many drafts, or about drafts in a row."""
+        """Return what decides about trees of `tree` drafts, or about drafts in a row."""
         return self.trees.setdefault(tree, DraftLength(Costs(), has_scores=False)) if tree else self.length
 
     def begin_round(self, rows: Sequence[Row], plan: Plan, slots: int, levels: int = 0) -> None:
-        """Decide how many drafts the next round of these rows has, which is launched as a whole on so many slots.
+        """Decide how many drafts the next round of these rows has, which is launched as a whole on `slots` slots.
 
         Args:
             levels: of a tree that it may have; 0: its drafts are in a row.

@@ -95,7 +95,7 @@ def check_sizes(
 
 
 def _possible(readings: tuple[EagleSizes, ...], num_layers: int, name: str) -> list[EagleSizes]:
-    """Return readings with the depths they mean in a model of so many layers, without those that it has not."""
+    """Return readings with the depths they mean in a model of `num_layers` layers, without those that it has not."""
     meant = [replace(sizes, depths=sizes.depths or default_depths(num_layers)) for sizes in readings]
     found = [sizes for sizes in meant if list(sizes.depths) == sorted(set(sizes.depths)) and sizes.depths[0] >= 0]
     found = [sizes for sizes in found if sizes.depths[-1] <= num_layers]
