@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from families import build
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration import fit
 from TIDE.calibration.collect import Budget, collect
@@ -24,13 +23,6 @@ DEPTH = 2
 def some_texts(count: int, seed: int) -> list[Text]:
     chosen = random.Random(seed)
     return [Text([chosen.randrange(3, 120) for _ in range(chosen.randint(9, 16))], 4, i) for i in range(count)]
-
-
-@pytest.fixture
-def adapter():
-    adapter = ModelAdapter(build("llama"))
-    yield adapter
-    adapter.close()
 
 
 def a_split(adapter: ModelAdapter, folder: Path) -> Split:

@@ -36,13 +36,6 @@ def collection(ids: torch.Tensor) -> Collection:
 
 
 @pytest.fixture
-def adapter():
-    found = ModelAdapter(build("llama"))
-    yield found
-    found.close()
-
-
-@pytest.fixture
 def split():
     return Split(collection(some_ids(16, 40)), collection(some_ids(8, 40, seed=1)))
 

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 import TIDE
-from families import build
-from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration import calibrate, vocabulary
 from TIDE.calibration.collect import Budget, collect
 from TIDE.calibration.fit import Exits, Split, agreement
@@ -18,13 +16,6 @@ from TIDE.calibration.vocabulary import Measured, best_of, choose_vocabulary, ra
 from TIDE.routing.heads import build_head, head_sizes, memory_depths
 
 COSTS = Costs(1e-4, {1: 1e-3, 2: 1e-3, 16: 1.2e-3}, {1: 1e-3, 2: 1e-3, 16: 1e-3}, 1e-5, 4)
-
-
-@pytest.fixture
-def adapter():
-    adapter = ModelAdapter(build("llama"))
-    yield adapter
-    adapter.close()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from arrivals import KINDS
 from families import LAYERS, VOCAB, build
 from policies import Everyone, Knowing
 from properties import examples
@@ -27,21 +28,6 @@ from TIDE.engine.round.sampler import Sampler
 from TIDE.engine.row import Row
 from TIDE.engine.schedule.costs import Costs
 from TIDE.routing.calibrated import CalibratedPolicy
-
-
-class Doubled(LogitsProcessor):
-    """Kernels do not know it, so it runs on the host."""
-
-    def __call__(self, input_ids, scores):
-        return scores * 2
-
-
-KINDS = {
-    "greedy": dict(do_sample=False),
-    "sampled": dict(do_sample=True, temperature=0.8, top_k=20),
-    "penalised": dict(do_sample=True, repetition_penalty=1.5, frequency_penalty=0.5),
-    "processed": dict(do_sample=True, logits_processor=LogitsProcessorList([Doubled()])),
-}
 
 
 class Text(NamedTuple):

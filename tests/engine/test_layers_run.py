@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from counting import Count
 from families import LAYERS
 from policies import Everyone, Knowing, Where
 from TIDE import TIDE, TIDEConfig
@@ -17,18 +18,6 @@ PROMPT, NEW = 6, 11
 @pytest.fixture
 def ids():
     return torch.randint(3, 128, (1, PROMPT), generator=torch.Generator().manual_seed(0))
-
-
-class Count:
-    """Counts (layer, token) pairs by hooks on the feed-forward part of each layer, which only a full run reaches."""
-
-    def __init__(self, model) -> None:
-        self.pairs = 0
-        for layer in model.model.layers:
-            layer.mlp.register_forward_hook(self._add)
-
-    def _add(self, module, args, output) -> None:
-        self.pairs += args[0].shape[0] * args[0].shape[1]
 
 
 def options(new: int = NEW) -> dict:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from counting import Count
 from decoding import decode
 from families import LAYERS, build
 from policies import Everyone
@@ -98,18 +99,6 @@ def by_hand(model, ids: torch.Tensor, policy: ExitPolicy) -> tuple[torch.Tensor,
 def halves_turned(x: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, -1)
     return torch.cat([-second, first], -1)
-
-
-class Count:
-    """Counts (layer, token) pairs by hooks on the feed-forward part of each layer."""
-
-    def __init__(self, model) -> None:
-        self.pairs = 0
-        for layer in model.model.layers:
-            layer.mlp.register_forward_hook(self._add)
-
-    def _add(self, module, args, output) -> None:
-        self.pairs += args[0].shape[0] * args[0].shape[1]
 
 
 @pytest.mark.parametrize("checkpoints", [(), (1,), (0, 3)], ids=str)

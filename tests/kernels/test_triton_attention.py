@@ -96,11 +96,9 @@ def test_groups_without_tokens_change_nothing():
     assert_same(attended(attention, more, queries, cache), attended(attention, tokens, queries, cache))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16])
-@pytest.mark.parametrize("features", FEATURES, ids=str)
-def test_long_passes_of_prompts_have_a_kernel_with_the_same_bits(features, dtype, monkeypatch):
+def prompts(seed, dtype, **features):
     """Two rows: one from its first token on, over the ends of chunks, and one behind a text; the last group is not full."""
-    generator = torch.Generator().manual_seed(6)
+    generator = torch.Generator().manual_seed(seed)
     attention = in_dtype(a_layer(generator, **features), dtype, DEVICE).attention
     starts, counts = {0: 0, 1: 50, 2: 3}, {0: 100, 1: 70, 2: 1}
     tokens = a_pass(generator, counts, starts, origins=dict.fromkeys(starts, 0))
@@ -108,15 +106,22 @@ def test_long_passes_of_prompts_have_a_kernel_with_the_same_bits(features, dtype
     queries = torch.randn(len(tokens.rows), len(attention.q), generator=generator).to(DEVICE, dtype)
     tables, paged = in_blocks(cache, [starts[row] + counts[row] for row in starts], generator)
     tokens = in_dtype(tokens, dtype, DEVICE)._replace(tables=tables.to(DEVICE))
+    return attention, tokens, queries, paged.to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16])
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_long_passes_of_prompts_have_a_kernel_with_the_same_bits(features, dtype, monkeypatch):
+    attention, tokens, queries, cache = prompts(6, dtype, **features)
     asked, kernel = [], triton_attention.attend_prompts
     monkeypatch.setattr(triton_attention, "attend_prompts", lambda *given: (asked.append(1), kernel(*given))[1])
-    found = attended(attention, grouped(tokens, 64), queries, paged.to(DEVICE))
+    found = attended(attention, grouped(tokens, 64), queries, cache)
     assert asked
-    expected = reference.attend(attention, tokens, queries, *paged.to(DEVICE), ROOM)
+    expected = reference.attend(attention, tokens, queries, *cache, ROOM)
     last_place = 4 * torch.finfo(dtype).eps  # weights and results are rounded
     torch.testing.assert_close(found, expected, rtol=last_place, atol=last_place)
     some = [0, 1, 62, 63, 64, 99, 100, 150, 169, 170]
-    apart = [attended(attention, some_of(tokens, [at]), queries[at : at + 1], paged.to(DEVICE)) for at in some]
+    apart = [attended(attention, some_of(tokens, [at]), queries[at : at + 1], cache) for at in some]
     if DEVICE == "cuda":
         assert torch.equal(found[some], torch.cat(apart))
 
@@ -125,16 +130,8 @@ def test_long_passes_of_prompts_have_a_kernel_with_the_same_bits(features, dtype
 @pytest.mark.parametrize("together", [64, 16])
 def test_tokens_of_a_prompt_with_others_missing_between_see_all_columns(features, together):
     """As where tokens of prompts have settled: groups of one row whose positions rise by more than one."""
-    dtype = torch.float16
-    generator = torch.Generator().manual_seed(7)
-    attention = in_dtype(a_layer(generator, **features), dtype, DEVICE).attention
-    starts, counts = {0: 0, 1: 50, 2: 3}, {0: 100, 1: 70, 2: 1}
-    whole = a_pass(generator, counts, starts, origins=dict.fromkeys(starts, 0))
-    cache = torch.randn(2, ROWS, KV_HEADS, ROOM, DIM, generator=generator).to(dtype)
-    queries = torch.randn(len(whole.rows), len(attention.q), generator=generator).to(DEVICE, dtype)
-    tables, paged = in_blocks(cache, [starts[row] + counts[row] for row in starts], generator)
-    whole = in_dtype(whole, dtype, DEVICE)._replace(tables=tables.to(DEVICE))
+    attention, whole, queries, cache = prompts(7, torch.float16, **features)
     some = [at for at in range(len(queries)) if at % 3 != 1 or at > 165]
-    found = attended(attention, grouped(some_of(whole, some), together), queries[some], paged.to(DEVICE))
-    expected = reference.attend(attention, whole, queries, *paged.to(DEVICE), ROOM)[some]
+    found = attended(attention, grouped(some_of(whole, some), together), queries[some], cache)
+    expected = reference.attend(attention, whole, queries, *cache, ROOM)[some]
     torch.testing.assert_close(found, expected, rtol=4e-3, atol=4e-3)

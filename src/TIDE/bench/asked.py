@@ -30,7 +30,7 @@ class Asked:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """What `generate` is called with: left-padded ids and their mask."""
+        """Arguments of `generate`: left-padded ids and their mask."""
         gaps = [self.width - len(prompt) for prompt in self.prompts]
         ids = [[0] * gap + prompt for gap, prompt in zip(gaps, self.prompts, strict=True)]
         mask = [[0] * gap + [1] * (self.width - gap) for gap in gaps]

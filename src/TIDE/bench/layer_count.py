@@ -24,7 +24,7 @@ from TIDE.stats import ExitStats
 
 @dataclass
 class LayerCount:
-    """What hooks have seen.
+    """Counts of hooks.
 
     Attributes:
         pairs: (layer, token) pairs.

@@ -1,4 +1,4 @@
-"""What a benchmark has measured, as numbers for a file and as a table for the terminal.
+"""The results of a benchmark, as numbers for a file and as a table for the terminal.
 
 tok/s        new tokens by seconds, prompt included, of a round of all groups: median, lowest and highest round
 first        seconds to the first token, median
@@ -34,7 +34,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Layers:
-    """What hooks counted in one request of one row.
+    """Counts of hooks in one request of one row.
 
     Attributes:
         per_token: (layer, token) pairs per new token, those of the prompt left out.

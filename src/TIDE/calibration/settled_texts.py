@@ -57,7 +57,7 @@ def _mixed(states: torch.Tensor, predicted: torch.Tensor, share: torch.Tensor) -
 
 
 class Followed(NamedTuple):
-    """What follows a prompt, by row: sums over its tokens."""
+    """Sums over the tokens that follow a prompt, by row."""
 
     loss: torch.Tensor  # (rows,) of the text's own tokens
     divergence: torch.Tensor  # (rows,) from the full model

@@ -30,7 +30,7 @@ OTHERWISE = "Calibrate without it"
 
 
 class Start:
-    """What training starts from.
+    """The weights that training starts from.
 
     Args:
         source: a router file, a folder or a hub id; None: fresh heads.

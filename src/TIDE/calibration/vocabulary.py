@@ -50,7 +50,7 @@ class Ranked(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a number of tokens to choose from costs and gives."""
+    """Cost and gain of a number of tokens to choose from."""
 
     tokens: int
     agreement: list[float]  # by draft step

@@ -111,7 +111,7 @@ class Layer(NamedTuple):
 
 
 class Ancestors(NamedTuple):
-    """Where tokens of a tree find the tokens before them: up to the root in the row's own columns, behind it in any.
+    """Columns in which tokens of a tree find the tokens before them: up to the root in the row's own columns, behind it in any.
 
         row     a b c        root c, at column 2
         tree    c ─ d ─ f    columns 3, 4, 5 have K/V of d, e, f; f stands at position 4 and sees those of a b c, d, itself:

@@ -62,7 +62,7 @@ class StateMap:
 
 @dataclass(eq=False)
 class FittedSettling(Settling):
-    """What calibration makes of it.
+    """A settling that calibration has fitted.
 
     Attributes:
         maps: by depth, from `depth` + 1 to full depth; none: plain state propagation.

@@ -26,7 +26,7 @@ from TIDE.routing.settling import Settling
 
 
 class Shown(NamedTuple):
-    """What a memory head will see of the tokens of a pass; nothing without such a head."""
+    """States that a memory head will see of the tokens of a pass; none without such a head."""
 
     noted: torch.Tensor | None = None  # (n, seen) of their states, normed, at the depths that it remembers
     entry: torch.Tensor | None = None  # (n, hidden) their states where it drafts from
