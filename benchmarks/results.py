@@ -39,8 +39,8 @@ class Part:
     result: str | None = None  # a file below OUT that it writes itself; None: the last line it prints
 
 
-def parts(of: str, data: Path, out: Path) -> list[Part]:
-    """Return the parts of a set."""
+def parts(of: str, data: Path, out: Path, rows: int = 1) -> list[Part]:
+    """Return the parts of a set; questions of `tide eval` are asked `rows` at a time."""
     prompts = str(data / PROMPTS)
     if of == "cpu":
         lines = len((data / PROMPTS).read_text("utf-8").splitlines()) if (data / PROMPTS).is_file() else CHOSEN
@@ -51,7 +51,7 @@ def parts(of: str, data: Path, out: Path) -> list[Part]:
         ]
     half = ["--dtype", "bfloat16"]
     if of == "gpu":
-        rows = ["--rows", "1", "8", "32", "64"]
+        levels = ["--rows", "1", "8", "32", "64"]
         few = ["--every", "3", "--generate-every", "12", "--warm-up"]
         length = ["--prompt-tokens", "200", "--new-tokens", "128"]
         return [
@@ -59,8 +59,8 @@ def parts(of: str, data: Path, out: Path) -> list[Part]:
             Part("exits-off-8b", ["bench_decode.py", "--model", "llama-8b", "--rounds", "3"]),
             Part("exact-gpu", ["bench_prompts.py", "--prompts", prompts, *few, *half], (PROMPTS,)),
             Part("first-token-gpu", ["bench_prefill.py", *half]),
-            Part("batch-8b", ["bench_batch.py", "--model", "llama-8b", *rows]),
-            Part("batch-gpu", ["bench_batch.py", *half, "--prompts", prompts, *length, *rows], (PROMPTS,)),
+            Part("batch-8b", ["bench_batch.py", "--model", "llama-8b", *levels]),
+            Part("batch-gpu", ["bench_batch.py", *half, "--prompts", prompts, *length, *levels], (PROMPTS,)),
             Part("rivals-gpu", [*TIDE, "bench", "--contender", "all", "--max-new-tokens", "128", "--json"]),
             Part(
                 "curve-gpu",
@@ -84,6 +84,7 @@ def parts(of: str, data: Path, out: Path) -> list[Part]:
     found = [Part("certificate", [*TIDE, "certify", "default", "--prompts", prompts, "-o", router, "--json"], (PROMPTS,))]
     for task, size in SIZES.items():
         words = [*TIDE, "eval", "default", "--router", router, "--data", str(data), "--tasks", task]
+        words += [] if rows == 1 else ["--batch-size", str(rows)]
         words += [] if size is None else ["--limit", str(size)]
         words += ["--execute-code"] if task == "humaneval" else []
         found.append(Part(f"eval-{task}", [*words, "-o", str(out / f"eval-{task}.json")], result=f"eval-{task}.json"))
@@ -98,9 +99,10 @@ def main() -> int:
     parser.add_argument("--part", action="append", default=[], help="only this part; may be repeated")
     parser.add_argument("--again", action="append", default=[], metavar="PART", help="run a part again that is there")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further part after so many")
+    parser.add_argument("--rows", type=int, default=1, help="questions of tide eval that are asked together; more for a GPU")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    wanted = parts(options.set, options.data, options.out)
+    wanted = parts(options.set, options.data, options.out, options.rows)
     names = [part.name for part in wanted]
     if unknown := sorted({*options.part, *options.again} - {*names}):
         parser.error(f"expected parts of {options.set}: {', '.join(names)}; found {', '.join(unknown)}.")

@@ -90,14 +90,15 @@ def _counts(adapter: Any, ids: list[int], depths: list[int], kinds: list[str]) -
         settled = right.flip(0).long().cumprod(0).flip(0).bool()
         near = torch.stack([torch.cosine_similarity(passed.taps[depth][0], full, -1) > COSINE for depth in depths])
     counts: dict[str, Any] = {}
+    found = {"right": right.tolist(), "settled": settled.tolist(), "near": near.tolist()}
     for place, token in enumerate(best.tolist()):
         own = counts.setdefault(
             kinds[token], {"tokens": 0, **{name: [0] * len(depths) for name in ("right", "settled", "near")}}
         )
         own["tokens"] += 1
-        for name, values in (("right", right), ("settled", settled), ("near", near)):
+        for name, values in found.items():
             for index in range(len(depths)):
-                own[name][index] += int(values[index, place])
+                own[name][index] += values[index][place]
     return counts
 
 

@@ -21,6 +21,8 @@ SMALLEST = 16  # rows, columns or tokens of a tile that tensor cores take
 MOST = 128  # tokens of a tile
 MANY = 256  # and where there are many tiles of them
 WIDEST = 512  # bytes of a tile's columns
+FEW_ROWS = 16  # for each multiprocessor: weights with fewer rows are small
+NARROW = 32  # tokens of a small weight's tile
 SUMS = 128 * 128  # numbers that programs of attention sum up
 
 
@@ -78,6 +80,7 @@ class Shape(NamedTuple):
 # the rows, so that their sums stay in registers.
 LINEAR = {16: Shape(32, 512, 5), 32: Shape(64, 256, 4), 64: Shape(128, 128, 4), 128: Shape(128, 128, 3)}
 GATED = {16: Shape(64, 256, 3), 32: Shape(64, 128, 5), 64: Shape(64, 128, 4), 128: Shape(64, 128, 3)}
+SMALL_GATED = Shape(16, 128, 4)  # small weights and more than 32 tokens
 MANY_TOKENS = Shape(128, 128, 3)
 HEAD = {16: Shape(64, 512, 4), 32: Shape(64, 256, 4), 64: Shape(64, 256, 4), 128: Shape(64, 256, 3)}
 PROJECT = {16: Shape(32, 512, 4), 32: Shape(32, 256, 4), 64: Shape(32, 256, 3), 128: Shape(32, 128, 4)}
@@ -109,8 +112,9 @@ def linear_tile(card: Card, height: int, width: int, size: int, tokens: int) -> 
     """Return the tile of one product with a (height, width) weight; `size` is bytes per number."""
     if _many_tiles(card, height, size, tokens) >= _programs(card):
         return _tile(card, MANY_TOKENS, MANY_TOKENS.rows, width, size, tokens, weights=1, wide=MANY)
-    shape = LINEAR[tile_width(tokens)]
-    return _tile(card, shape, _rows(card, height, shape, tile_width(tokens) // 2), width, size, tokens, weights=1)
+    wide = _wide(card, height, size, tokens)
+    shape = LINEAR[wide]
+    return _tile(card, shape, _rows(card, height, shape, wide // 2), width, size, tokens, weights=1, wide=wide)
 
 
 def are_quicker_apart(card: Card, height: int, size: int, tokens: int) -> bool:
@@ -120,8 +124,11 @@ def are_quicker_apart(card: Card, height: int, size: int, tokens: int) -> bool:
 
 def gated_tile(card: Card, height: int, width: int, size: int, tokens: int) -> Tile:
     """Return the tile of gate and up, two weights at once."""
-    shape = GATED[tile_width(tokens)]
-    return _tile(card, shape, _rows(card, height, shape, tile_width(tokens) // 4), width, size, tokens, weights=2)
+    wide = tile_width(tokens)
+    if wide > NARROW and _wide(card, height, size, tokens) == NARROW:
+        return _tile(card, SMALL_GATED, SMALLEST, width, size, tokens, weights=2, wide=2 * NARROW)
+    shape = GATED[wide]
+    return _tile(card, shape, _rows(card, height, shape, wide // 4), width, size, tokens, weights=2)
 
 
 def head_tile(card: Card, height: int, width: int, size: int, tokens: int) -> Tile:
@@ -132,14 +139,15 @@ def head_tile(card: Card, height: int, width: int, size: int, tokens: int) -> Ti
 
 def project_tile(card: Card, height: int, width: int, dim: int, size: int, tokens: int) -> Tile:
     """Return the tile of q, k and v: two sets of rows of one head, which are rotated together."""
-    shape = PROJECT[tile_width(tokens)]
-    is_tall = dim >= 64 and (height >= 16 * _programs(card) or tokens > SMALLEST)
+    wide = _wide(card, height, size, tokens)
+    shape = PROJECT[wide]
+    is_tall = dim >= 64 and (not _is_small(card, height) or tokens > (MOST if size == 2 else SMALLEST))
     rows = shape.rows if is_tall else SMALLEST
     if size == 2 and dim >= MOST and tokens >= 4 * MOST:
         rows = MOST // 2  # a whole head
         if _many_tiles(card, 3 * height // 2, size, tokens) >= 2 * card.processors:
             return _tile(card, MANY_TOKENS, rows, width, size, tokens, weights=2, wide=MANY)
-    return _tile(card, shape, rows, width, size, tokens, weights=2)
+    return _tile(card, shape, rows, width, size, tokens, weights=2, wide=wide)
 
 
 def propagate_tile(card: Card, rows: int, width: int, size: int, tokens: int) -> Tile:
@@ -211,6 +219,18 @@ def _rows(card: Card, height: int, shape: Shape, least: int) -> int:
     while rows > max(SMALLEST, least) and height < _programs(card) * rows:
         rows //= 2
     return rows
+
+
+def _is_small(card: Card, height: int) -> bool:
+    """Return True if a weight has so few rows that its programs wait for each other rather than for memory."""
+    return height < FEW_ROWS * _programs(card)
+
+
+def _wide(card: Card, height: int, size: int, tokens: int) -> int:
+    """Return the tokens of a tile. In rounds small weights of half precision have narrow ones: the card has programs to spare,
+    and reads the rows from its cache again."""
+    is_narrow = size == 2 and tokens <= MOST and _is_small(card, height)
+    return min(tile_width(tokens), NARROW) if is_narrow else tile_width(tokens)
 
 
 def _many_tiles(card: Card, height: int, size: int, tokens: int) -> int:
