@@ -110,8 +110,9 @@ def prompts(seed, dtype, **features):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16])
-@pytest.mark.parametrize("features", FEATURES, ids=str)
-def test_long_passes_of_prompts_have_a_kernel_with_the_same_bits(features, dtype, monkeypatch):
+@pytest.mark.parametrize(("features", "chunk"), [*((features, CHUNK) for features in FEATURES), ({}, 2 * CHUNK)], ids=str)
+def test_long_passes_of_prompts_have_a_kernel_with_the_same_bits(features, chunk, dtype, monkeypatch):
+    monkeypatch.setattr(triton_attention, "CHUNK", chunk)
     attention, tokens, queries, cache = prompts(6, dtype, **features)
     asked, kernel = [], triton_attention.attend_prompts
     monkeypatch.setattr(triton_attention, "attend_prompts", lambda *given: (asked.append(1), kernel(*given))[1])

@@ -23,7 +23,7 @@ import triton.language as tl
 from TIDE.kernels.cards import attention_tile, card_of, keeps_busy, most_queries
 from TIDE.kernels.layer import Attention, Pass
 from TIDE.kernels.triton_products import counted
-from TIDE.kernels.triton_prompt_attention import attend_prompts, suits
+from TIDE.kernels.triton_prompt_attention import attend_prompts, capped, factor_of, in_powers, suits
 
 CHUNK = 512
 MERGED = 16  # chunks whose parts are loaded at a time
@@ -33,7 +33,7 @@ COUNTERS = 4096  # more programs than a card needs to be busy
 @counted
 def _attend(
     queries, keys, values, rows, columns, positions, tables, groups, roots, ancestors, out, parts, peaks, sums, arrived,
-    scaling, chunks, together, each, heads, kv_heads, stride_group, stride_member, stride_ancestors, stride_table,
+    factor, chunks, together, each, heads, kv_heads, stride_group, stride_member, stride_ancestors, stride_table,
     stride_block, stride_head, stride_column,
     SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
     HEADS: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, MERGED: tl.constexpr,
@@ -80,7 +80,7 @@ def _attend(
         peak, total, mixed = _nothing(BLOCK, N)
         for chunk in range(first, last + 1):
             of_chunk = _chunk(
-                asked, keys + base, values + base, table, root, line, chunk, top, newest, oldest, scaling, stride_table,
+                asked, keys + base, values + base, table, root, line, chunk, top, newest, oldest, factor, stride_table,
                 stride_block, stride_column, SIZE, WINDOW, CAP, DIM, BLOCK, N, TILE, CHUNK, TREE,
             )  # fmt: skip
             peak, total, mixed = _merged(peak, total, mixed, of_chunk[0], of_chunk[1], of_chunk[2])
@@ -90,7 +90,7 @@ def _attend(
         if chunk > last:
             return
         peak, total, mixed = _chunk(
-            asked, keys + base, values + base, table, root, line, chunk, top, newest, oldest, scaling, stride_table,
+            asked, keys + base, values + base, table, root, line, chunk, top, newest, oldest, factor, stride_table,
             stride_block, stride_column, SIZE, WINDOW, CAP, DIM, BLOCK, N, TILE, CHUNK, TREE,
         )  # fmt: skip
         if first == last:
@@ -121,7 +121,7 @@ def _attend(
 
 @triton.jit
 def _chunk(
-    asked, keys, values, table, root, line, chunk, top, newest, oldest, scaling, stride_table, stride_block, stride_column,
+    asked, keys, values, table, root, line, chunk, top, newest, oldest, factor, stride_table, stride_block, stride_column,
     SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def _chunk(
     if SIZE != 0 and not TREE:
         number = tl.arange(0, CHUNK // SIZE)
         blocks = tl.load(table + first // SIZE + number, mask=first // SIZE + number < stride_table, other=0).to(tl.int64)
-    peak, _, mixed = _nothing(BLOCK, N)
+    unit, (peak, _, mixed) = in_powers(factor, CAP), _nothing(BLOCK, N)
     totals, ones = tl.zeros((16, N), tl.float32), tl.full((16, TILE), 1.0, asked.dtype)  # sums of weights, in one order
     for tile in range(first, stop, TILE):
         position = tile + inside
@@ -148,16 +148,14 @@ def _chunk(
         written = (position < stop)[:, None] & real
         key = tl.load(keys + where[:, None] + dim[None, :], mask=written, other=0.0)
         value = tl.load(values + where[:, None] + dim[None, :], mask=written, other=0.0)
-        scores = tl.dot(key, asked, input_precision="ieee") * scaling
-        if CAP > 0:
-            scores = CAP * (2 * tl.sigmoid(2 * scores / CAP) - 1)  # CAP * tanh(scores / CAP)
+        scores = capped(tl.dot(key, asked, input_precision="ieee"), factor, CAP)
         seen = position[:, None] <= newest[None, :]
         if WINDOW != 0:
             seen &= position[:, None] >= oldest[None, :]
         scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 0))
+        higher = tl.maximum(peak, tl.max(scores, 0) * unit)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weights, kept = tl.exp(scores - safe[None, :]).to(value.dtype), tl.exp(peak - safe)
+        weights, kept = tl.exp2(tl.fma(scores, unit, -safe[None, :])).to(value.dtype), tl.exp2(peak - safe)
         totals = tl.dot(ones, weights, totals * kept[None, :], input_precision="ieee")
         mixed = tl.dot(tl.trans(value), weights, mixed * kept[None, :], input_precision="ieee")
         peak = higher
@@ -201,7 +199,7 @@ def _merged(peak, total, mixed, own_peak, own_total, own_mixed):
     """Join what a softmax has so far and what it has of one more chunk."""
     higher = tl.maximum(peak, own_peak)
     safe = tl.where(higher == float("-inf"), 0.0, higher)
-    kept, added = tl.exp(peak - safe), tl.exp(own_peak - safe)
+    kept, added = tl.exp2(peak - safe), tl.exp2(own_peak - safe)
     total = tl.fma(total, kept, own_total * added)
     return higher, total, tl.fma(mixed, kept[None, :], own_mixed * added[None, :])
 
@@ -241,7 +239,7 @@ def attend(
     _attend[(count, kv_heads, 1 if is_whole else chunks)](
         queries, keys, values, tokens.rows, tokens.columns, tokens.positions, tokens.tables,
         tokens.rows if in_turn else groups, roots, line, out, parts, peaks, sums, _counters(queries.device),
-        attention.scaling, chunks, together, each, heads, kv_heads, *places, line.stride(0), *strides(tokens, keys),
+        factor_of(attention), chunks, together, each, heads, kv_heads, *places, line.stride(0), *strides(tokens, keys),
         attention.window, attention.cap, dim, block, shared, padded, columns, wide, tile.keys, CHUNK, MERGED, in_turn,
         is_whole, in_tree,
         num_warps=tile.warps, num_stages=tile.stages,
