@@ -15,7 +15,7 @@ import triton.language as tl
 
 from TIDE.kernels.cards import card_of, prompt_tile
 from TIDE.kernels.layer import Attention, Pass
-from TIDE.kernels.triton_products import counted
+from TIDE.kernels.triton_launch import begin, kernel, looped
 
 LEAST = 32  # tokens of a group
 
@@ -44,14 +44,15 @@ def attend_prompts(
     return out
 
 
-@counted
+@kernel
 def _attend_prompts(
     queries, keys, values, rows, positions, tables, groups, out, scaling, each, heads,
     stride_table, stride_block, stride_head, stride_column,
     SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
-    HEADS: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    HEADS: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of a group that share a key head: row m is head m % HEADS of the token m // HEADS."""
+    begin(PDL, LOOPS=True)
     group, own = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # those that take longest begin
     place, dim = tl.arange(0, M), tl.arange(0, BLOCK)
     member, head = place // HEADS, place % HEADS
@@ -82,6 +83,7 @@ def _attend_prompts(
         total = tl.fma(total, kept, own_total * added)
         mixed = tl.fma(mixed, kept[:, None], own_mixed * added[:, None])
         peak = higher
+    looped(PDL)
     tl.store(out + at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=known)
 
 
