@@ -31,6 +31,7 @@ from TIDE.kernels import (
     triton_propagate,
 )
 from TIDE.kernels.cards import Card
+from TIDE.kernels.triton_launch import early, kernel
 
 LIMITS = {  # compute capability -> KB of shared memory for a block, multiprocessors
     70: (96, 80),
@@ -45,7 +46,18 @@ LIMITS = {  # compute capability -> KB of shared memory for a block, multiproces
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEIGHT = WIDTH = 4096
-WHOLE = {"rows", "columns", "angles", "positions", "tables", "groups", "arrived", "vocabulary"}  # arrays of int32
+WHOLE = {
+    "rows",
+    "columns",
+    "angles",
+    "positions",
+    "tables",
+    "groups",
+    "roots",
+    "ancestors",
+    "arrived",
+    "vocabulary",
+}  # arrays of int32
 FLOATS = {"parts", "peaks", "sums"}  # arrays of fp32
 NUMBERS = {"scale", "scaling", "eps", "head_eps"}
 SIZES = {
@@ -60,6 +72,7 @@ SIZES = {
     "each",
     "stride_group",
     "stride_member",
+    "stride_ancestors",
     "stride_table",
     "stride_block",
     "stride_head",
@@ -87,9 +100,10 @@ def main() -> None:
 def check(number: int, card: Card, args: argparse.Namespace) -> bool:
     """Compile all kernels for a card and print a line of what they use; return if all fit."""
     found, fits = [], True
-    for name, (kernel, constants, tile) in launches(card, args.dtype, args.dim, args.tokens).items():
+    for name, (own, constants, tile) in launches(card, args.dtype, args.dim, args.tokens).items():
         try:
-            used = int(compiled(kernel, constants, tile, args.dtype, number).metadata.shared)
+            constants["PDL"] = early(card, args.tokens).value
+            used = int(compiled(own.compiled, constants, tile, args.dtype, number).metadata.shared)
         except Exception as problem:  # compilers refuse cards in many ways
             found.append(f"{name}: {type(problem).__name__} {str(problem).splitlines()[0][:60] if str(problem) else ''}")
             continue
@@ -99,7 +113,7 @@ def check(number: int, card: Card, args: argparse.Namespace) -> bool:
     return fits
 
 
-def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[object, dict[str, object], Any]]:
+def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[kernel, dict[str, object], Any]]:
     """Return kernel, constants and tile by name, as `triton_ops` and its neighbours launch them."""
     size = BYTES[dtype]
     queries = max(16, min(4 * tokens, cards.most_queries(card, dim, size)))
@@ -125,7 +139,7 @@ def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[o
             dict(
                 SIZE=0, WINDOW=0, CAP=0.0, DIM=dim, BLOCK=dim, SHARED=4, HEADS=4, COLUMNS=min(4 * tokens, queries), N=queries,
                 TILE=seen.keys,
-                CHUNK=triton_attention.CHUNK, MERGED=triton_attention.MERGED, IN_TURN=True, WHOLE=False,
+                CHUNK=triton_attention.CHUNK, MERGED=triton_attention.MERGED, IN_TURN=True, WHOLE=False, TREE=False,
             ),
             seen,
         ),
@@ -152,15 +166,15 @@ def tile_constants(tile: cards.Tile, rows: str = "BN") -> dict[str, object]:
     return dict(zip((rows, "BK", "TN", "EVEN", "ONCE"), tile.constants, strict=True))
 
 
-def compiled(kernel: object, constants: dict[str, object], tile: Any, dtype: str, number: int) -> Any:
+def compiled(function: Any, constants: dict[str, object], tile: Any, dtype: str, number: int) -> Any:
     """Compile a kernel for a compute capability."""
     signature, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
+    for index, name in enumerate(function.arg_names):
         signature[name] = "constexpr" if name in constants else type_of(name, dtype)
         if signature[name] != "constexpr" and name not in NUMBERS | WHOLE | {"tokens"}:
             attributes[(index,)] = [["tt.divisibility", 16]]
     options = {"num_warps": getattr(tile, "warps", 4), "num_stages": tile.stages}
-    return triton.compile(ASTSource(kernel, signature, constants, attributes), GPUTarget("cuda", number, 32), options)
+    return triton.compile(ASTSource(function, signature, constants, attributes), GPUTarget("cuda", number, 32), options)
 
 
 def type_of(name: str, dtype: str) -> str:

@@ -16,6 +16,7 @@ from TIDE.config import TIDEConfig
 from TIDE.engine.round.segments import Segments
 from TIDE.engine.runners.select import checked
 from TIDE.kernels import reference
+from TIDE.kernels.cards import card_of, overlaps
 from TIDE.routing.heads import build_head, head_sizes
 from TIDE.routing.router import SIGNALS, Router
 from TIDE.routing.router_file import Exit, RouterFile
@@ -64,6 +65,41 @@ def test_the_layer_is_the_references(features, dtype, ops):
     for found, expected in ((ours.x, tokens.x), (own, cache)):
         allowed = CLOSE[dtype] * float(expected.abs().max())
         torch.testing.assert_close(found.float().cpu(), expected, rtol=0, atol=allowed)
+
+
+@pytest.mark.parametrize("features", [dict(), dict(out_norms=True, in_norms=False, head_norms="all")], ids=str)
+def test_kernels_that_begin_early_have_the_bits_of_kernels_that_do_not(features, ops, monkeypatch):
+    """A graph of eight layers is replayed with inputs in turn: what is read too early is of another input."""
+    if not overlaps(card_of(torch.device("cuda"))):
+        pytest.skip("the card launches one kernel after the other")
+    generator, dtype = torch.Generator().manual_seed(3), torch.bfloat16
+    layers = [in_dtype(a_layer(generator, **features), dtype, "cuda") for _ in range(8)]
+    tokens = in_dtype(a_pass(generator, {2: 4, 0: 1}, 9), dtype, "cuda")
+    cache = torch.randn(2, len(layers), ROWS, KV_HEADS, COLUMNS, DIM, generator=generator).to("cuda", dtype)
+    inputs = torch.randn(4, *tokens.x.shape, generator=generator).to("cuda", dtype)
+    given = inputs[0].clone()
+
+    def run():
+        tokens.x.copy_(given)
+        for layer, keys, values in zip(layers, *cache, strict=True):
+            ops.decoder_layer(layer, tokens, keys, values)
+        return tokens.x.clone()
+
+    expected = []
+    with monkeypatch.context() as patched:
+        patched.setattr("TIDE.kernels.triton_launch.overlaps", lambda card: False)
+        for own in inputs:
+            given.copy_(own)
+            expected.append(run())
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for number in range(200):
+        given.copy_(inputs[number % 4])
+        graph.replay()
+        assert torch.equal(found, expected[number % 4])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -23,7 +23,7 @@ from TIDE.routing.settling import FittedSettling
 logger = logging.getLogger(__name__)
 MOST_ROWS = 64  # that are decoded together
 DRAFT_OVERHEAD = 0.25  # of a step: an exit head, its LM head and the draft's place in the deep pass
-DEFAULT_TREE = 0  # drafts of a tree, for one row on a GPU, unless asked for
+DEFAULT_TREE = 31  # drafts of a tree, for one row on a GPU, unless asked for
 ROUNDING = 1e-9  # 0.29 * 100 is 28.999999999999996
 
 

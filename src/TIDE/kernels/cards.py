@@ -108,6 +108,11 @@ def why_not(card: Card, dtype: torch.dtype) -> str | None:
     return None
 
 
+def overlaps(card: Card) -> bool:
+    """Return True if a kernel may be launched while the one before it still runs (`triton_launch.py`)."""
+    return card.capability >= (9, 0)
+
+
 def linear_tile(card: Card, height: int, width: int, size: int, tokens: int) -> Tile:
     """Return the tile of one product with a (height, width) weight; `size` is bytes per number."""
     if _many_tiles(card, height, size, tokens) >= _programs(card):

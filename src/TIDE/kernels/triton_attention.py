@@ -22,7 +22,7 @@ import triton.language as tl
 
 from TIDE.kernels.cards import attention_tile, card_of, keeps_busy, most_queries
 from TIDE.kernels.layer import Attention, Pass
-from TIDE.kernels.triton_products import counted
+from TIDE.kernels.triton_launch import begin, kernel, looped
 from TIDE.kernels.triton_prompt_attention import attend_prompts, capped, factor_of, in_powers, suits
 
 CHUNK = 512
@@ -30,20 +30,21 @@ MERGED = 16  # chunks whose parts are loaded at a time
 COUNTERS = 4096  # more programs than a card needs to be busy
 
 
-@counted
+@kernel
 def _attend(
     queries, keys, values, rows, columns, positions, tables, groups, roots, ancestors, out, parts, peaks, sums, arrived,
     factor, chunks, together, each, heads, kv_heads, stride_group, stride_member, stride_ancestors, stride_table,
     stride_block, stride_head, stride_column,
     SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
     HEADS: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, MERGED: tl.constexpr,
-    IN_TURN: tl.constexpr, WHOLE: tl.constexpr, TREE: tl.constexpr,
+    IN_TURN: tl.constexpr, WHOLE: tl.constexpr, TREE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of a group that share a key head.
 
     SHARED queries have one key head, padded to HEADS. Column n of a product is head n % HEADS of the token n // HEADS; of N
     columns the first COLUMNS may be there.
     """
+    begin(PDL, LOOPS=True)
     group, own, column = tl.program_id(0), tl.program_id(1), tl.arange(0, N)
     member, head = column // HEADS, column % HEADS
     if IN_TURN:  # what is known is not loaded: a load that waits for another one takes as long as a tile
@@ -84,6 +85,7 @@ def _attend(
                 stride_block, stride_column, SIZE, WINDOW, CAP, DIM, BLOCK, N, TILE, CHUNK, TREE,
             )  # fmt: skip
             peak, total, mixed = _merged(peak, total, mixed, of_chunk[0], of_chunk[1], of_chunk[2])
+        looped(PDL)
         tl.store(out + at, (mixed / total[None, :]).to(out.dtype.element_ty), mask=known)
     else:
         chunk, last = first + tl.program_id(2), tl.minimum(last, first + chunks - 1)  # no more can arrive
@@ -93,6 +95,7 @@ def _attend(
             asked, keys + base, values + base, table, root, line, chunk, top, newest, oldest, factor, stride_table,
             stride_block, stride_column, SIZE, WINDOW, CAP, DIM, BLOCK, N, TILE, CHUNK, TREE,
         )  # fmt: skip
+        looped(PDL)
         if first == last:
             tl.store(out + at, (mixed / total[None, :]).to(out.dtype.element_ty), mask=known)
             return

@@ -11,7 +11,8 @@ import triton.language as tl
 
 from TIDE.kernels.cards import card_of, head_tile
 from TIDE.kernels.result import ACCEPTED, DRAFTED, FIELDS, IS_NAN, NOTHING_LEFT, SCORES, TOKENS
-from TIDE.kernels.triton_products import EMPTY, _first, _launch_linear, _product, counted
+from TIDE.kernels.triton_launch import begin, fetch, kernel, looped
+from TIDE.kernels.triton_products import EMPTY, _first, _launch_linear, _product
 from TIDE.kernels.triton_trees import choose_nodes as choose_nodes
 from TIDE.kernels.triton_trees import few_best as few_best
 from TIDE.kernels.triton_trees import grow as grow
@@ -19,26 +20,30 @@ from TIDE.kernels.triton_trees import move_columns as move_columns
 from TIDE.kernels.triton_trees import straighten as straighten
 
 
-@counted
+@kernel
 def _peaks(
     x, weight, vocabulary, peaks, tokens_at, sums, out, tokens, height, width, blocks,
     CHOSEN: tl.constexpr, SIGNALS: tl.constexpr, STORE: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Find the best of a block of tokens, for each state. NaN counts as infinity, so that the host notices it.
 
     Signals are sums over the block, in whole numbers: those of floats would depend on how a tile is spread over threads.
     """
     block, place, table = tl.program_id(1), tl.arange(0, TN), tokens * blocks
+    column = block * BN + tl.arange(0, BN)
+    rows, inside = column, column < height
+    if not CHOSEN:
+        fetch(weight, rows, inside, width, BK, PDL)
+    begin(PDL, LOOPS=True)
     if not ONCE:
         first_state = _first(TN)
         x, out, tokens = x + first_state * width, out + first_state * height, tokens - first_state
         peaks, tokens_at, sums = peaks + first_state * blocks, tokens_at + first_state * blocks, sums + first_state * blocks
-    column = block * BN + tl.arange(0, BN)
-    rows, inside = column, column < height
     if CHOSEN:
         rows = tl.load(vocabulary + column, mask=inside, other=0).to(tl.int32)
     logits = _product(x, weight, rows, inside, tokens, width, BN, BK, TN, EVEN, ONCE).to(x.dtype.element_ty)
+    looped(PDL)
     if STORE:
         tl.store(out + place[None, :] * height + column[:, None], logits, mask=inside[:, None] & (place < tokens)[None, :])
     logits = logits.to(tl.float32)
@@ -63,8 +68,9 @@ def _whole_sum(x):
     return tl.sum((x * 16777216.0).to(tl.int32), 0).to(tl.float32) * 5.9604644775390625e-08
 
 
-@counted
-def _best(peaks, tokens_at, sums, best, token, signals, blocks, SIGNALS: tl.constexpr, BLOCK: tl.constexpr):
+@kernel
+def _best(peaks, tokens_at, sums, best, token, signals, blocks, SIGNALS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     state, block, table = tl.program_id(0), tl.arange(0, BLOCK), tl.num_programs(0) * blocks
     there, at = block < blocks, state * blocks + block
     own = tl.load(peaks + at, mask=there, other=float("-inf"))
@@ -134,12 +140,13 @@ def write_logits(x: torch.Tensor, weight: torch.Tensor, vocabulary: torch.Tensor
     _launch_peaks(x, weight, None, vocabulary, logits)
 
 
-@triton.jit
+@kernel
 def _router(
     guess, signals, down, bias, up, parts, width, height, eps,
-    SIGNALS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SIGNALS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sum a few of the bottleneck's rows. With signals the guess is normed; routers without signals take it as it is."""
+    begin(PDL)
     rows, column, one = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.program_id(1)
     inside, known = rows < height, column < width
     states = tl.load(guess + one * width + column, mask=known, other=0.0).to(tl.float32)
@@ -158,8 +165,9 @@ def _router(
     tl.store(parts + one * tl.num_programs(0) + tl.program_id(0), tl.sum(found, 0))
 
 
-@counted
-def _score(parts, score_params, score, count, BLOCK: tl.constexpr):
+@kernel
+def _score(parts, score_params, score, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     part, one = tl.arange(0, BLOCK), tl.program_id(0)
     raw = tl.sum(tl.load(parts + one * count + part, mask=part < count, other=0.0), 0) + tl.load(score_params)
     tl.store(score + one, tl.sigmoid(raw / tl.load(score_params + 1) + tl.load(score_params + 2)))
@@ -184,11 +192,12 @@ def router_score(
     _score[(len(guess),)](parts, score_params, score, count, triton.next_power_of_2(count), num_warps=1)
 
 
-@counted
+@kernel
 def _normalize_into(
-    table, rows, center, spread, out, places, stride, out_stride, width, eps,
-    HAS_ROWS: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_PLACES: tl.constexpr, BLOCK: tl.constexpr,
+    rows, table, center, spread, out, places, stride, out_stride, width, eps,
+    HAS_ROWS: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     token, column = tl.program_id(0), tl.arange(0, BLOCK)
     row, place, known = token.to(tl.int64), token.to(tl.int64), column < width
     if HAS_PLACES:
@@ -214,7 +223,7 @@ def normalize_into(
 ) -> None:
     width = table.shape[1]
     _normalize_into[(len(table if rows is None else rows),)](
-        table, table if rows is None else rows, table if center is None else center, table if spread is None else spread,
+        table if rows is None else rows, table, table if center is None else center, table if spread is None else spread,
         out, table if places is None else places, table.stride(0), out.stride(0), width, eps,
         rows is not None, center is not None, places is not None, triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
@@ -224,8 +233,9 @@ def linear_into(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, plac
     _launch_linear(x, weight, EMPTY, table, places)
 
 
-@counted
-def _denormalize(x, center, spread, places, table, guess, width, BLOCK: tl.constexpr):
+@kernel
+def _denormalize(x, center, spread, places, table, guess, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     known, own = column < width, token * width + column
     states = tl.load(x + own, mask=known, other=0.0).to(tl.float32)
@@ -248,8 +258,11 @@ def denormalize(
     _denormalize[(len(x),)](x, center, spread, places, table, out, width, triton.next_power_of_2(width), num_warps=4)
 
 
-@counted
-def _find_places(tables, rows, starts, places, ring, all_rows, stride_table, columns, size, STEPS: tl.constexpr):
+@kernel
+def _find_places(
+    tables, rows, starts, places, ring, all_rows, stride_table, columns, size, STEPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
     step, lane = tl.program_id(0), tl.program_id(1)
     row, position = tl.load(rows + lane).to(tl.int64), tl.load(starts + lane) + step
     block = tl.load(tables + row * stride_table + tl.minimum(position // size, columns - 1)).to(tl.int64)
@@ -266,13 +279,14 @@ def find_places(
     )
 
 
-@counted
+@kernel
 def _accept(
     found, best, tokens, starts, scores, active, result, limits, drafts, threshold, rows, VERIFIES: tl.constexpr,
     FIELDS: tl.constexpr, ACCEPTED: tl.constexpr, DRAFTED: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr,
-    IS_NAN: tl.constexpr, NOTHING_LEFT: tl.constexpr,
+    IS_NAN: tl.constexpr, NOTHING_LEFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: everything is (steps, rows), the result (rows, fields)."""
+    begin(PDL)
     row, step = tl.program_id(0), tl.arange(0, 16)
     drafts = tl.minimum(drafts, tl.load(limits + row))
     at, own, drafting = step * rows + row, result + row * FIELDS, step < drafts

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from TIDE.kernels import noise as own
+from TIDE.kernels.triton_launch import begin, kernel
 
 WORD, UNIT = tl.constexpr(own.WORD), tl.constexpr(own.UNIT)
 MIX_0, MIX_1 = map(tl.constexpr, own.MIX)
@@ -73,8 +74,9 @@ def _log2(x):
     return (((bits >> 23).to(tl.int64) - 127) << 26) + (f * p.to(tl.int32) >> 27)
 
 
-@triton.jit
-def _noise(seeds, positions, ids, out, size, BLOCK: tl.constexpr):
+@kernel
+def _noise(seeds, positions, ids, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     seed = tl.load(seeds + at, mask=inside, other=0)

@@ -17,7 +17,8 @@ import triton.language as tl
 from TIDE.kernels.cards import card_of, project_tile
 from TIDE.kernels.layer import Attention, Layer, Pass
 from TIDE.kernels.triton_attention import attend, strides
-from TIDE.kernels.triton_products import _first, _gained, _two_products, add_linear, counted, linear, mlp_inner, norm
+from TIDE.kernels.triton_launch import begin, fetch, kernel, looped
+from TIDE.kernels.triton_products import _first, _gained, _two_products, add_linear, linear, mlp_inner, norm
 
 __all__ = ["add_linear", "attend", "decoder_layer", "linear", "mlp_inner", "norm", "project"]
 
@@ -25,19 +26,15 @@ __all__ = ["add_linear", "attend", "decoder_layer", "linear", "mlp_inner", "norm
 # ---- queries, keys and values ---------------------------------------------------------------------------------------------
 
 
-@counted
+@kernel
 def _project(
     x, wq, wk, wv, bq, bk, bv, cos, sin, queries, keys, values, rows, columns, angles, tables, tokens, width,
     heads, kv_heads, stride_table, stride_block, stride_head, stride_column, SIZE: tl.constexpr,
     DIM: tl.constexpr, ROTARY: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HALF: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
+    HALF: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute pairs of outputs of one head: those that are rotated together. Without ROTARY they are any two."""
     head, pair, place = tl.program_id(1), tl.program_id(2) * HALF + tl.arange(0, HALF), tl.arange(0, TN)
-    if not ONCE:
-        first = _first(TN)
-        x, queries, tokens = x + first * width, queries + first * heads * DIM, tokens - first
-        rows, columns, angles = rows + first, columns + first, angles + first
     weight, bias, own = wq, bq, head
     if head >= heads:
         weight, bias, own = wk, bk, head - heads
@@ -47,7 +44,15 @@ def _project(
     one = tl.where(pair < half, pair, pair + half)
     two = one + tl.where(pair < half, half, (DIM - ROTARY) // 2)
     starts = own * DIM + one, own * DIM + two
+    fetch(weight, starts[0], inside, width, BK, PDL)
+    fetch(weight, starts[1], inside, width, BK, PDL)
+    begin(PDL, LOOPS=True)
+    if not ONCE:
+        first = _first(TN)
+        x, queries, tokens = x + first * width, queries + first * heads * DIM, tokens - first
+        rows, columns, angles = rows + first, columns + first, angles + first
     a, b = _two_products(x, weight, starts[0], weight, starts[1], inside, tokens, width, HALF, BK, TN, EVEN, ONCE)
+    looped(PDL)
     if HAS_BIAS:
         a += tl.load(bias + own * DIM + one, mask=inside, other=0.0).to(tl.float32)[:, None]
         b += tl.load(bias + own * DIM + two, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -96,13 +101,14 @@ def _times(a, b):
     return (a.to(tl.float32) * b.to(tl.float32)).to(b.dtype).to(tl.float32)
 
 
-@counted
+@kernel
 def _norm_and_rotate(
     queries, keys, q_norm, k_norm, cos, sin, rows, columns, angles, tables, eps, heads,
     stride_table, stride_block, stride_head, stride_column, SIZE: tl.constexpr,
-    OFFSET: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate one head of one token in place: queries where `_project` put them, keys in the cache."""
+    begin(PDL)
     token, head, pair = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     inside, half = pair < DIM // 2, ROTARY // 2
     one = tl.where(pair < half, pair, pair + half)
@@ -128,13 +134,14 @@ def _squares(x):
     return tl.sum(x.to(tl.float32) * x.to(tl.float32), 0)
 
 
-@counted
+@kernel
 def _norm_all_and_rotate(
     queries, keys, q_norm, k_norm, cos, sin, rows, columns, angles, tables, eps, heads, kv_heads,
     stride_table, stride_block, stride_head, stride_column, SIZE: tl.constexpr,
-    OFFSET: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm over all heads of a token, then rotate: a program takes its queries or its keys."""
+    begin(PDL)
     token, head, pair = tl.program_id(0), tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
     half = ROTARY // 2
     one = tl.where(pair < half, pair, pair + half)

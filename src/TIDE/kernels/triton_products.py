@@ -21,39 +21,9 @@ import triton.language as tl
 
 from TIDE.kernels.cards import are_quicker_apart, card_of, gated_tile, linear_tile
 from TIDE.kernels.layer import MLP, Norm
+from TIDE.kernels.triton_launch import begin, fetch, kernel, looped
 
 EMPTY = torch.zeros(0)
-# One binary for any number of tokens, and for any place of a round's small buffers.
-counted = triton.jit(
-    do_not_specialize=[
-        "tokens",
-        "drafts",
-        "all_rows",
-        "stride_table",
-        "stride_group",
-        "stride_member",
-        "chunks",
-        "together",
-        "each",
-    ],
-    do_not_specialize_on_alignment=[
-        "places",
-        "groups",
-        "ring",
-        "limits",
-        "starts",
-        "steps",
-        "rows",
-        "columns",
-        "positions",
-        "angles",
-        "tables",
-        "best",
-        "token",
-        "score",
-        "scores",
-    ],
-)
 
 
 @triton.jit
@@ -76,13 +46,16 @@ def _product(
     return total
 
 
-@counted
+@kernel
 def _linear(
     x, weight, bias, out, places, tokens, height, width, scale,
     HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, TIMES: tl.constexpr, HAS_PLACES: tl.constexpr, ACTIVATION: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows, place = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, TN)
+    inside = rows < height
+    fetch(weight, rows, inside, width, BK, PDL)
+    begin(PDL, LOOPS=True)
     if not ONCE:
         first = _first(TN)
         x, tokens = x + first * width, tokens - first
@@ -90,8 +63,8 @@ def _linear(
             places += first
         else:
             out += first * height
-    inside = rows < height
     total = _product(x, weight, rows, inside, tokens, width, BN, BK, TN, EVEN, ONCE)
+    looped(PDL)
     if HAS_BIAS:
         total += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
     kind = out.dtype.element_ty
@@ -137,19 +110,23 @@ def _two_products(
     return first, second
 
 
-@counted
+@kernel
 def _gated(
     x, gate, up, gate_bias, up_bias, out, tokens, height, width,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows, place = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, TN)
+    inside = rows < height
+    fetch(gate, rows, inside, width, BK, PDL)
+    fetch(up, rows, inside, width, BK, PDL)
+    begin(PDL, LOOPS=True)
     if not ONCE:
         first = _first(TN)
         x, out, tokens = x + first * width, out + first * height, tokens - first
-    inside = rows < height
     kind = out.dtype.element_ty
     opened, raised = _two_products(x, gate, rows, up, rows, inside, tokens, width, BN, BK, TN, EVEN, ONCE)
+    looped(PDL)
     if HAS_BIAS:
         opened += tl.load(gate_bias + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
         raised += tl.load(up_bias + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -168,11 +145,13 @@ def _activated(x, ACTIVATION: tl.constexpr):
     return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
 
 
-@triton.jit
+@kernel
 def _norm(
     x, weight, bias, out, width, eps, scale,
     OFFSET: tl.constexpr, LAYER_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     column = tl.arange(0, BLOCK)
     at, known = tl.program_id(0) * width + column, column < width
     states = tl.load(x + at, mask=known, other=0.0).to(tl.float32)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from TIDE.kernels.cards import Card, card_of, prompt_tile
 from TIDE.kernels.layer import Attention, Pass
-from TIDE.kernels.triton_products import counted
+from TIDE.kernels.triton_launch import begin, kernel, looped
 
 LEAST = 32  # tokens of a group
 HALF = 64  # queries of four warps there, and keys of a tile
@@ -67,18 +67,19 @@ def attend_prompts(
     return out
 
 
-@counted
+@kernel
 def _attend_prompts(
     queries, keys, values, rows, positions, tables, groups, out, factor, each, heads,
     stride_table, stride_block, stride_head, stride_column,
     SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
-    HEADS: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    HEADS: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of a group that share a key head: row m is head m % HEADS of the token m // HEADS.
 
     All tokens see the tiles before `clear` whole, so those need no masks. One loop has the tiles of all chunks, because a loop
     that begins waits for its first tiles; what a chunk has is merged when the next one begins.
     """
+    begin(PDL, LOOPS=True)
     group, own = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # those that take longest begin
     place, dim = tl.arange(0, M), tl.arange(0, BLOCK)
     member, head = place // HEADS, place % HEADS
@@ -117,6 +118,7 @@ def _attend_prompts(
                 peak, total, mixed, own_peak, own_totals, own_mixed, SIZE, WINDOW, CAP, DIM, BLOCK, M, TILE, CHUNK, False,
             )  # fmt: skip
     _, total, mixed = _merged(peak, total, mixed, own_peak, own_totals, own_mixed)
+    looped(PDL)
     tl.store(out + at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=known)
 
 

@@ -14,20 +14,22 @@ import triton.language as tl
 
 from TIDE.kernels.cards import card_of, propagate_tile
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass, only_kv
+from TIDE.kernels.triton_launch import begin, kernel, looped
 from TIDE.kernels.triton_ops import _place, _rotated, _squares, project, strides
-from TIDE.kernels.triton_products import _gained, counted, norm
+from TIDE.kernels.triton_products import _gained, norm
 
 FACTS = 10  # per layer: addresses of its weights and its cache, and whether it rotates keys
 
 
-@counted
+@kernel
 def _propagate(
     x, facts, cos, sin, rows, columns, angles, tables, tokens, width, eps, head_eps, kv_heads,
     stride_table, stride_block, stride_head, stride_column, SIZE: tl.constexpr,
     OFFSET: tl.constexpr, HEAD_OFFSET: tl.constexpr, LAYER_NORM: tl.constexpr, SHIFTED: tl.constexpr, DIM: tl.constexpr,
     ROTARY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, FACTS: tl.constexpr, HALF: tl.constexpr,
-    BK: tl.constexpr,
+    BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL, LOOPS=True)
     own, place, pair = facts + tl.program_id(2) * FACTS, tl.program_id(0) * 16 + tl.arange(0, 16), tl.arange(0, HALF)
     is_value = tl.program_id(1) >= kv_heads
     head = tl.program_id(1) - tl.where(is_value, kv_heads, 0)
@@ -71,6 +73,7 @@ def _propagate(
         second = tl.load(weight + (head * DIM + two)[:, None] * width + column[None, :], mask=mask, other=0.0)
         a = tl.dot(first, normed, a, input_precision="ieee")
         b = tl.dot(second, normed, b, input_precision="ieee")
+    looped(PDL)
     if HAS_BIAS:
         bias = tl.load(own + tl.where(is_value, 4, 3)).to(tl.pointer_type(kind)) + head * DIM
         a += tl.load(bias + one, mask=inside, other=0.0).to(tl.float32)[:, None]

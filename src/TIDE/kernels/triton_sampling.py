@@ -26,8 +26,8 @@ from TIDE.kernels import result as fields
 from TIDE.kernels import sampling
 from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.kernels.sampling import Features, Settings
+from TIDE.kernels.triton_launch import begin, kernel
 from TIDE.kernels.triton_noise import keys, noise_of
-from TIDE.kernels.triton_products import counted
 
 BLOCK = 256  # tokens of a program of `_shape`, or more of a vocabulary of more than MOST_BLOCKS of them
 MOST_BLOCKS = 512
@@ -47,14 +47,15 @@ SEED_LOW, SEED_HIGH = tl.constexpr(sampling.SEED_LOW), tl.constexpr(sampling.SEE
 FORCED_AT, FORCED, NOWHERE = map(tl.constexpr, (sampling.FORCED_AT, sampling.FORCED, sampling.NOWHERE))
 
 
-@counted
+@kernel
 def _shape(
     logits, vocabulary, numbers, whole, bans, bias, seen, tokens, rows, starts, steps, parts, firsts, shaped,
     size, stride, width, all_rows,
     CHOSEN: tl.constexpr, PENALTIES: tl.constexpr, BIAS: tl.constexpr, RULES: tl.constexpr, FILTERS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Score a block of tokens. Of a block with a NaN the best noised score is infinity, so that the host notices it."""
+    begin(PDL)
     block, choice = tl.program_id(0), tl.program_id(1).to(tl.int64)
     place = block * BLOCK + tl.arange(0, BLOCK)
     row, position = tl.load(rows + choice).to(tl.int64), tl.load(starts + choice).to(tl.int32) + 1
@@ -117,12 +118,13 @@ def _ruled(scores, ids, position, bans, own):
     return tl.where(tl.load(own + FORCED_AT) == position, only, scores)
 
 
-@counted
+@kernel
 def _pick(
     parts, firsts, vocabulary, numbers, whole, rows, shaped, listed, few, places, token, best, size, blocks,
     CHOSEN: tl.constexpr, FILTERS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FEW: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     choice, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     there, at, table = block < blocks, choice * blocks + block, tl.num_programs(0) * blocks
     bests = tl.load(parts + at, mask=there, other=LEAST)
@@ -349,10 +351,12 @@ def sample(
     )  # fmt: skip
 
 
-@counted
+@kernel
 def _count(
-    seen, result, active, width, FIELDS: tl.constexpr, ACCEPTED: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr
+    seen, result, active, width, FIELDS: tl.constexpr, ACCEPTED: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     row, step = tl.program_id(0).to(tl.int64), tl.arange(0, STEPS)
     accepted = tl.load(result + row * FIELDS + ACCEPTED).to(tl.int32)
     counts = step <= tl.where(tl.load(active + row) != 0, accepted, -1)

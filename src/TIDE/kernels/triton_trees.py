@@ -21,9 +21,9 @@ import triton.language as tl
 from TIDE.kernels import sampling
 from TIDE.kernels.sampling import Settings
 from TIDE.kernels.trees import Beam, Candidates, Chain, Nodes, TreeShape
+from TIDE.kernels.triton_launch import begin, kernel
 from TIDE.kernels.triton_noise import keys as noise_keys
 from TIDE.kernels.triton_noise import noise_of
-from TIDE.kernels.triton_products import counted
 
 BLOCK = 1024  # tokens of a program that looks for the best of them
 PAIRS = 16  # candidates that all are compared with at once
@@ -34,12 +34,13 @@ SEED_LOW, SEED_HIGH = tl.constexpr(sampling.SEED_LOW), tl.constexpr(sampling.SEE
 NUMBERS, WHOLE = tl.constexpr(7), tl.constexpr(5)
 
 
-@counted
+@kernel
 def _few(
     logits, vocabulary, numbers, whole, rows, starts, peaks, tokens_at, sums, size, stride, few,
-    CHOSEN: tl.constexpr, NOISED: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
+    CHOSEN: tl.constexpr, NOISED: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Find the best of a block of tokens; the sum of their exponentials is that over the block, by its highest."""
+    begin(PDL)
     block, choice, blocks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     place = block * BLOCK + tl.arange(0, BLOCK)
     ids, inside = place, place < size
@@ -71,12 +72,13 @@ def _few(
         left = left & (place != chosen)
 
 
-@counted
+@kernel
 def _few_of_all(
     peaks, tokens_at, sums, vocabulary, ids, logs, blocks, few,
-    CHOSEN: tl.constexpr, FEW: tl.constexpr, BLOCKS: tl.constexpr, ALL: tl.constexpr,
+    CHOSEN: tl.constexpr, FEW: tl.constexpr, BLOCKS: tl.constexpr, ALL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Find the best of the blocks' best."""
+    begin(PDL)
     choice, block, one = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS), tl.arange(0, ALL)
     there, left = block < blocks, one < blocks * few
     tops = tl.load(peaks + (choice * blocks + block) * few, mask=there, other=LEAST)
@@ -127,12 +129,13 @@ def few_best(
     )  # fmt: skip
 
 
-@counted
+@kernel
 def _grow(
     few_ids, few_logs, starts, beam_ids, beam_scores, beam_numbers, positions, columns, ancestors, parents,
     ids, scores, above, rows, candidates,
-    LEVEL: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr, ASKED: tl.constexpr, ALL: tl.constexpr,
+    LEVEL: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr, ASKED: tl.constexpr, ALL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     row, one, other = tl.program_id(0), tl.arange(0, ALL), tl.arange(0, ALL)
     there, asker, first = one < ASKED * WIDTH, one // WIDTH, 0
     if LEVEL > 0:
@@ -183,11 +186,13 @@ def grow(
     )  # fmt: skip
 
 
-@counted
+@kernel
 def _choose_nodes(
     ids, scores, above, ranks, roots, starts, node_ids, node_roots, positions, columns, ancestors, parents,
     rows, candidates, drafts, WIDTH: tl.constexpr, LEVELS: tl.constexpr, ALL: tl.constexpr, PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     row, one = tl.program_id(0), tl.arange(0, ALL)
     there, start, first = one < candidates, tl.load(starts + row), row * candidates
     own = tl.load(scores + first + one, mask=there, other=LEAST)
@@ -231,11 +236,12 @@ def choose_nodes(candidates: Candidates, shape: TreeShape, roots: torch.Tensor, 
     )  # fmt: skip
 
 
-@counted
+@kernel
 def _straighten(
     node_ids, node_roots, positions, parents, found, best, tokens, chain_found, chain_best, counts, path, rows, nodes,
-    LEVELS: tl.constexpr, ALL: tl.constexpr,
+    LEVELS: tl.constexpr, ALL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     row, node = tl.program_id(0), tl.arange(0, ALL)
     there, at = node < nodes, node * rows + row
     token, full = tl.load(node_ids + at, mask=there, other=-1), tl.load(found + at, mask=there, other=0)
@@ -266,12 +272,13 @@ def straighten(nodes: Nodes, found: torch.Tensor, best: torch.Tensor, levels: in
     )  # fmt: skip
 
 
-@counted
+@kernel
 def _move_columns(
     addresses, like, tables, starts, path, rows, stride_table, stride_block, stride_head, stride_column,
-    SIZE: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Steps are padded to WIDE."""
+    begin(PDL)
     row, dim, step = tl.program_id(1), tl.arange(0, BLOCK), tl.arange(0, WIDE)
     own = tl.load(addresses + tl.program_id(0)).to(tl.pointer_type(like.dtype.element_ty))
     own += tl.program_id(2).to(tl.int64) * stride_head
