@@ -83,7 +83,10 @@ def test_whatever_is_drafted_right_or_wrong(lengths, wrong, depth):
         at = int(self.slots.starts[step, 0]) + 1
         self.slots.tokens[step + 1] = text[at] + (at in wrong)
 
-    with pytest.MonkeyPatch.context() as patch, in_rounds(model, depth, script=lengths, then=4, max_pending=7) as engine:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        in_rounds(model, depth, script=lengths, then=4, max_pending=7, draft_tree=0) as engine,
+    ):
         patch.setattr(DeviceDrafter, "draft", draft)
         assert torch.equal(engine.generate(ids, **OPTIONS), expected)
         stats = engine.last_stats
@@ -170,7 +173,7 @@ def test_graphs_of_one_draft_vocabulary_do_not_serve_another(ids, monkeypatch):
             keys.clear()
             engine.policy = policy
             engine.generate(ids, **OPTIONS)
-            seen.append({key[-1] for key in keys if key[0] == "round"})
+            seen.append({key[-1] for key in keys if key[0] in ("round", "tree")})
     first, second, whole, again = seen
     assert first == again and all(len(vocabularies) == 1 for vocabularies in seen)
     assert not first & second and not first & whole and not second & whole

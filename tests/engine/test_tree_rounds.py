@@ -154,10 +154,19 @@ def test_where_there_are_no_trees_it_is_said_and_the_text_is_the_same(place, con
 
 def test_without_drafts_or_without_a_tree_nothing_is_said(caplog):
     text = expected(1)
-    for exits, config in ((False, dict(draft_tree=7)), (True, dict(draft_tree=0)), (True, dict()), (True, dict(mode="fast"))):
+    for exits, config in ((False, dict(draft_tree=7)), (True, dict(draft_tree=0)), (True, dict(mode="fast"))):
         with an_engine(**config) as engine, engine.using(engine.config, exits=exits):
             found = engine.generate(some_ids(1), **OPTIONS)
             assert not engine.last_stats.trees and (config == dict(mode="fast") or torch.equal(found, text))
+    assert not [record for record in caplog.records if "draft_tree" in record.getMessage()]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_unless_told_otherwise_one_row_has_trees_and_several_have_none(rows, caplog):
+    text = expected(rows)
+    with an_engine() as engine:
+        assert torch.equal(engine.generate(some_ids(rows), **OPTIONS), text)
+        assert bool(engine.last_stats.trees) == (rows == 1)
     assert not [record for record in caplog.records if "draft_tree" in record.getMessage()]
 
 
