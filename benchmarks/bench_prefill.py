@@ -17,6 +17,7 @@ import argparse
 import json
 import statistics
 
+import numpy as np
 import torch
 import transformers
 
@@ -36,8 +37,9 @@ class Forced(FittedSettling):
 
     def settles(self, states, positions):
         scores = self.scores(states)
-        chosen = [int(at * self.share) > int((at - 1) * self.share) for at in positions]
-        return torch.tensor(chosen, device=scores.device) & (scores >= 0)
+        at = np.array(positions)
+        chosen = (at * self.share).astype(int) > ((at - 1) * self.share).astype(int)
+        return torch.from_numpy(chosen).to(scores.device) & (scores >= 0)
 
 
 class Settles(TIDE.ExitPolicy):

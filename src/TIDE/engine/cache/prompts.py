@@ -90,14 +90,14 @@ class Prompts:
         self.slots.tables[: len(blocks), :width].copy_(table, non_blocking=True)
 
 
-def gathered(tokens: Tokens, numbers: list[int], rows: list[int]) -> tuple[torch.Tensor, Tokens]:
+def gathered(tokens: Tokens, numbers: np.ndarray, rows: np.ndarray) -> tuple[torch.Tensor, Tokens]:
     """Return some tokens of a pass that is not captured, and their numbers on the device.
 
     Args:
         rows: of all tokens of the pass.
     """
-    at = torch.tensor(numbers, dtype=torch.long).to(tokens.ids.device, non_blocking=True)
-    counts = [len(list(own)) for _, own in itertools.groupby(rows[number] for number in numbers)]
+    at = torch.from_numpy(numbers).to(tokens.ids.device, non_blocking=True)
+    counts = np.unique(rows[numbers], return_counts=True)[1].tolist()
     groups = _grouped(counts, MANY if len(numbers) > CAPTURED else FEW)
     ids, own, positions, places, after = (table[at] for table in tokens[:5])
     return at, Tokens(ids, own, positions, places, after, groups.to(at.device, non_blocking=True))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from TIDE.engine.cache.prompts import Prompts, gathered
@@ -67,10 +68,9 @@ class SettledPrefill(Prefill):
         self.runner.embed_on_slots(slots, tokens, states)
         shown = Shown() if slots.memory is None else Shown(states.new_empty(count, slots.memory.seen), torch.empty_like(states))
         self._take(range(deep.start), states, tokens, columns, shown)
-        rows = [number for number, (_, part) in enumerate(self.parts) for _ in part]
-        settled = set(self._ask(states, len(rows)))
-        if settled:
-            self._deep(deep, (rows, settled), states, tokens, columns, shown)
+        settled = self._ask(states)
+        if settled.any():
+            self._deep(deep, settled, states, tokens, columns, shown)
         else:
             self._take(deep, states, tokens, columns, shown)
         if self.drafter is not None and shown.noted is not None and shown.entry is not None:
@@ -88,40 +88,37 @@ class SettledPrefill(Prefill):
                 for _ in self.runner.layers_on_slots(self.slots, range(start, stop), states, tokens, columns, ()):
                     pass
 
-    def _ask(self, states: torch.Tensor, count: int) -> list[int]:
-        """Return the numbers of the tokens that settle: never the last one of a prompt, nor one that was written."""
-        if not count:
-            return []
-        positions = [position for _, part in self.parts for position in part]
-        flags = self.settling.settles(states[:count], positions).tolist()
-        settled, first = list[int](), 0
+    def _ask(self, states: torch.Tensor) -> np.ndarray:
+        """Return who settles of the tokens of the pass: never the last one of a prompt, nor one that was written."""
+        settled = np.zeros(sum(len(part) for _, part in self.parts), bool)
+        if not len(settled):
+            return settled
+        positions = np.concatenate([np.arange(part.start, part.stop) for _, part in self.parts])
+        settled |= self.settling.settles(states[: len(settled)], positions.tolist()).cpu().numpy()
+        first = 0
         for own, part in self.parts:
-            row, numbers = own.row, range(first, first + len(part))
-            may = [number for number in numbers if flags[number] and positions[number] < row.prompt - 1]
-            row.stats.settled_tokens += len(may)
-            row.stats.layers_run -= len(may) * (self.runner.num_layers - self.settling.depth)
-            settled += may
+            row, numbers = own.row, slice(first, first + len(part))
+            settled[numbers] &= positions[numbers] < row.prompt - 1
+            count = int(settled[numbers].sum())
+            row.stats.settled_tokens += count
+            row.stats.layers_run -= count * (self.runner.num_layers - self.settling.depth)
             first += len(part)
         return settled
 
     def _deep(
         self,
         span: range,
-        who: tuple[list[int], set[int]],
+        settled: np.ndarray,
         states: torch.Tensor,
         tokens: Tokens,
         columns: int,
         shown: Shown,
     ) -> None:
         """Take those that stay through the deep layers, one by one, with the K/V of the others written before each: so the
-        device has long work while the host prepares the short.
-
-        Args:
-            who: the row of each token, and the numbers of those that have settled.
-        """
-        rows, settled = who
-        gone, left = gathered(tokens, sorted(settled), rows)
-        stay, staying = gathered(tokens, [number for number in range(len(rows)) if number not in settled], rows)
+        device has long work while the host prepares the short."""
+        rows = np.repeat(np.arange(len(self.parts)), [len(part) for _, part in self.parts])
+        gone, left = gathered(tokens, np.flatnonzero(settled), rows)
+        stay, staying = gathered(tokens, np.flatnonzero(~settled), rows)
         own, moving, part = states[gone], states[stay], shown.of(stay)
         for layer in span:
             self.runner.write_kv_on_slots(self.slots, layer, self.settling.predict(layer, own), left)
