@@ -126,19 +126,20 @@ def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[k
     long = cards.prompt_tile(card, dim)
     no_bias = {"HAS_BIAS": False}
     plain = {**no_bias, "HAS_BASE": True, "TIMES": False, "HAS_PLACES": False, "ACTIVATION": -1}
+    whole = {"CHOSEN": False, "GATHERS": False}
     rotated = dict(SIZE=0, DIM=dim, ROTARY=dim)
     products, ops = triton_products, triton_ops
     return {
         "linear": (products._linear, {**plain, **tile_constants(linear)}, linear),
         "tall linear": (products._linear, {**plain, **tile_constants(tall)}, tall),
         "gated": (products._gated, {**no_bias, "ACTIVATION": 0, **tile_constants(gated)}, gated),
-        "head": (triton_exits._peaks, {"CHOSEN": False, "SIGNALS": True, "STORE": True, **tile_constants(head)}, head),
+        "head": (triton_exits._peaks, {**whole, "SIGNALS": True, "STORE": True, **tile_constants(head)}, head),
         "project": (ops._project, {**no_bias, **rotated, **tile_constants(project, "HALF")}, project),
         "attend": (
             triton_attention._attend,
             dict(
-                SIZE=0, WINDOW=0, CAP=0.0, DIM=dim, BLOCK=dim, SHARED=4, HEADS=4, COLUMNS=min(4 * tokens, queries), N=queries,
-                TILE=seen.keys,
+                SIZE=0, WINDOW=0, BEGIN=0, CAP=0.0, DIM=dim, BLOCK=dim, SHARED=4, HEADS=4, COLUMNS=min(4 * tokens, queries),
+                N=queries, TILE=seen.keys,
                 CHUNK=triton_attention.CHUNK, MERGED=triton_attention.MERGED, IN_TURN=True, WHOLE=False, TREE=False,
             ),
             seen,

@@ -191,8 +191,14 @@ def a_head(folder: Path, depths: list[int] | None = None, layout: str = "origina
     return write(folder, config, original(tensors) if layout == "original" else tensors)
 
 
-def fitted(model, depths: tuple[int, ...], steps: int = 60, theta: float = 10000.0, **flags: bool) -> dict[str, torch.Tensor]:
-    """Tensors of a head that knows a few hundred tokens of a model's own text by heart: those it will be tried on."""
+def fitted(
+    model, depths: tuple[int, ...], steps: int = 60, theta: float = 10000.0, more: torch.Tensor | None = None, **flags: bool
+) -> dict[str, torch.Tensor]:
+    """Tensors of a head that knows a few hundred tokens of a model's own text by heart: those it will be tried on.
+
+    Args:
+        more: (rows, 64) further texts that it knows.
+    """
     from TIDE.adapters.adapter import ModelAdapter
     from TIDE.routing.eagle3.export import _tensors
     from TIDE.routing.eagle3.head import EagleHead, EagleSizes
@@ -200,7 +206,8 @@ def fitted(model, depths: tuple[int, ...], steps: int = 60, theta: float = 10000
 
     adapter = ModelAdapter(model)
     with torch.no_grad():
-        text = _run(adapter, _own_text(adapter), sorted({0, *depths}))
+        ids = _own_text(adapter)
+        text = _run(adapter, ids if more is None else torch.cat([ids, more]), sorted({0, *depths}))
     vocabulary, layers = adapter.vocab_size, adapter.num_layers
     adapter.close()
     sizes = EagleSizes(DIM, INNER, HEADS, KV_HEADS, HEAD_DIM, theta, len(depths), 1, vocabulary, depths, EPS, **flags)

@@ -8,7 +8,6 @@ import torch
 from eagle_heads import Reference, a_head, config_of, fitted, tensors_of, with_vocabulary, write
 from families import build
 from policies import texts_of
-from runners import on_modules, on_references, why_on_the_host
 from TIDE import TIDE, Conversation, TIDEConfig
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.memory import HeadMemory
@@ -162,18 +161,6 @@ def last_states(model, text: torch.Tensor) -> torch.Tensor:
     model(text[None])
     hook.remove()
     return (kept[0][0] if isinstance(kept[0], tuple) else kept[0]).view(len(text), -1)
-
-
-@pytest.mark.parametrize("device", [on_references, on_modules])
-def test_where_whole_rounds_run_on_a_device_it_is_said_that_these_do_not(device, good, prompts):
-    model, head = good
-    ids, mask = prompts
-    expected = model.generate(ids, attention_mask=mask, **GREEDY)
-    with TIDE(model, head, DRAFT) as engine:
-        device(engine)
-        assert why_on_the_host(engine, ids, **GREEDY) == "an EAGLE-3 head drafts between passes"
-        assert texts_of(engine.generate(ids, attention_mask=mask, **GREEDY), mask) == texts_of(expected, mask)
-        assert engine.backend.endswith("; rounds on the host: an EAGLE-3 head drafts between passes")
 
 
 def test_mode_fast_leaves_with_the_heads_own_tokens(good):

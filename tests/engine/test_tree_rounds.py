@@ -135,7 +135,7 @@ def test_a_path_of_right_drafts_takes_few_rounds():
     ("place", "config", "strategy", "reason"),
     [
         (on_references, dict(exit_threshold=0.5), "memory", "exit_threshold chooses drafts by the scores of routers"),
-        (on_references, dict(), "lens", "is not a memory head before the first layer"),
+        (on_references, dict(), "lens", "is no memory or EAGLE-3 head before the first layer"),
         (on_modules, dict(), "memory", "the model's own modules do not know the ancestors of a token"),
         (as_it_is, dict(), "memory", "rounds are on the host: "),
     ],

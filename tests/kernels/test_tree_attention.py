@@ -81,12 +81,12 @@ def test_a_node_has_the_bits_that_it_has_in_a_text(features, is_busy, dtype, mon
         assert torch.equal(found[token : token + 1], expected), f"node {token // len(ROOTS)} of row {token % len(ROOTS)}"
 
 
-@pytest.mark.parametrize("features", FEATURES, ids=str)
-def test_kernel_and_reference_see_the_same(features):
+@pytest.mark.parametrize(("features", "begins_at"), [*((own, 0) for own in FEATURES), (FEATURES[0], 1)], ids=str)
+def test_kernel_and_reference_see_the_same(features, begins_at):
     attention, tokens, queries, paged, cache, generator = a_case(torch.float32, **features)
-    expected = reference.attend(attention, tokens, queries, *paged, ROOM)
-    found = triton_attention.attend(attention, tokens, queries, *paged, ROOM)
+    expected = reference.attend(attention, tokens, queries, *paged, ROOM, begins_at)
+    found = triton_attention.attend(attention, tokens, queries, *paged, ROOM, begins_at)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     alone, own = in_a_row(tokens, cache, 31, generator)
-    in_text = reference.attend(attention, alone, queries[31:32], *own, ROOM)
+    in_text = reference.attend(attention, alone, queries[31:32], *own, ROOM, begins_at)
     torch.testing.assert_close(expected[31:32], in_text, rtol=1e-4, atol=1e-5)

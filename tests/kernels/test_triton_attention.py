@@ -66,6 +66,22 @@ def test_tokens_that_read_together_see_what_the_reference_sees(features, groups)
     torch.testing.assert_close(attended(attention, tokens, queries, cache), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("features", FEATURES[:3], ids=str)
+@pytest.mark.parametrize("groups", [ROWS, 3])
+def test_positions_before_the_begin_are_seen_by_themselves_alone(features, groups):
+    attention, tokens, queries, cache = a_case(torch.float32, **features)
+    first = tokens.positions - tokens.positions.min()  # from the first position on
+    tokens = tokens._replace(positions=first, columns=first, angles=first)
+    expected = reference.attend(attention, tokens, queries, *cache, ROOM, begins_at=2)
+    apart = tokens._replace(groups=groups) if groups == ROWS else grouped(tokens, groups)
+    found = triton_attention.attend(attention, apart, queries, *cache, ROOM, begins_at=2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    cache[1, tokens.tables[0, 0].long(), :, :2] += 1.0
+    again = triton_attention.attend(attention, apart, queries, *cache, ROOM, begins_at=2)
+    changed = (again != found).any(-1)
+    assert torch.equal(changed, (tokens.rows == 0) & (first < 2)) and changed.any() and (first >= 2).any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_busy", [True, False])
 @pytest.mark.parametrize("features", FEATURES[:2], ids=str)

@@ -154,6 +154,12 @@ def test_the_best_token_is_the_first_of_the_highest():
         assert token.tolist() == vocabulary[logits[:, vocabulary].argmax(-1)].tolist()
         assert_close(best, logits[:, vocabulary].amax(-1))
         assert_close(seen, signals_of(logits[:, vocabulary]))
+        others = torch.zeros_like(token), torch.zeros_like(best), torch.zeros(3, 4), torch.zeros(2, 3, len(vocabulary))
+        ops.best_tokens(x, weight[vocabulary], others[1], others[0], others[2], vocabulary, others[3][0])
+        ops.write_logits(x, weight[vocabulary], vocabulary, others[3][1])
+        assert torch.equal(others[0], token), "an LM head may have rows for the vocabulary alone"
+        for ours, theirs in zip(others[1:], (best, seen, logits[:, vocabulary].expand(2, -1, -1)), strict=True):
+            assert_close(ours, theirs)
     weight[20, 0] = float("nan")
     triton_exits.best_tokens(x, weight, best, token)
     assert best.isinf().all()
@@ -182,6 +188,40 @@ def test_states_for_a_memory_head():
         ops.denormalize(table[:1], center, spread, torch.tensor([3]), own, out)
     assert_close(*guesses)
     assert_close(*tables)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_states_for_an_eagle3_head(dtype):
+    generator = torch.Generator().manual_seed(10)
+    table, gain = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((9, HIDDEN), (HIDDEN,)))
+    rows, places = torch.tensor([4, 7]), torch.tensor([3, 0])
+    rings = torch.zeros(2, 4, 2 * HIDDEN, dtype=dtype)
+    for ops, out in ((triton_exits, rings[0]), (reference, rings[1])):
+        ops.normalize_into(table, rows, out[:, :HIDDEN], 1e-5, places=places, gain=gain)
+        ops.normalize_into(table[:4], None, out[:, HIDDEN:], 1e-5, gain=gain)
+    assert_close(rings[0], rings[1].float())
+    normed = torch.nn.functional.rms_norm(table[rows].float(), (HIDDEN,), eps=1e-5).to(dtype) * gain
+    assert torch.equal(rings[1][places, :HIDDEN], normed), "rounded before its gain is applied"
+
+
+def test_queries_and_kv_of_inputs_that_are_wider_than_states():
+    generator = torch.Generator().manual_seed(11)
+    layer, tokens = a_layer(generator), a_pass(generator, {1: 3}, 9)
+    twice = {name: getattr(layer.attention, name).repeat(1, 2) for name in ("q", "k", "v")}
+    h, cache = (
+        torch.randn(3, 2 * HIDDEN, generator=generator),
+        torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator),
+    )
+    caches = cache.clone(), cache.clone()
+    queries = [
+        ops.project(layer.attention._replace(**twice), tokens, h, *own)
+        for ops, own in zip((triton_ops, reference), caches, strict=True)
+    ]
+    assert_close(*queries)
+    assert_close(*caches)
+    apart = reference.project(layer.attention, tokens, h[:, :HIDDEN] + h[:, HIDDEN:], *cache)
+    assert_close(queries[1], apart)
+    assert_close(caches[1], cache)
 
 
 @pytest.mark.parametrize("size", [1000, 64])

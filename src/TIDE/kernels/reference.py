@@ -103,13 +103,22 @@ def propagate(layers: list[Layer], tokens: Pass, caches: list[tuple[torch.Tensor
 
 
 def attend(
-    attention: Attention, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, most: int
+    attention: Attention,
+    tokens: Pass,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    most: int,
+    begins_at: int = 0,
 ) -> torch.Tensor:
-    """(n, heads * dim) queries -> (n, heads * dim), the values that they attend to, mixed."""
+    """(n, heads * dim) queries -> (n, heads * dim), the values that they attend to, mixed.
+
+    Positions before `begins_at` see themselves, and no other does.
+    """
     in_order = tokens.ancestors is not None or not tokens.is_paged or torch.equal(tokens.columns, tokens.positions)
     assert in_order, "rows in blocks begin at column 0"
     q = queries.view(len(queries), -1, attention.head_dim)
-    sees, rows, columns = _seen(tokens, attention.window)
+    sees, rows, columns = _seen(tokens, attention.window, begins_at)
     blocks, places = _find(tokens.tables, rows, columns, keys.shape[2])
     groups = q.shape[1] // keys.shape[1]
     seen, mixed = (each[blocks, :, places].transpose(0, 1).repeat_interleave(groups, 0) for each in (keys, values))
@@ -120,14 +129,14 @@ def attend(
     return (weights @ mixed).transpose(0, 1).flatten(1)
 
 
-def _seen(tokens: Pass, window: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _seen(tokens: Pass, window: int, begins_at: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what any of n tokens sees, (m,) rows and (m,) columns of them, and which token sees which, (n, m)."""
     if tokens.ancestors is not None:
-        sees = _seen_in_trees(tokens, tokens.ancestors, window)
+        sees = _seen_in_trees(tokens, tokens.ancestors, window, begins_at)
         rows, columns = sees.any(0).nonzero().unbind(1)
         return sees[:, rows, columns], rows, columns
     last = tokens.columns[:, None].long()
-    first = last - tokens.positions[:, None]
+    first = last - tokens.positions[:, None] + tokens.positions[:, None].clamp(max=begins_at)
     if window:
         first = first.clamp(min=last + 1 - window)
     columns = torch.arange(int(last.max()) + 1, device=last.device)
@@ -137,13 +146,13 @@ def _seen(tokens: Pass, window: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     return sees[:, rows, columns], rows, columns
 
 
-def _seen_in_trees(tokens: Pass, ancestors: Ancestors, window: int) -> torch.Tensor:
+def _seen_in_trees(tokens: Pass, ancestors: Ancestors, window: int, begins_at: int) -> torch.Tensor:
     """Return (n, rows, columns) what tokens of trees see: a column for each of the positions up to their own."""
     last, roots = tokens.positions[:, None].long(), ancestors.roots[:, None].long()
     positions = torch.arange(int(last.max()) + 1, device=last.device)
     behind = (positions - roots - 1).clamp(0, ancestors.columns.shape[1] - 1)
     columns = torch.where(positions > roots, ancestors.columns.long().gather(1, behind), positions)
-    known = (positions <= last) & (positions > (last - window if window else -1))
+    known = (positions <= last) & (positions > (last - window if window else -1)) & (positions >= last.clamp(max=begins_at))
     sees = torch.zeros(len(last), len(tokens.tables), int(columns.max()) + 1, dtype=torch.bool, device=last.device)
     token, at = known.nonzero().unbind(1)
     sees[token, tokens.rows[token].long(), columns[token, at]] = True
@@ -171,14 +180,20 @@ def best_tokens(
     """Find the best token of normed states (n, hidden) and its logit, by an LM head; infinity if a logit is NaN.
 
     `signals`, (n, 4), are those of `TIDE.routing.router`: best probability, its logarithm, its lead over the second, entropy.
-    With a vocabulary, rising token ids, there are no others. `logits`, (n, tokens), receives the logits.
+    With a vocabulary, rising token ids, there are no others; an LM head may have rows for these alone. `logits`, (n, tokens),
+    receives the logits.
     """
-    best_of(x @ (weight if vocabulary is None else weight[vocabulary]).T, best, token, signals, vocabulary, logits)
+    best_of(x @ _rows(weight, vocabulary).T, best, token, signals, vocabulary, logits)
 
 
 def write_logits(x: torch.Tensor, weight: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
     """Write the (n, tokens) logits of normed states (n, hidden), by an LM head; with a vocabulary, of its tokens only."""
-    logits.copy_(x @ (weight if vocabulary is None else weight[vocabulary]).T)
+    logits.copy_(x @ _rows(weight, vocabulary).T)
+
+
+def _rows(weight: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
+    """Return the rows of an LM head for the tokens of a vocabulary."""
+    return weight if vocabulary is None or len(vocabulary) == len(weight) else weight[vocabulary]
 
 
 def best_of(
@@ -232,14 +247,17 @@ def normalize_into(
     center: torch.Tensor | None = None,
     spread: torch.Tensor | None = None,
     places: torch.Tensor | None = None,
+    gain: torch.Tensor | None = None,
 ) -> None:
-    """Write states (all, or some rows of a table) to `out`, normed and then by center and spread, as memory heads take them.
+    """Write states (all, or some rows of a table) to `out`, normed and then by center and spread, as memory heads take them, or
+    rounded and times a gain, as EAGLE-3 heads do.
 
     With places, each goes into the row of `out` that they name.
     """
     states = (table if rows is None else table[rows.long()]).float()
     states = F.rms_norm(states, states.shape[-1:], eps=eps)
     states = states if center is None or spread is None else (states - center.float()) / spread.float()
+    states = states if gain is None else states.to(out.dtype) * gain
     out[slice(0, len(states)) if places is None else places] = states.to(out.dtype)
 
 

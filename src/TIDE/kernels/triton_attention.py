@@ -35,9 +35,9 @@ def _attend(
     queries, keys, values, rows, columns, positions, tables, groups, roots, ancestors, out, parts, peaks, sums, arrived,
     factor, chunks, together, each, heads, kv_heads, stride_group, stride_member, stride_ancestors, stride_table,
     stride_block, stride_head, stride_column,
-    SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
-    HEADS: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, MERGED: tl.constexpr,
-    IN_TURN: tl.constexpr, WHOLE: tl.constexpr, TREE: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, WINDOW: tl.constexpr, BEGIN: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    SHARED: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    MERGED: tl.constexpr, IN_TURN: tl.constexpr, WHOLE: tl.constexpr, TREE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of a group that share a key head.
 
@@ -63,6 +63,9 @@ def _attend(
     newest = tl.load(positions + token, mask=token >= 0, other=-1)  # positions count from the row's first token
     top = tl.max(newest, 0)
     oldest, first = newest * 0, 0
+    LIMITED: tl.constexpr = WINDOW != 0 or BEGIN != 0
+    if BEGIN != 0:
+        oldest = tl.minimum(newest, BEGIN)
     if WINDOW != 0:
         oldest = tl.maximum(oldest, newest + 1 - WINDOW)
         first = tl.min(tl.where(token >= 0, oldest, top), 0) // CHUNK
@@ -82,7 +85,7 @@ def _attend(
         for chunk in range(first, last + 1):
             of_chunk = _chunk(
                 asked, keys + base, values + base, table, root, line, chunk, top, newest, oldest, factor, stride_table,
-                stride_block, stride_column, SIZE, WINDOW, CAP, DIM, BLOCK, N, TILE, CHUNK, TREE,
+                stride_block, stride_column, SIZE, LIMITED, CAP, DIM, BLOCK, N, TILE, CHUNK, TREE,
             )  # fmt: skip
             peak, total, mixed = _merged(peak, total, mixed, of_chunk[0], of_chunk[1], of_chunk[2])
         looped(PDL)
@@ -93,7 +96,7 @@ def _attend(
             return
         peak, total, mixed = _chunk(
             asked, keys + base, values + base, table, root, line, chunk, top, newest, oldest, factor, stride_table,
-            stride_block, stride_column, SIZE, WINDOW, CAP, DIM, BLOCK, N, TILE, CHUNK, TREE,
+            stride_block, stride_column, SIZE, LIMITED, CAP, DIM, BLOCK, N, TILE, CHUNK, TREE,
         )  # fmt: skip
         looped(PDL)
         if first == last:
@@ -125,7 +128,7 @@ def _attend(
 @triton.jit
 def _chunk(
     asked, keys, values, table, root, line, chunk, top, newest, oldest, factor, stride_table, stride_block, stride_column,
-    SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+    SIZE: tl.constexpr, LIMITED: tl.constexpr, CAP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys of a chunk, up to position `top`. A tile lies in one block, but for what is behind a tree's root."""
@@ -153,7 +156,7 @@ def _chunk(
         value = tl.load(values + where[:, None] + dim[None, :], mask=written, other=0.0)
         scores = capped(tl.dot(key, asked, input_precision="ieee"), factor, CAP)
         seen = position[:, None] <= newest[None, :]
-        if WINDOW != 0:
+        if LIMITED:
             seen &= position[:, None] >= oldest[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 0) * unit)
@@ -208,7 +211,13 @@ def _merged(peak, total, mixed, own_peak, own_total, own_mixed):
 
 
 def attend(
-    attention: Attention, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, most: int
+    attention: Attention,
+    tokens: Pass,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    most: int,
+    begins_at: int = 0,
 ) -> torch.Tensor:
     """Return what the tokens of a pass see, (n, heads * head_dim); no token stands at a position beyond `most`."""
     dim, kv_heads, card = attention.head_dim, keys.shape[1], card_of(queries.device)
@@ -216,7 +225,7 @@ def attend(
     shared, padded = heads // kv_heads, triton.next_power_of_2(heads // kv_heads)
     in_tree = tokens.ancestors is not None
     assert tokens.is_paged or not in_tree, "trees are in blocks"
-    if tokens.is_paged and not in_tree and suits(tokens, queries, padded):
+    if tokens.is_paged and not in_tree and not begins_at and suits(tokens, queries, padded):
         return attend_prompts(attention, tokens, queries, keys, values, strides(tokens, keys), CHUNK)
     groups, in_turn = tokens.groups, isinstance(tokens.groups, int) and not in_tree
     if groups is None or in_tree:
@@ -243,8 +252,8 @@ def attend(
         queries, keys, values, tokens.rows, tokens.columns, tokens.positions, tokens.tables,
         tokens.rows if in_turn else groups, roots, line, out, parts, peaks, sums, _counters(queries.device),
         factor_of(attention), chunks, together, each, heads, kv_heads, *places, line.stride(0), *strides(tokens, keys),
-        attention.window, attention.cap, dim, block, shared, padded, columns, wide, tile.keys, CHUNK, MERGED, in_turn,
-        is_whole, in_tree,
+        attention.window, begins_at, attention.cap, dim, block, shared, padded, columns, wide, tile.keys, CHUNK, MERGED,
+        in_turn, is_whole, in_tree,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

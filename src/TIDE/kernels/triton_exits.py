@@ -12,7 +12,7 @@ import triton.language as tl
 from TIDE.kernels.cards import card_of, head_tile
 from TIDE.kernels.result import ACCEPTED, DRAFTED, FIELDS, IS_NAN, NOTHING_LEFT, SCORES, TOKENS
 from TIDE.kernels.triton_launch import begin, fetch, kernel, looped
-from TIDE.kernels.triton_products import EMPTY, _first, _launch_linear, _product
+from TIDE.kernels.triton_products import EMPTY, _first, _gained, _launch_linear, _product
 from TIDE.kernels.triton_trees import choose_nodes as choose_nodes
 from TIDE.kernels.triton_trees import few_best as few_best
 from TIDE.kernels.triton_trees import grow as grow
@@ -23,7 +23,7 @@ from TIDE.kernels.triton_trees import straighten as straighten
 @kernel
 def _peaks(
     x, weight, vocabulary, peaks, tokens_at, sums, out, tokens, height, width, blocks,
-    CHOSEN: tl.constexpr, SIGNALS: tl.constexpr, STORE: tl.constexpr,
+    CHOSEN: tl.constexpr, GATHERS: tl.constexpr, SIGNALS: tl.constexpr, STORE: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Find the best of a block of tokens, for each state. NaN counts as infinity, so that the host notices it.
@@ -32,8 +32,8 @@ def _peaks(
     """
     block, place, table = tl.program_id(1), tl.arange(0, TN), tokens * blocks
     column = block * BN + tl.arange(0, BN)
-    rows, inside = column, column < height
-    if not CHOSEN:
+    ids, rows, inside = column, column, column < height
+    if not GATHERS:
         fetch(weight, rows, inside, width, BK, PDL)
     begin(PDL, LOOPS=True)
     if not ONCE:
@@ -41,7 +41,9 @@ def _peaks(
         x, out, tokens = x + first_state * width, out + first_state * height, tokens - first_state
         peaks, tokens_at, sums = peaks + first_state * blocks, tokens_at + first_state * blocks, sums + first_state * blocks
     if CHOSEN:
-        rows = tl.load(vocabulary + column, mask=inside, other=0).to(tl.int32)
+        ids = tl.load(vocabulary + column, mask=inside, other=0).to(tl.int32)
+    if GATHERS:  # otherwise the LM head has rows for the chosen tokens alone
+        rows = ids
     logits = _product(x, weight, rows, inside, tokens, width, BN, BK, TN, EVEN, ONCE).to(x.dtype.element_ty)
     looped(PDL)
     if STORE:
@@ -50,13 +52,13 @@ def _peaks(
     logits = tl.where(logits == logits, logits, float("inf"))
     logits = tl.where(inside[:, None], logits, float("-inf"))
     best = tl.max(logits, 0)
-    first = tl.min(tl.where(logits == best[None, :], rows[:, None], 2147483647), 0)
+    first = tl.min(tl.where(logits == best[None, :], ids[:, None], 2147483647), 0)
     at, known = place * blocks + block, place < tokens
     tl.store(peaks + at, best, mask=known)
     tl.store(tokens_at + at, first, mask=known)
     if SIGNALS:
         shares = tl.exp(logits - best[None, :])
-        tl.store(sums + at, tl.max(tl.where(rows[:, None] == first[None, :], float("-inf"), logits), 0), mask=known)
+        tl.store(sums + at, tl.max(tl.where(ids[:, None] == first[None, :], float("-inf"), logits), 0), mask=known)
         tl.store(sums + table + at, _whole_sum(shares), mask=known)
         weighed = tl.where(shares > 0, shares * (logits - best[None, :]), 0.0)
         tl.store(sums + 2 * table + at, _whole_sum(weighed), mask=known)
@@ -129,7 +131,7 @@ def _launch_peaks(
     sums = peaks if signals is None else x.new_empty(3, len(x), blocks, dtype=torch.float32)
     _peaks[(tile.groups, blocks)](
         x, weight, chosen, peaks, at, sums, x if logits is None else logits, len(x), height, width, blocks,
-        vocabulary is not None, signals is not None, logits is not None, *tile.constants,
+        vocabulary is not None, height != len(weight), signals is not None, logits is not None, *tile.constants,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return peaks, at, sums
@@ -194,8 +196,9 @@ def router_score(
 
 @kernel
 def _normalize_into(
-    rows, table, center, spread, out, places, stride, out_stride, width, eps,
-    HAS_ROWS: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    rows, table, center, spread, gain, out, places, stride, out_stride, width, eps,
+    HAS_ROWS: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_PLACES: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     token, column = tl.program_id(0), tl.arange(0, BLOCK)
@@ -209,7 +212,10 @@ def _normalize_into(
     if HAS_CENTER:
         states -= tl.load(center + column, mask=known, other=0.0).to(tl.float32)
         states /= tl.load(spread + column, mask=known, other=1.0).to(tl.float32)
-    tl.store(out + place * out_stride + column, states.to(out.dtype.element_ty), mask=known)
+    kind = out.dtype.element_ty
+    if HAS_GAIN:
+        states = _gained(states, tl.load(gain + column, mask=known, other=0.0), 0.0, 0.0, False, kind)
+    tl.store(out + place * out_stride + column, states.to(kind), mask=known)
 
 
 def normalize_into(
@@ -220,12 +226,13 @@ def normalize_into(
     center: torch.Tensor | None = None,
     spread: torch.Tensor | None = None,
     places: torch.Tensor | None = None,
+    gain: torch.Tensor | None = None,
 ) -> None:
     width = table.shape[1]
     _normalize_into[(len(table if rows is None else rows),)](
         table if rows is None else rows, table, table if center is None else center, table if spread is None else spread,
-        out, table if places is None else places, table.stride(0), out.stride(0), width, eps,
-        rows is not None, center is not None, places is not None, triton.next_power_of_2(width), num_warps=4,
+        table if gain is None else gain, out, table if places is None else places, table.stride(0), out.stride(0), width, eps,
+        rows is not None, center is not None, gain is not None, places is not None, triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
 
 

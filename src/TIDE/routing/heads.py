@@ -108,6 +108,9 @@ class RememberingHead(nn.Module):
 
     sizes: HeadSizes
     qkv: nn.Linear
+    o: nn.Linear
+    gate_up: nn.Linear
+    down: nn.Linear
     begins_at = 0
 
     def seen(self, depth: int, num_layers: int) -> Seen:
@@ -157,6 +160,21 @@ class RememberingHead(nn.Module):
         """Return the keys and values of `project` alone."""
         k, v = self._projected(x, self.qkv.weight[self.sizes.heads * self.sizes.head_dim :]).chunk(2, 1)
         return _rotate(k, *self.angles(positions, k.dtype)), v
+
+    def norms(self) -> tuple[Norm, Norm]:
+        """Return the norms of the block, before attention and before the MLP."""
+        raise NotImplementedError
+
+    def as_layer(self) -> Layer:
+        """Return the block in the form of a decoder layer."""
+        sizes, none = self.sizes, torch.zeros(0)
+        q, k, v = self.qkv.weight.split([n * sizes.head_dim for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads)])
+        gate, up = self.gate_up.weight.chunk(2)
+        absent, (attention_norm, mlp_norm) = no_norm(none), self.norms()
+        biases = none, none, none, none
+        attention = Attention(q, k, v, self.o.weight, *biases, absent, absent, sizes.head_dim, sizes.head_dim**-0.5)
+        mlp = MLP(gate, up, self.down.weight, none, none, none)
+        return Layer(attention_norm, attention, absent, mlp_norm, mlp, absent)
 
     def unroll(self, shallow: torch.Tensor, deep: torch.Tensor, steps: int, jitter: Jitter | None = None) -> list[torch.Tensor]:
         """Return guesses for whole texts at draft steps 1 … `steps`.
@@ -252,17 +270,9 @@ class MemoryHead(RememberingHead):
         """Convert from the block's coordinates to those of deep states."""
         return x * self.deep_spread + self.deep_center
 
-    def as_layer(self) -> Layer:
-        """Return the block in the form of a decoder layer."""
-        sizes, none = self.sizes, torch.zeros(0)
-        q, k, v = self.qkv.weight.split([n * sizes.head_dim for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads)])
-        gate, up = self.gate_up.weight.chunk(2)
-        absent = no_norm(none)
-        attention_norm, mlp_norm = (Norm(gain, EPS, 0.0, False, none) for gain in (self.attention_gain, self.mlp_gain))
-        biases = none, none, none, none
-        attention = Attention(q, k, v, self.o.weight, *biases, absent, absent, sizes.head_dim, sizes.head_dim**-0.5)
-        mlp = MLP(gate, up, self.down.weight, none, none, none)
-        return Layer(attention_norm, attention, absent, mlp_norm, mlp, absent)
+    def norms(self) -> tuple[Norm, Norm]:
+        before, behind = (Norm(gain, EPS, 0.0, False, torch.zeros(0)) for gain in (self.attention_gain, self.mlp_gain))
+        return before, behind
 
     @torch.no_grad()
     def begin_as(self, other: MemoryHead) -> None:
@@ -318,11 +328,6 @@ def head_sizes(strategy: str, config: object, hidden_dim: int, depth: int = 0) -
 def memory_depths(num_layers: int, memories: int) -> list[int]:
     """Return the depths whose states of earlier tokens are remembered: evenly spaced, the last one full depth."""
     return [round(num_layers * (i + 1) / memories) for i in range(memories)]
-
-
-def seen_depths(depth: int, num_layers: int, sizes: HeadSizes) -> list[int]:
-    """Return all depths whose states a memory head at a checkpoint sees."""
-    return [*input_depths(depth, sizes.inputs), *memory_depths(num_layers, sizes.memories)]
 
 
 def input_depths(depth: int, inputs: int) -> list[int]:

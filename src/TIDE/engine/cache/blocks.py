@@ -1,7 +1,7 @@
 """K/V in blocks that rows take as they grow and give back as they end.
 
     keys, values    of every layer, (blocks, heads, size, dim)
-    before          (places, hidden) of a memory head: the memory of the position before each one
+    before          (places, hidden) of a head that remembers: the memory of the position before each one
     tables          of slots: the blocks of each row, in the order of its text
 
 Block 0 belongs to nobody: what is written for rows that have ended, or for padding, goes there. Families that run through their
@@ -16,7 +16,7 @@ import torch
 
 from TIDE.engine.cache.prefixes import Prefixes
 from TIDE.routing.exits import Exit
-from TIDE.routing.heads import MemoryHead
+from TIDE.routing.heads import RememberingHead
 
 BLOCK = 64  # positions of a block, as many as attention loads at a time
 NOBODY = 0
@@ -37,10 +37,10 @@ class KVBlocks:
         like: (hidden,) a state; dtype and device are those of K/V.
         shapes: of each layer.
         size: positions of a block.
-        head: the memory head that keeps something of every token too, if there is one.
+        head: the exit head that keeps something of every token too, if there is one.
     """
 
-    def __init__(self, like: torch.Tensor, shapes: list[KVShape], blocks: int, size: int, head: MemoryHead | None) -> None:
+    def __init__(self, like: torch.Tensor, shapes: list[KVShape], blocks: int, size: int, head: RememberingHead | None) -> None:
         self.like = like
         self.shapes = shapes
         self.size = size
@@ -56,7 +56,7 @@ class KVBlocks:
 
     @property
     def _all_shapes(self) -> list[KVShape]:
-        """Shapes of the model's layers, and of the memory head's block behind them."""
+        """Shapes of the model's layers, and of the exit head's block behind them."""
         if self.head is None:
             return self.shapes
         sizes = self.head.sizes
@@ -129,6 +129,6 @@ def _longer(tensor: torch.Tensor, length: int) -> torch.Tensor:
     return found
 
 
-def memory_head(exit_: Exit | None) -> MemoryHead | None:
-    """Return the memory head of an exit, if it has one."""
-    return exit_.head if exit_ is not None and isinstance(exit_.head, MemoryHead) else None
+def remembering_head(exit_: Exit | None) -> RememberingHead | None:
+    """Return the head of an exit, if it is one that remembers."""
+    return exit_.head if exit_ is not None and isinstance(exit_.head, RememberingHead) else None

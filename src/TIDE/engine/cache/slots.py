@@ -6,7 +6,7 @@
     limits          (rows,) drafts that each row may have in the round
     settings        how tokens are chosen, row by row; for greedy rows nothing is read of it
     result          (rows, fields) what the host reads: see `kernels/result.py`
-    memory          of a memory head: what it will be fed
+    memory          of a head that remembers: what it will be fed
 
 The tokens of a round are flattened step by step, so those of one step, and of the first steps, are views. There are slots for
 1, 2, 4, … rows; rows that go on in others take along what only the device knows of them.
@@ -24,7 +24,7 @@ import torch
 
 from TIDE.adapters.probe import Store
 from TIDE.adapters.rotary_table import CosSin
-from TIDE.engine.cache.blocks import NOBODY, KVBlocks
+from TIDE.engine.cache.blocks import NOBODY, KVBlocks, remembering_head
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.cache.tree_buffers import TreeBuffers
 from TIDE.kernels.layer import MOST_TOKENS, Ancestors, Pass, only_kv
@@ -32,7 +32,7 @@ from TIDE.kernels.result import FIELDS
 from TIDE.kernels.sampling import Settings
 from TIDE.kernels.trees import TreeShape
 from TIDE.routing.exits import Exit
-from TIDE.routing.heads import MemoryHead
+from TIDE.routing.heads import RememberingHead
 from TIDE.routing.router import Router
 
 MOST_ROUND = 256  # tokens of a round, drafts included
@@ -57,10 +57,10 @@ class Tokens(NamedTuple):
 
 
 class Memory:
-    """Static buffers of a memory head; what it keeps of a whole text is in blocks."""
+    """Static buffers of a head that remembers; what it keeps of a whole text is in blocks."""
 
-    def __init__(self, head: MemoryHead, rows: int, columns: int) -> None:
-        weight, sizes = head.fuse.weight, head.sizes
+    def __init__(self, head: RememberingHead, rows: int, columns: int) -> None:
+        weight, sizes = head.qkv.weight, head.sizes
         self.head = head
         self.layer = head.as_layer()
         self.only_kv = only_kv(self.layer.attention)
@@ -112,8 +112,8 @@ class Slots:
         self.columns = columns
         self.exit = exit_
         self.angles = angles
-        head = None if exit_ is None else exit_.head
-        self.memory = Memory(head, rows, columns) if isinstance(head, MemoryHead) else None
+        head = remembering_head(exit_)
+        self.memory = None if head is None else Memory(head, rows, columns)
         router = None if exit_ is None else exit_.router
         self.score_params = score_params(router) if isinstance(router, Router) else None
         width = 1 if store.is_dense else max(2, store.needed(columns))

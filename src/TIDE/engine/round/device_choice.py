@@ -6,7 +6,7 @@ and kernels process them row by row.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -23,6 +23,24 @@ class Places(NamedTuple):
     rows: torch.Tensor  # (n,)
     starts: torch.Tensor  # (n,) their positions
     steps: torch.Tensor  # (n,) drafts of the round up to them
+
+
+class LMHead(Protocol):
+    """What makes logits on a device: the model's norm and LM head, which its runner has, or those of an exit head."""
+
+    def choose(
+        self,
+        states: torch.Tensor,
+        token: torch.Tensor,
+        best: torch.Tensor,
+        signals: torch.Tensor | None = None,
+        vocabulary: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+    ) -> None:
+        """Find the best tokens after (n, hidden) states, as `DeviceRunner.choose` does."""
+
+    def write_logits(self, states: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
+        """Write the (n, vocabulary) logits of (n, hidden) states."""
 
 
 class DeviceChoice:
@@ -77,18 +95,21 @@ class DeviceChoice:
         signals: torch.Tensor | None = None,
         vocabulary: torch.Tensor | None = None,
         logits: torch.Tensor | None = None,
+        lm_head: LMHead | None = None,
     ) -> None:
         """Choose the tokens after (n, hidden) states at full depth; write their scores and the signals that routers take.
 
         Args:
             logits: room for the (n, vocabulary) logits; None: that of the slots.
+            lm_head: what makes logits; None: the model's.
         """
+        lm_head = lm_head or self.runner
         if self.features is None:
-            self.runner.choose(states, token, best, signals, vocabulary)
+            lm_head.choose(states, token, best, signals, vocabulary)
             return
         if logits is None:
             logits = self.slots.logits_of(len(states), None if vocabulary is None else len(vocabulary))
-        self.runner.choose(states, token, best, signals, vocabulary, logits)
+        lm_head.choose(states, token, best, signals, vocabulary, logits)
         settings, tokens = self.slots.settings, self.slots.tokens
         self.runner.sampling.sample(logits, vocabulary, settings, tokens, *places, self.features, token, best)
 

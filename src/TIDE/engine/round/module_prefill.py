@@ -13,7 +13,6 @@ from TIDE.adapters.adapter import PassInputs
 from TIDE.engine.cache.slots import Memory, Slots
 from TIDE.engine.round.prefill import Entering
 from TIDE.engine.runners.device import DeviceRunner
-from TIDE.routing.heads import input_depths, memory_depths, seen_depths
 
 SHORTEST = 32  # tokens of a pass
 LONGEST = 2048  # tokens of a pass that is captured; a longer one keeps the device busy anyway
@@ -56,9 +55,9 @@ class ModulePrefill:
 
     def _through(self, width: int) -> None:
         slots, last = self.slots, self.runner.num_layers
-        memory, seen = slots.memory, list[int]()
+        memory, seen = slots.memory, set[int]()
         if memory is not None:
-            seen = seen_depths(self.depth, last, memory.head.sizes)
+            seen = {depth for own in memory.head.seen(self.depth, last) for depth in own}
         cache = slots.cache(self.runner.stores, slots.columns)
         inputs = PassInputs(slots.text[:, :width], slots.positions[None, :width], None, cache)
         with cache.open(0, [0], [width]):
@@ -68,10 +67,10 @@ class ModulePrefill:
             self._remember(memory, states, width)
 
     def _remember(self, memory: Memory, states: dict[int, torch.Tensor], width: int) -> None:
-        """Let a memory head see the text."""
-        head, sizes, store = memory.head, memory.head.sizes, self.slots.store
-        deep = torch.cat([states[depth] for depth in memory_depths(self.runner.num_layers, sizes.memories)], -1)
-        shallow = torch.cat([states[depth] for depth in input_depths(self.depth, sizes.inputs)], -1)
+        """Let a head that remembers see the text."""
+        head, store = memory.head, self.slots.store
+        seen = head.seen(self.depth, self.runner.num_layers)
+        shallow, deep = (torch.cat([states[depth] for depth in depths], -1) for depths in seen)
         store.before[1 : width + 1] = head.remember(deep[None])[0]
         x = head.enter(shallow[None], store.before[None, :width])
         for table, own in zip(

@@ -22,7 +22,6 @@ from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.round.prefill import Prefill
 from TIDE.engine.runners.device import DeviceRunner
-from TIDE.routing.heads import EPS
 from TIDE.routing.settling import Settling
 
 
@@ -148,5 +147,5 @@ class SettledPrefill(Prefill):
         for place, depth in enumerate(self.drafter.depths):
             if depth > span.start:
                 room = states.new_empty(len(states), width)
-                self.runner.exits.normalize_into(predict(depth, states), None, room, EPS)
+                self.drafter.note(place, predict(depth, states), room)
                 shown.noted[:, place * width : (place + 1) * width].index_copy_(0, numbers, room)

@@ -1,6 +1,6 @@
 """A round whose drafts are a tree in every row: the parts of `run_round`, on slots.
 
-draft       a level of the tree: the memory head is asked about all tokens of the beam at once, each sees its own ancestors
+draft       a level of the tree: the exit head is asked about all tokens of the beam at once, each sees its own ancestors
 deep pass   the newest final token and the likeliest candidates, each in a column of its own
 sample      the full model's token after each of them
 accept      the path that it takes is moved to where a text would have it; from there on it is a round of drafts in a row
@@ -26,8 +26,8 @@ def why_no_tree(plan: Plan, runner: DeviceRunner, drafter: DeviceDrafter | None)
         return None
     if not plan.weighs:
         return "exit_threshold chooses drafts by the scores of routers, and a tree by those of its head"
-    if drafter.depth or not drafter.has_memory:
-        return "its exit is not a memory head before the first layer, and others run layers for every node"
+    if drafter.depth or drafter.head is None:
+        return "its exit is no memory or EAGLE-3 head before the first layer, and others run layers for every node"
     return None if runner.has_compiled_layers else "the model's own modules do not know the ancestors of a token"
 
 
@@ -75,7 +75,8 @@ class TreeRound:
             drafter.guess(tokens, guesses, self.most, guesses, before=tree.guesses)
         vocabulary = drafter.vocabulary
         logits = tree.logits_of(len(guesses), None if vocabulary is None else len(vocabulary))
-        self.runner.write_logits(guesses, vocabulary, logits)
+        drafter.lm_head.write_logits(guesses, vocabulary, logits)
+        drafter.carry(guesses)
         few = tree.few_ids[: len(guesses)], tree.few_logs[: len(guesses)]
         settings = None if self.choice.features is None else slots.settings
         self.runner.exits.few_best(logits, vocabulary, settings, tokens.rows, tokens.positions, *few)
@@ -83,7 +84,7 @@ class TreeRound:
         return True
 
     def _beam(self, level: int) -> Tokens:
-        """Return the tokens that are asked at a level; the memory before each is the guess of its parent."""
+        """Return the tokens that are asked at a level; the memory before each is what its parent carries on."""
         tree, beam = self.tree, self.tree.beam
         return Tokens(
             beam.ids[level], tree.beam_rows, beam.positions[level], beam.parents[level], tree.numbers[tree.asked(level)],

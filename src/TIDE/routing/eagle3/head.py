@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from TIDE.kernels.layer import Norm, no_norm
 from TIDE.routing.heads import HeadSizes, Jitter, RememberingHead, Seen, spread
 
 
@@ -123,6 +124,13 @@ class EagleHead(RememberingHead):
         angles = positions.float()[:, None, :, None] * frequencies.to(positions.device)
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+    def norms(self) -> tuple[Norm, Norm]:
+        return no_norm(torch.zeros(0)), self.norm_with(self.mlp_gain)
+
+    def norm_with(self, gain: torch.Tensor) -> Norm:
+        """Return a norm of the head in the form of that of a layer."""
+        return Norm(gain, self.sizes.eps, 0.0, False, torch.zeros(0))
 
     def read_as(self, sizes: EagleSizes) -> EagleHead:
         """Return a head of the same weights, read in another way."""
