@@ -91,9 +91,10 @@ def compared(
             )
         return found
 
-    for _ in range(2):  # compile and capture
-        for name in configs if on_gpu() else ():
-            answer(name, prompts[0])
+    for name in configs if on_gpu() else ():
+        with engine.using(configs[name] or engine.config, exits=configs[name] is not None):
+            engine.warm_up(tokens=max(ids.shape[1] for ids in prompts) + options.new_tokens, progress=False)
+        answer(name, prompts[0])
     for number in range(options.rounds):
         for at, ids in enumerate(prompts):
             wanted = None
