@@ -138,7 +138,8 @@ def _chunk(
     if SIZE != 0 and not TREE:
         number = tl.arange(0, CHUNK // SIZE)
         blocks = tl.load(table + first // SIZE + number, mask=first // SIZE + number < stride_table, other=0).to(tl.int64)
-    unit, (peak, _, mixed) = in_powers(factor, CAP), _nothing(BLOCK, N)
+    unit = in_powers(factor, CAP)
+    peak, _, mixed = _nothing(BLOCK, N)
     totals, ones = tl.zeros((16, N), tl.float32), tl.full((16, TILE), 1.0, asked.dtype)  # sums of weights, in one order
     for tile in range(first, stop, TILE):
         position = tile + inside
