@@ -61,7 +61,7 @@ def test_rounds_of_any_flags_and_a_draft_vocabulary_draft_as_the_host_does(flags
     head = folder_of(tmp_path, tensors, draft_vocab_size=len(some), **flags)
     model, start, depths = model.cuda(), torch.tensor([[1]]).cuda(), []
     for on_host in (False, True):
-        with TIDE.TIDE(model, head, TIDEConfig(exit_threshold=0.0, max_pending=3)) as engine:
+        with TIDE.TIDE(model, head, TIDEConfig(exit_threshold=0.0, max_pending=3, draft_tree=0)) as engine:
             engine.scheduler = Recording((), 3)
             engine.generate(start, **OPTIONS, **GREEDY)
             if on_host:

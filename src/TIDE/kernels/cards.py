@@ -20,7 +20,6 @@ import torch
 SMALLEST = 16  # rows, columns or tokens of a tile that tensor cores take
 MOST = 128  # tokens of a tile
 MANY = 256  # and where there are many tiles of them
-NARROWER = 1.15  # times as long as those of MANY tokens for the same work: tiles of MOST
 WIDEST = 512  # bytes of a tile's columns
 FEW_ROWS = 16  # for each multiprocessor: weights with fewer rows are small
 NARROW = 32  # tokens of a small weight's tile
@@ -116,7 +115,7 @@ def overlaps(card: Card) -> bool:
 
 def linear_tile(card: Card, height: int, width: int, size: int, tokens: int) -> Tile:
     """Return the tile of one product with a (height, width) weight; `size` is bytes per number."""
-    if _many_tiles(card, height, size, tokens) >= _programs(card) and not _ends_idle(card, height, tokens):
+    if _many_tiles(card, height, size, tokens) >= _programs(card):
         return _tile(card, MANY_TOKENS, MANY_TOKENS.rows, width, size, tokens, weights=1, wide=MANY)
     wide = _wide(card, height, size, tokens)
     shape = LINEAR[wide]
@@ -244,13 +243,6 @@ def _many_tiles(card: Card, height: int, size: int, tokens: int) -> int:
     if card.capability[0] not in (9, 10) or size != 2 or tokens < 2 * MANY:
         return 0
     return -(-tokens // MANY) * -(-height // MANY_TOKENS.rows)
-
-
-def _ends_idle(card: Card, height: int, tokens: int) -> bool:
-    """Return True if the last programs of the widest tiles leave so much of a card idle that narrower tiles are done sooner."""
-    strips = -(-height // MANY_TOKENS.rows)
-    many, most = (wide * -(-strips * -(-tokens // wide) // card.processors) for wide in (MANY, MOST))
-    return NARROWER * most < many
 
 
 def _tile(
