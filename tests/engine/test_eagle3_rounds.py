@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections import Counter
 
 import pytest
@@ -19,6 +20,9 @@ from TIDE.config import TIDEConfig
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.seats import Seats
 from TIDE.engine.round.tree_round import TreeRound
+from TIDE.engine.runners.select import described_layers
+from TIDE.engine.runners.triton_runner import TritonRunner
+from TIDE.kernels import reference, sampling
 from TIDE.routing.router import SIGNALS, Router
 
 FLAGS = [(), ("fc_norm", "norm_output"), ("norm_before_fc", "norm_before_residual")]
@@ -226,6 +230,39 @@ def test_the_likeliest_way_through_a_tree_is_the_drafts_in_a_row(good, monkeypat
         text = engine.generate(some_ids(), **OPTIONS)
     assert max(len(ids) for _, ids in trees) > 3
     check_drafts(trees, text[0].tolist(), Reference(good_tensors(), NEWER))
+
+
+@pytest.mark.invariant(7)
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run on the GPU: tests/gpu")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("flags", "tree"), [(FLAGS[1], 0), (FLAGS[2], 3)], ids=str)
+def test_kernels_draft_what_references_draft(flags, tree, tmp_path, monkeypatch):
+    """In Triton's interpreter, with a draft vocabulary: guesses, memories and drafts of a few rounds."""
+    triton_ops, triton_exits = (pytest.importorskip(f"TIDE.kernels.triton_{name}") for name in ("ops", "exits"))
+    flags, found = dict.fromkeys(flags, True), []
+    some = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))[:48]
+    head = folder_of(tmp_path, with_vocabulary(tensors_of(48, **flags), some), **flags)
+
+    def on_kernels(engine):
+        layers = described_layers(engine.adapter)
+        engine.runner = TritonRunner(engine.adapter, layers, triton_ops, triton_exits, sampling, reference.propagate)
+        return engine
+
+    carry = TreeRound.deep_pass
+    monkeypatch.setattr(
+        TreeRound, "deep_pass", lambda self, drafted: (carry(self, drafted), nodes.append(self.tree.nodes.ids.tolist()))
+    )
+    for place in (on_references, on_kernels):
+        nodes: list = []
+        with in_rounds(model(), policy=head, place=place, then=2, max_pending=2, draft_tree=tree) as engine:
+            text = engine.generate(some_ids(1, 5), **OPTIONS | dict(max_new_tokens=4))
+            (_, store), *_ = [own for own in engine.runner._stores if own[0] is not None]
+            found.append((text.tolist(), nodes, store.before[64:73], store.keys[-1][1, :, :8], engine.last_stats.drafted))
+    ours, theirs = found
+    assert ours[:2] == theirs[:2] and ours[4] == theirs[4] > 0 and bool(tree) == bool(nodes)
+    for own, other in zip(ours[2:4], theirs[2:4], strict=True):
+        assert own.abs().max() > 0.1
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4)
 
 
 def test_the_models_own_modules_run_rounds_with_such_heads(good):
