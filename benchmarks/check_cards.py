@@ -59,7 +59,7 @@ WHOLE = {
     "vocabulary",
 }  # arrays of int32
 FLOATS = {"parts", "peaks", "sums"}  # arrays of fp32
-NUMBERS = {"scale", "scaling", "eps", "head_eps"}
+NUMBERS = {"scale", "factor", "eps", "head_eps"}
 SIZES = {
     "tokens",
     "height",

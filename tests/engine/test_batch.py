@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_rows_are_put_back_when_blocks_run_out(strategy, monkeypatch):
     texts = [Text(10, 90, "greedy"), Text(11, 90, "sampled"), Text(12, 90, "penalised")]
     with on_references(TIDE.TIDE(model(), None if strategy is None else exits(strategy, 0))) as engine:
         engine.scheduler = Recording(then=2)
-        check(texts, decoded(engine, texts, config=TIDEConfig(cache_gib=gib_of(engine, 7), max_pending=7)))
+        check(texts, decoded(engine, texts, config=TIDEConfig(cache_gib=gib_of(engine, 7), max_pending=7, draft_tree=0)))
     assert put_back
 
 
@@ -81,6 +82,30 @@ def test_in_mode_fast_a_row_leaves_where_it_leaves_alone(kind):
         expected = [engine.generate(text.ids, **text.options)[0].tolist() for text in texts]
         assert engine.last_stats.exited_tokens
         assert decoded(engine, texts) == expected
+
+
+@pytest.mark.invariant(9)
+def test_in_mode_fast_a_text_does_not_depend_on_who_had_its_blocks_before():
+    fast = TIDEConfig(mode="fast", exit_threshold=0.0, max_pending=3, max_exit_share=0.8)
+    texts = [Text(prompt, 12, "greedy") for prompt in (2, 3, 5, 9)]
+
+    def decided(engine, text):
+        row = engine.add(text.ids, **text.options, config=replace(fast, cache_gib=gib_of(engine, 6)))
+        while not row.finished:
+            engine.step()
+        return row.tokens, [own.score or 0.0 for own in row.decided]
+
+    expected = []
+    for text in texts:
+        with on_references(TIDE.TIDE(model(), exits("memory", 0))) as engine:
+            expected.append(decided(engine, text))
+    with on_references(TIDE.TIDE(model(), exits("memory", 0))) as engine:
+        for before in (200, 150, 100):
+            decided(engine, Text(before, 12, "greedy"))
+            for text, (tokens, scores) in zip(texts, expected, strict=True):
+                found = decided(engine, text)
+                assert found[0] == tokens
+                assert found[1] == pytest.approx(scores, abs=1e-5)
 
 
 def test_modes_and_thresholds_are_those_of_each_row():

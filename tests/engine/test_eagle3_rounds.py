@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections import Counter
 
 import pytest
@@ -19,11 +20,15 @@ from TIDE.config import TIDEConfig
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.seats import Seats
 from TIDE.engine.round.tree_round import TreeRound
+from TIDE.engine.runners.select import described_layers
+from TIDE.engine.runners.triton_runner import TritonRunner
+from TIDE.kernels import reference, sampling
 from TIDE.routing.router import SIGNALS, Router
 
 FLAGS = [(), ("fc_norm", "norm_output"), ("norm_before_fc", "norm_before_residual")]
 NEWER = dict(fc_norm=True, norm_output=True)  # EAGLE-3.1
 DEPTHS = [1, 2, 4]
+IN_A_ROW = dict(then=3, max_pending=3, draft_tree=0)
 OPTIONS = dict(max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
@@ -113,7 +118,7 @@ def check_drafts(rounds, text, head, depths=DEPTHS, vocabulary=None):
 def test_drafts_are_those_of_the_reference(flags, depths, tmp_path, monkeypatch):
     flags, rounds = dict.fromkeys(flags, True), noted_drafts(monkeypatch)
     tensors = tensors_of(**flags)
-    with in_rounds(model(), policy=folder_of(tmp_path, tensors, depths, **flags), then=3, max_pending=3) as engine:
+    with in_rounds(model(), policy=folder_of(tmp_path, tensors, depths, **flags), **IN_A_ROW) as engine:
         text = engine.generate(some_ids(), **OPTIONS)
         assert why_on_the_host(engine, some_ids(), **OPTIONS) is None and "rounds on the host" not in engine.backend
     assert torch.equal(text, expected(1, "greedy"))
@@ -123,7 +128,7 @@ def test_drafts_are_those_of_the_reference(flags, depths, tmp_path, monkeypatch)
 @pytest.mark.parametrize("script", [[], [0, 3, 0, 0, 3, 1, 0, 3], [0] * 18 + [3, 3, 0, 3, 3]], ids=str)
 def test_accepted_and_missed_tokens_are_fed_again_with_true_states(script, good, monkeypatch):
     rounds = noted_drafts(monkeypatch)
-    with in_rounds(model(), policy=good, script=script, then=3, max_pending=3) as engine:
+    with in_rounds(model(), policy=good, script=script, **IN_A_ROW) as engine:
         text = engine.generate(some_ids(), **OPTIONS)
         stats, head = engine.last_stats, engine.policy.exits[0].head
     assert torch.equal(text, expected(1, "greedy"))
@@ -135,7 +140,7 @@ def test_accepted_and_missed_tokens_are_fed_again_with_true_states(script, good,
 def test_a_draft_vocabulary_names_its_own_tokens(tmp_path, monkeypatch):
     rounds, some = noted_drafts(monkeypatch), torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))[:48]
     tensors, texts = tensors_of(48), {kind: expected(1, kind) for kind in KINDS}
-    with in_rounds(model(), policy=folder_of(tmp_path, with_vocabulary(tensors, some)), then=3, max_pending=3) as engine:
+    with in_rounds(model(), policy=folder_of(tmp_path, with_vocabulary(tensors, some)), **IN_A_ROW) as engine:
         for kind in KINDS:
             found = engine.generate(some_ids(), **(OPTIONS | KINDS[kind] | dict(seed=5)))
             assert torch.equal(found, texts[kind])
@@ -150,7 +155,7 @@ def test_a_draft_vocabulary_names_its_own_tokens(tmp_path, monkeypatch):
 def test_the_text_is_that_of_exits_off(kind, rows, good, tmp_path):
     text = expected(rows, kind)
     for head in (good, a_head(tmp_path)):
-        with in_rounds(model(), policy=head, then=3, max_pending=7) as engine:
+        with in_rounds(model(), policy=head, then=3, max_pending=7, draft_tree=0) as engine:
             found = engine.generate(some_ids(rows), **(OPTIONS | KINDS[kind] | dict(seed=5)))
             assert torch.equal(found, text)
             assert engine.last_stats.drafted > 0 and engine.scheduler.rounds
@@ -192,7 +197,9 @@ def test_rows_that_come_late_and_rows_that_are_put_back(tmp_path, monkeypatch):
     head = folder_of(tmp_path, fitted(of_arrivals(), (1, 2, 3), steps=20), [1, 2, 3])
     with on_references(TIDE.TIDE(a_model(), head)) as engine:
         engine.scheduler = Recording(then=2)
-        check(texts, decoded(engine, texts, config=TIDEConfig(cache_gib=gib_of(engine, 7), max_pending=7)))
+        for tree in (0, 7):
+            config = TIDEConfig(cache_gib=gib_of(engine, 7 + bool(tree)), max_pending=7, draft_tree=tree)
+            check(texts, decoded(engine, texts, config=config))
         check(texts, decoded(engine, texts))
     assert put_back
 
@@ -225,9 +232,42 @@ def test_the_likeliest_way_through_a_tree_is_the_drafts_in_a_row(good, monkeypat
     check_drafts(trees, text[0].tolist(), Reference(good_tensors(), NEWER))
 
 
+@pytest.mark.invariant(7)
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run on the GPU: tests/gpu")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("flags", "tree"), [(FLAGS[1], 0), (FLAGS[2], 3)], ids=str)
+def test_kernels_draft_what_references_draft(flags, tree, tmp_path, monkeypatch):
+    """In Triton's interpreter, with a draft vocabulary: guesses, memories and drafts of a few rounds."""
+    triton_ops, triton_exits = (pytest.importorskip(f"TIDE.kernels.triton_{name}") for name in ("ops", "exits"))
+    flags, found = dict.fromkeys(flags, True), []
+    some = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))[:48]
+    head = folder_of(tmp_path, with_vocabulary(tensors_of(48, **flags), some), **flags)
+
+    def on_kernels(engine):
+        layers = described_layers(engine.adapter)
+        engine.runner = TritonRunner(engine.adapter, layers, triton_ops, triton_exits, sampling, reference.propagate)
+        return engine
+
+    carry = TreeRound.deep_pass
+    monkeypatch.setattr(
+        TreeRound, "deep_pass", lambda self, drafted: (carry(self, drafted), nodes.append(self.tree.nodes.ids.tolist()))
+    )
+    for place in (on_references, on_kernels):
+        nodes: list = []
+        with in_rounds(model(), policy=head, place=place, then=2, max_pending=2, draft_tree=tree) as engine:
+            text = engine.generate(some_ids(1, 5), **OPTIONS | dict(max_new_tokens=4))
+            (_, store), *_ = [own for own in engine.runner._stores if own[0] is not None]
+            found.append((text.tolist(), nodes, store.before[64:73], store.keys[-1][1, :, :8], engine.last_stats.drafted))
+    ours, theirs = found
+    assert ours[:2] == theirs[:2] and ours[4] == theirs[4] > 0 and bool(tree) == bool(nodes)
+    for own, other in zip(ours[2:4], theirs[2:4], strict=True):
+        assert own.abs().max() > 0.1
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4)
+
+
 def test_the_models_own_modules_run_rounds_with_such_heads(good):
     text = expected(1, "greedy")
-    with in_rounds(model(), policy=good, place=on_modules, then=3, max_pending=3) as engine:
+    with in_rounds(model(), policy=good, place=on_modules, **IN_A_ROW) as engine:
         assert why_on_the_host(engine, some_ids(), **OPTIONS) is None
         assert torch.equal(engine.generate(some_ids(), **OPTIONS), text)
         assert engine.last_stats.accepted > 3 and engine.scheduler.rounds

@@ -16,6 +16,7 @@ from TIDE.config import TIDEConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
+DEVICE = "cuda"
 OPTIONS = dict(max_new_tokens=60, eos_token_id=None, pad_token_id=0)
 GREEDY, SAMPLED = dict(do_sample=False), dict(do_sample=True, temperature=0.7, top_p=0.9, seed=3)
 DEPTHS = (1, 2, 4)
@@ -37,8 +38,8 @@ def good(tmp_path_factory):
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=str)
 @pytest.mark.parametrize("tree", [0, 15])
 def test_rounds_write_the_text_of_exits_off(dtype, rows, how, tree, good):
-    model = build("llama").to("cuda", dtype)
-    ids = torch.randint(3, VOCAB, (rows, 40), generator=torch.Generator().manual_seed(rows)).cuda()
+    model = build("llama").to(DEVICE, dtype)
+    ids = torch.randint(3, VOCAB, (rows, 40), generator=torch.Generator().manual_seed(rows)).to(DEVICE)
     with TIDE.TIDE(model, good, TIDEConfig(max_pending=7, draft_tree=tree)) as engine:
         with engine.using(engine.config, exits=False):
             expected = engine.generate(ids, **OPTIONS, **how)
@@ -51,17 +52,17 @@ def test_rounds_write_the_text_of_exits_off(dtype, rows, how, tree, good):
 
 
 @pytest.mark.parametrize("flags", [(), ("fc_norm", "norm_output"), ("norm_before_fc", "norm_before_residual")], ids=str)
-def test_rounds_of_any_flags_and_a_draft_vocabulary_draft_as_the_host_does(flags, tmp_path, monkeypatch):
-    """In fp32, where near-ties are rare, with a head that knows the text: the same drafts are accepted."""
+def test_rounds_of_any_flags_and_a_draft_vocabulary_decide_as_the_host_does(flags, tmp_path, monkeypatch):
+    """In mode fast, where drafts are the text, and in fp32, where near-ties are rare."""
     model, flags = build("llama"), dict.fromkeys(flags, True)
-    some = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))[: VOCAB - 8].sort().values
+    some = torch.arange(VOCAB)[torch.arange(VOCAB) % 9 != 4]
     tensors = fitted(model, DEPTHS, **flags)
     tensors["lm_head.weight"] = tensors["lm_head.weight"][some]
-    tensors = with_vocabulary(tensors, some, VOCAB)
-    head = folder_of(tmp_path, tensors, draft_vocab_size=len(some), **flags)
-    model, start, depths = model.cuda(), torch.tensor([[1]]).cuda(), []
+    head = folder_of(tmp_path, with_vocabulary(tensors, some, VOCAB), draft_vocab_size=len(some), **flags)
+    model, start, found = model.to(DEVICE), torch.tensor([[1, 9, 30]]).to(DEVICE), []
+    config = TIDEConfig(mode="fast", exit_threshold=0.1, max_pending=3, max_exit_share=0.8)
     for on_host in (False, True):
-        with TIDE.TIDE(model, head, TIDEConfig(exit_threshold=0.0, max_pending=3, draft_tree=0)) as engine:
+        with TIDE.TIDE(model, head, config) as engine:
             engine.scheduler = Recording((), 3)
             engine.generate(start, **OPTIONS, **GREEDY)
             if on_host:
@@ -69,15 +70,14 @@ def test_rounds_of_any_flags_and_a_draft_vocabulary_draft_as_the_host_does(flags
             engine.scheduler.rounds.clear()
             text = engine.generate(start, **OPTIONS, **GREEDY)
             assert bool(engine.scheduler.rounds) != on_host
-            depths.append([own.depth for own in engine.last_rows[0].decided])
-    assert depths[0] == depths[1] and depths[0].count(0) > 10
-    assert torch.equal(text, model.generate(start, **OPTIONS, **GREEDY))
+            found.append((text.tolist(), [own.depth for own in engine.last_rows[0].decided]))
+    assert found[0] == found[1] and found[0][1].count(0) > 10
 
 
 def test_a_head_of_random_weights_changes_no_text_of_late_and_early_rows(tmp_path):
-    model = build("llama").to("cuda", torch.bfloat16)
+    model = build("llama").to(DEVICE, torch.bfloat16)
     prompts = [
-        torch.randint(3, VOCAB, (1, 30 + 7 * row), generator=torch.Generator().manual_seed(row)).cuda() for row in range(5)
+        torch.randint(3, VOCAB, (1, 30 + 7 * row), generator=torch.Generator().manual_seed(row)).to(DEVICE) for row in range(5)
     ]
     with TIDE.TIDE(model, folder_of(tmp_path, tensors_of()), TIDEConfig(max_pending=7)) as engine:
         with engine.using(engine.config, exits=False):

@@ -68,6 +68,14 @@ def test_every_program_waits_before_it_reads_writes_or_returns(name):
     assert ("LOOPS=True" in body[waits[0]]) == any("looped(PDL)" in text for text in body), "the next one may begin"
 
 
+@pytest.mark.parametrize("name", [*KERNELS, *DEVICE])
+def test_targets_are_not_nested(name):
+    """`a, (b, c) = …` is more than Triton 3.6, the oldest version, can read."""
+    function = (KERNELS | DEVICE)[name]
+    targets = [target for node in ast.walk(function) if isinstance(node, ast.Assign) for target in node.targets]
+    assert not [ast.unparse(own) for own in targets if isinstance(own, ast.Tuple) and any(hasattr(e, "elts") for e in own.elts)]
+
+
 @pytest.mark.parametrize(
     ("capability", "expected"),
     [((7, 5), False), ((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), True)],

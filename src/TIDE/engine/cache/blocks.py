@@ -92,6 +92,11 @@ class KVBlocks:
             self._free.insert(0, self.prefixes.evict())
         return [self._free.pop() for _ in range(count)]
 
+    def begin(self, block: int) -> None:
+        """Let a text begin in a block: a head remembers nothing before its first token, whoever had the block before."""
+        if self.head is not None:
+            self.before[block * self.size].zero_()
+
     def give_back(self, blocks: list[int]) -> None:
         self._free += reversed(blocks)
 

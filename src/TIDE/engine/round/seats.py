@@ -111,6 +111,7 @@ class Seats:
                 self._held[row] = self.store.prefixes.begin(row.salt)
                 self._find_more(own)
             own.blocks += self.store.take(self._needed(row) - len(own.blocks))
+            self.store.begin(own.blocks[0])
             self.slots.write_blocks(place, 0, own.blocks)
             self.slots.stand_at(place, row.tokens[-1], len(row.tokens) - 1)
             self.entering.append(own)
