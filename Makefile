@@ -16,8 +16,10 @@ test: test-newest test-oldest
 test-newest: $(VENV)/dev $(VENV)/warm
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
-# the families and exactness again, on the oldest transformers we support, through the models' own layers
+# the families and exactness again, on the oldest transformers we support, through the models' own layers; and what its oldest
+# version makes of our Triton kernels, which are compiled there, not run
 test-oldest: $(OLDEST)/ready
+	$(OLDEST)/bin/python -m pytest -n 2 tests/kernels/test_triton_launch.py tests/kernels/test_gluon_attention.py
 	TIDE_BACKEND=modules $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not real" -k "not any_policy and not random_drafts and not row_in_a_batch" tests/engine/test_exactness.py tests/adapters
 
 # property tests with thousands of examples each, others every time, and what else tries more then: one to two hours
@@ -77,7 +79,7 @@ $(VENV)/dev: $(VENV)/ready
 $(OLDEST)/ready: pyproject.toml constraints-oldest.txt | python-is-new-enough
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt "torch==$$(sed -n 's/^torch==//p' constraints-oldest.txt)"
-	$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt -e ".[test]"
+	$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt -e ".[test]" triton
 	touch $@
 
 wheel: $(VENV)/dev
