@@ -15,6 +15,7 @@ from arrivals import KINDS, Text, a_model, check, decoded, gib_of
 from arrivals import model as of_arrivals
 from eagle_heads import Reference, a_head, config_of, fitted, tensors_of, with_vocabulary, write
 from families import VOCAB, build
+from policies import texts_of
 from runners import Recording, in_rounds, on_modules, on_references, why_on_the_host
 from TIDE.config import TIDEConfig
 from TIDE.engine.round.device_stage import DeviceStage
@@ -160,6 +161,19 @@ def test_the_text_is_that_of_exits_off(kind, rows, good, tmp_path):
             assert torch.equal(found, text)
             assert engine.last_stats.drafted > 0 and engine.scheduler.rounds
             assert engine.last_stats.accepted > 5 * rows or (head, kind) != (good, "greedy")
+
+
+@pytest.mark.invariant(3)
+@pytest.mark.parametrize("name", ["qwen3", "gemma", "gemma3", "phi3", "olmo2", "mistral"])
+def test_compiled_families_draft_in_rounds(name, prompts, tmp_path):
+    """Scaled embeddings, norms of queries and keys, windows: those are the model's, and the head has none of them."""
+    own, (ids, mask) = build(name), prompts
+    options = OPTIONS | dict(max_new_tokens=8)
+    text = own.generate(ids, attention_mask=mask, **options)
+    with in_rounds(own, policy=a_head(tmp_path), then=2, max_pending=3) as engine:
+        found = engine.generate(ids, attention_mask=mask, **options)
+        assert texts_of(found, mask) == texts_of(text, mask)
+        assert engine.last_stats.drafted > 0 and engine.scheduler.rounds
 
 
 @pytest.mark.parametrize("has_router", [False, True])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from counting import Count
 from decoding import decode
+from eagle_heads import a_head
 from families import LAYERS, build
 from policies import Everyone
 from router_files import a_file, made
@@ -250,18 +252,20 @@ def opened(model, policy, **settings):
     return engine
 
 
-@pytest.mark.parametrize("strategy", [None, "identity", "memory"])
-def test_whole_rounds_settle_as_the_host_does(strategy):
+@pytest.mark.parametrize("strategy", [None, "identity", "memory", "eagle3"])
+def test_whole_rounds_settle_as_the_host_does(strategy, tmp_path):
     model = build("llama", max_position_embeddings=1024)
     ids = torch.randint(3, 128, (2, 150), generator=torch.Generator().manual_seed(2))
-    with TIDE(model) as engine:
-        checkpoint = {None: (), "identity": (3,), "memory": (1,)}[strategy]
-        policy = Settles(odd) if strategy is None else a_file(model, strategy, checkpoint, 0.0).policy(engine.adapter)
+    with TIDE(model, a_head(tmp_path, fc_norm=True) if strategy == "eagle3" else None) as engine:
+        checkpoint = {"identity": (3,), "memory": (1,)}.get(strategy)
+        policy = Settles(odd) if strategy is None else engine.policy
+        policy = a_file(model, strategy, checkpoint, 0.0).policy(engine.adapter) if checkpoint else policy
     policy.settling = Forced(odd)
-    with TIDE(model, policy, FAST) as engine:
+    with TIDE(model, policy, replace(FAST, exit_threshold=0.0)) as engine:
         expected = engine.generate(ids, **OPTIONS)
         on_host = engine.last_stats
-    engine = opened(model, policy)
+        assert bool(on_host.exited_tokens) == bool(strategy)
+    engine = opened(model, policy, exit_threshold=0.0)
     assert why_on_the_host(engine, ids, **OPTIONS) is None
     assert torch.equal(engine.generate(ids, **OPTIONS), expected)
     stats = engine.last_stats
