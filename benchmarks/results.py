@@ -16,15 +16,17 @@ import argparse
 import json
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 HERE = Path(__file__).parent
 TIDE = ["-m", "TIDE.cli.app"]
 PROMPTS = "spec_bench/question.jsonl"
 CHOSEN = 20  # prompts of the CPU's run: every twelfth of 240
+WITHOUT_LAYERS = "without compiled layers"  # engines say so of models that TIDE compiles here, if a kernel fails
 SPREAD = 0.15  # of a ratio on another machine of the same kind, or in another hour
 SIZES = {"gsm8k": 200, "humaneval": 82, "mmlu": 1000, "wikitext": None}  # questions; None: all
 
@@ -51,35 +53,7 @@ def parts(of: str, data: Path, out: Path, rows: int = 1) -> list[Part]:
         ]
     half = ["--dtype", "bfloat16"]
     if of == "gpu":
-        levels = ["--rows", "1", "8", "32", "64"]
-        few = ["--every", "3", "--generate-every", "12", "--warm-up"]
-        length = ["--prompt-tokens", "200", "--new-tokens", "128"]
-        return [
-            Part("exits-off-gpu", ["bench_decode.py", *half, "--rounds", "5"]),
-            Part("exits-off-8b", ["bench_decode.py", "--model", "llama-8b", "--rounds", "3"]),
-            Part("exact-gpu", ["bench_prompts.py", "--prompts", prompts, *few, *half], (PROMPTS,)),
-            Part("first-token-gpu", ["bench_prefill.py", *half]),
-            Part("batch-8b", ["bench_batch.py", "--model", "llama-8b", *levels]),
-            Part("batch-gpu", ["bench_batch.py", *half, "--prompts", prompts, *length, *levels], (PROMPTS,)),
-            Part("rivals-gpu", [*TIDE, "bench", "--contender", "all", "--max-new-tokens", "128", "--json"]),
-            Part(
-                "curve-gpu",
-                [
-                    "curve.py",
-                    "--data",
-                    str(data),
-                    *half,
-                    "--work",
-                    str(out),
-                    "--out",
-                    str(out),
-                    "--figure",
-                    str(out / "curve.png"),
-                ],
-                (PROMPTS,),
-                "curve.json",
-            ),
-        ]
+        return _on_a_gpu(data, out, prompts, half)
     router = str(out / "certified.safetensors")
     found = [Part("certificate", [*TIDE, "certify", "default", "--prompts", prompts, "-o", router, "--json"], (PROMPTS,))]
     for task, size in SIZES.items():
@@ -89,6 +63,37 @@ def parts(of: str, data: Path, out: Path, rows: int = 1) -> list[Part]:
         words += ["--execute-code"] if task == "humaneval" else []
         found.append(Part(f"eval-{task}", [*words, "-o", str(out / f"eval-{task}.json")], result=f"eval-{task}.json"))
     return found
+
+
+def _on_a_gpu(data: Path, out: Path, prompts: str, half: list[str]) -> list[Part]:
+    """Return the parts of a GPU, each of a minute or two."""
+    rows, ours = ["--rows", "1", "8", "32", "64"], ["--without", "generate", "compiled", "continuous", "fast"]
+    spec, shape = ["--prompts", prompts], ["--model", "llama-8b"]
+    lengths = [word for tokens in (128, 512, 1024, 2048, 8192, 32768) for word in ("--tokens", str(tokens))]
+    curve = ["--work", str(out), "--out", str(out), "--figure", str(out / "curve.png")]
+    return [
+        Part("first-token-8b", ["bench_prefill.py", *shape, *lengths]),
+        Part("settled-8b", ["bench_prefill.py", *shape, "--tokens", "2048", "--settle", "0.3", "--rounds", "20"]),
+        Part("trees-gpu", ["bench_trees.py", *spec, "--every", "8", *half], (PROMPTS,)),
+        Part("trees-8b", ["bench_trees.py", *spec, "--every", "40", *half, *shape], (PROMPTS,)),
+        Part(
+            "batch-gpu",
+            ["bench_batch.py", *half, *spec, "--prompt-tokens", "200", "--new-tokens", "128", *rows, *ours],
+            (PROMPTS,),
+        ),
+        Part("batch-8b", ["bench_batch.py", *shape, *rows, "--rounds", "2"]),
+        Part("worker-gpu", ["bench_worker.py", *spec, "--rounds", "2"], (PROMPTS,)),
+        Part(
+            "exact-gpu", ["bench_prompts.py", *spec, "--every", "3", "--generate-every", "12", "--warm-up", *half], (PROMPTS,)
+        ),
+        Part("exits-off-8b", ["bench_decode.py", *shape, "--rounds", "3"]),
+        Part("exits-off-gpu", ["bench_decode.py", *half, "--rounds", "5"]),
+        Part("first-token-gpu", ["bench_prefill.py", *half]),
+        Part("warm-up-8b", ["bench_warm_up.py", *shape]),
+        Part("warm-up-gpu", ["bench_warm_up.py"]),
+        Part("rivals-gpu", [*TIDE, "bench", "--contender", "all", "--max-new-tokens", "128", "--json"]),
+        Part("curve-gpu", ["curve.py", "--data", str(data), *half, *curve], (PROMPTS,), "curve.json"),
+    ]
 
 
 def main() -> int:
@@ -131,20 +136,33 @@ def measured(part: Part, data: Path, out: Path, path: Path) -> str | None:
     words = [str(HERE / part.words[0]), *part.words[1:]] if part.words[0].endswith(".py") else part.words
     print(f"{part.name}: {' '.join(part.words)}", flush=True)
     began = time.monotonic()
-    with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    said: list[str] = []
+    with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        listener = threading.Thread(target=_passed_on, args=(process.stderr, said))
+        listener.start()
         lines = []
         for line in process.stdout:
             print(f"  {line}", end="", flush=True)
             lines.append(line)
+        listener.join()
     (out / f"{part.name}.txt").write_text("".join(lines), "utf-8")
     if process.returncode:
         return f"it ended with code {process.returncode}; its output is in {out / part.name}.txt"
+    if uncompiled := [line.strip() for line in said if WITHOUT_LAYERS in line]:
+        return f"it ran on the model's own modules ({uncompiled[0]})"
     found = result_of(part, lines, out)
     if found is None:
         return f"it printed no JSON; its output is in {out / part.name}.txt"
     keep(path, {"part": part.name, "minutes": round((time.monotonic() - began) / 60, 2), "words": part.words, "result": found})
     return None
+
+
+def _passed_on(stream: IO[str], said: list[str]) -> None:
+    """Pass on and keep what a process says beside its results."""
+    for line in stream:
+        print(line, end="", file=sys.stderr, flush=True)
+        said.append(line)
 
 
 def result_of(part: Part, lines: list[str], out: Path) -> Any:

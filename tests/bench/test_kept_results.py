@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -70,6 +71,17 @@ def test_a_part_that_fails_or_lacks_data_is_named_and_the_others_go_on(benchmark
     assert done["result"] == {"x": 2} and {"commit", "hardware", "date", "minutes"} <= {*done}
 
 
+def test_figures_of_the_models_own_modules_are_not_taken_for_ours(benchmarks, tmp_path, monkeypatch, capfd):
+    from TIDE.engine.runners.select import checked
+
+    _, results = benchmarks
+    part = results.Part("slow", ["-c", f"import sys; print('as it is, {results.WITHOUT_LAYERS}', file=sys.stderr); print(1)"])
+    assert run(results, monkeypatch, tmp_path, [part]) == 1
+    said = capfd.readouterr()
+    assert "slow: not measured: it ran on the model's own modules (as it is" in said.out and "as it is" in said.err
+    assert results.WITHOUT_LAYERS in inspect.getsource(checked)
+
+
 def test_a_part_that_is_there_is_not_run_again_unless_asked_for(benchmarks, tmp_path, monkeypatch, capfd):
     _, results = benchmarks
     count = tmp_path / "count"
@@ -91,7 +103,7 @@ def test_parts_name_scripts_and_options_that_exist(benchmarks, tmp_path, monkeyp
     _, results = benchmarks
     commands = typer.main.get_command(app).commands
     for name in ("cpu", "gpu", "quality"):
-        for part in results.parts(name, tmp_path, tmp_path):
+        for part in results.parts(name, tmp_path, tmp_path, rows=16):
             if part.words[0].endswith(".py"):
                 text = (FOLDER / part.words[0]).read_text()
                 assert all(f'"{word}"' in text for word in part.words if word.startswith("--")), part
