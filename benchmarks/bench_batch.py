@@ -63,6 +63,8 @@ def main() -> None:
     prompts = texts(model, tokenizer, options)
     manager = None if not on_gpu() or "continuous" in options.without else continuous(model, options.new_tokens)
     with TIDE.TIDE(model, router) as engine:
+        if on_gpu():  # rows end at different times, and each number of rows that are left has graphs of its own
+            engine.warm_up(rows=max(options.rows), tokens=options.prompt_tokens + options.new_tokens, progress=False)
         found = {rows: compared(engine, prompts(rows), manager, options) for rows in options.rows}
         facts = dict(model=options.model, new_tokens=options.new_tokens, backend=engine.backend, dtype=str(model.dtype))
     if manager is not None:
