@@ -122,7 +122,9 @@ def on_host(lengths, policy, runner: str = "on_modules", **config) -> Row:
 
 def on_device(lengths, policy, within: bool = True, **config) -> Row:
     script = Script(lengths, within)
-    (row,) = in_a_loop(runners()["on_references"], policy, prompt(), NEW, script, device=True, max_pending=7, **config)
+    (row,) = in_a_loop(
+        runners()["on_references"], policy, prompt(), NEW, script, device=True, max_pending=7, draft_tree=0, **config
+    )
     return row
 
 
