@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from TIDE.engine.schedule.acceptance import FIRST_REST, LONGEST_REST
 from TIDE.engine.schedule.costs import ClippedMean, Costs
-from TIDE.engine.schedule.draft_budget import TRIAL, DraftBudget, Experience
+from TIDE.engine.schedule.draft_budget import BETWEEN, TRIAL, DraftBudget, Experience
 
 
 def some_costs(step=1.0, exit_=0.1, passes=(1.0, 1.1, 1.2, 1.3, 2.3)) -> Costs:
@@ -244,7 +244,7 @@ def test_rows_together_draft_only_where_a_place_costs_less_than_their_part_of_a_
     costs.begin_round(8)
     costs.saw_pass(8, 1.8)
     costs.saw_pass(16, 3.4)
-    rows = [DraftBudget(0, costs, some_experience(), place=place) for place in range(8)]
+    rows = [DraftBudget(0, costs, some_experience()) for _ in range(8)]
     costs.begin_round(8)
     assert not rows[0].should_exit(0.9)  # 0.9 · 0.95 of 0.125 is less than 0.111
     assert rows[1].should_exit(0.99)
@@ -253,18 +253,20 @@ def test_rows_together_draft_only_where_a_place_costs_less_than_their_part_of_a_
     assert rows[0].should_exit(0.9)
 
 
-def test_rows_together_try_one_after_the_other():
-    """Exits that are too slow are tried again by one row at a time, and rests are as many times as long as there are rows."""
-    costs = some_costs(exit_=5.0)
+def test_rows_together_try_one_after_the_other_and_seldom():
+    """Exits that are too slow are tried again by one row for all, whatever request it is in: the others wait for it."""
+    costs, experience = some_costs(exit_=5.0), some_experience()
     costs.begin_round(4)
     costs.saw_pass(4, 1.3)
-    rows = [DraftBudget(0, costs, some_experience(), place=place) for place in range(4)]
-    asked = {}
-    for size in range(10 * FIRST_REST):
-        costs.begin_round(4)
-        asked[size] = [place for place, row in enumerate(rows) if row.should_draft(size)]
-    assert all(len(places) <= 1 for places in asked.values())
-    assert [size for size, places in asked.items() if places][: 2 * TRIAL] == [0, 1, FIRST_REST, FIRST_REST + 1]
+    asked = []
+    for _ in range(5):  # requests
+        rows = [DraftBudget(0, costs, experience) for _ in range(4)]
+        for size in range(BETWEEN // 2):
+            costs.begin_round(4)
+            asked.append([place for place, row in enumerate(rows) if row.should_draft(size)])
+    tried = [round_ for round_, places in enumerate(asked) if places]
+    assert all(len(places) <= 1 for places in asked)
+    assert tried == [start + trial for start in (0, BETWEEN, 2 * BETWEEN) for trial in range(TRIAL)]
 
 
 def test_costs_of_rows_together_are_their_own():

@@ -37,6 +37,7 @@ class Costs:
     Attributes:
         rows: of the round at hand.
         tokens: that its deep pass has so far.
+        round: its number.
     """
 
     def __init__(self) -> None:
@@ -45,10 +46,12 @@ class Costs:
         self._passes: dict[int, dict[int, ClippedMean]] = {}  # by rows, then by tokens: a deep pass, in steps
         self._rounds: dict[int, dict[int, ClippedMean]] = {}  # by slots, then by drafts: seconds of a captured round
         self.rows = self.tokens = 1
+        self.round = 0
 
     def begin_round(self, rows: int) -> None:
         """Start a round on the host, with one token of each row."""
         self.rows = self.tokens = rows
+        self.round += 1
 
     @property
     def step(self) -> ClippedMean:

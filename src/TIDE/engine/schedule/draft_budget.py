@@ -15,7 +15,8 @@ draft each.
 
 A row keeps a balance of the steps that drafting won and cost; one that lost a few rests for a while, longer each time. So does
 one whose exits take too long; then it tries again, for a machine that was busy may be idle now: its first draft is weighed
-with the guessed cost of a place if the measured one is higher. Of rows together one at a time tries.
+with the guessed cost of a place if the measured one is higher. Of rows together one tries for all, now and then, in whatever
+request it is: they wait for it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ FIRST_GAIN = 0.5  # of what a token is worth: gain of an exit before any score w
 HOPELESS, LATE_START = 16, 64  # exits without an accepted draft after which the next texts begin with a rest, and its tokens
 WORTH = 0.95  # of a step, a token: full steps without drafts between them are a little quicker
 TRIAL = 2  # times an exit is asked after a rest: the first has to catch up with the text and is not timed
-ALLOWANCE, MOST_CREDIT = 3.0, 2.0  # tokens' worth a row may lose before it rests, and that it may be ahead
+TOGETHER = 1.5  # times its seconds, what an exit of rows together must promise: after a rest it has to catch up
+BETWEEN = 128  # rounds of rows together from one that tries to the next
+ALLOWANCE, MOST_CREDIT = 3.0, 2.0  # tokens' worth that rows together may lose before one rests, and that it may be ahead
 NO_LUCK = 3  # if no draft was ever accepted, or a threshold lets nothing out, a row may lose a third of the allowance
 
 
@@ -38,6 +41,20 @@ class Experience:
         self.gain = RunningMean(FIRST_GAIN)  # of an exit: a share of what a token is worth
         self.in_vain = 0  # exits asked since the last one whose draft was accepted
         self.longest = 0  # drafts accepted in one round, at most
+        self._trier: DraftBudget | None = None  # of rows together, the one that tries
+        self._next_trial = 0  # the round from which another one may
+
+    def may_try(self, row: DraftBudget, round_: int) -> bool:
+        """Return True if this one of several rows is the one that tries."""
+        if self._trier is not row and round_ >= self._next_trial:
+            self._trier = row
+            self._next_trial = round_ + BETWEEN
+        return self._trier is row
+
+    def has_tried(self, row: DraftBudget) -> None:
+        """Record that a row has no trial left."""
+        if self._trier is row:
+            self._trier = None
 
 
 class DraftBudget:
@@ -46,10 +63,9 @@ class DraftBudget:
     Args:
         size: tokens of its prompt.
         weighs: weigh scores against time; otherwise a threshold decides, and only rests are decided here.
-        place: among the rows of its request.
     """
 
-    def __init__(self, size: int, costs: Costs, experience: Experience, weighs: bool = True, place: int = 0) -> None:
+    def __init__(self, size: int, costs: Costs, experience: Experience, weighs: bool = True) -> None:
         self.costs = costs
         self.experience = experience
         self.weighs = weighs
@@ -61,7 +77,6 @@ class DraftBudget:
         self._until = 0  # size of the text at which a rest ends
         self._trials = TRIAL
         self._is_trial = False
-        self._tries_from = size + place * FIRST_REST
         if experience.in_vain >= HOPELESS:
             self._rest = Rest(LONGEST_REST)
             self._until = size + LATE_START
@@ -76,11 +91,12 @@ class DraftBudget:
             return True
         number = len(self.odds) - 1
         trust = self.acceptance.share(number) if number else 1.0
-        return self.odds[-1] * trust * (self.experience.gain.mean or 0.0) * self.costs.worth * step > exit_
+        wanted = exit_ if self.costs.rows == 1 else TOGETHER * exit_
+        return self.odds[-1] * trust * (self.experience.gain.mean or 0.0) * self.costs.worth * step > wanted
 
     def _may_try(self, size: int) -> bool:
         """Use up a trial of a row that has no draft yet; without one left the row rests."""
-        if len(self.odds) > 1 or size < self._tries_from:
+        if len(self.odds) > 1 or (self.costs.rows > 1 and not self.experience.may_try(self, self.costs.round)):
             return False
         if not self._trials:
             self._take_rest(size)
@@ -129,7 +145,7 @@ class DraftBudget:
     def _settle(self, size: int, gained: float) -> None:
         self._balance = min(self._balance + gained, MOST_CREDIT)
         has_luck = self.experience.longest > 0 and (self.weighs or len(self.odds) > 1)
-        allowance = ALLOWANCE if has_luck else ALLOWANCE / NO_LUCK
+        allowance = (ALLOWANCE if has_luck else ALLOWANCE / NO_LUCK) / self.costs.rows
         if self._balance < -allowance * FIRST_REST / self._rest.length:  # less each time
             self._take_rest(size)
         elif self._balance == MOST_CREDIT:
@@ -139,5 +155,6 @@ class DraftBudget:
         self._until = size + self._rest.take() * self.costs.rows
         self._balance = 0.0
         self._trials = TRIAL
+        self.experience.has_tried(self)
         self.acceptance.clear()  # what comes then is another part of the text
         self.experience.gain.mean = min(self.experience.gain.mean or 0.0, FIRST_GAIN / 2)

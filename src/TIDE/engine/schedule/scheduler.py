@@ -30,7 +30,7 @@ class Scheduler:
         """Prepare for another text."""
         self.length.begin(row)
         if plan.rests:
-            row.budget = DraftBudget(row.size, self.costs, self.experience, plan.weighs, row.index)
+            row.budget = DraftBudget(row.size, self.costs, self.experience, plan.weighs)
 
     def _of(self, tree: int) -> DraftLength:
         """Return what decides about trees of `tree` drafts, or about drafts in a row."""
