@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from TIDE.engine.cache.slots import MOST_ROUND
 from TIDE.engine.round.round import Launched
 from TIDE.engine.round.stop import StopRule
 from TIDE.engine.row import RoundResult, Row
 from TIDE.engine.schedule.acceptance import FIRST_REST, LONGEST_REST
 from TIDE.engine.schedule.costs import Costs
-from TIDE.engine.schedule.draft_length import DraftLength
+from TIDE.engine.schedule.draft_length import DraftLength, lengths_on
 
 
 def a_text(length):
@@ -39,6 +44,23 @@ def test_the_length_goes_by_what_stands_and_what_it_takes():
     assert lengths_after(7, a_tenth)[0](4) == 4
     assert lengths_after(2, a_tenth)[0](7) == 2
     assert lengths_after(7, lambda drafts: 1 + 2 * drafts)[0](7) == 0
+
+
+@pytest.mark.parametrize("most", range(1, 8))
+def test_whatever_is_allowed_is_used(most):
+    """As many drafts as `max_pending` allows, also where rounds usually have another number of them."""
+    length = DraftLength(Costs())
+    row = a_text(length)
+    for _ in range(60):
+        drafts = length.choose([row], most)
+        record(length, row, drafts, 7, 1 + drafts / 10)
+    assert length.choose([row], most) == most
+
+
+@given(st.integers(1, MOST_ROUND), st.integers(0, 7))
+def test_rounds_have_room_for_their_drafts(slots, most):
+    lengths = lengths_on(slots, most)
+    assert lengths[0] == 0 and max(lengths) <= most and (max(lengths) + 1) * slots <= MOST_ROUND
 
 
 def test_drafts_that_never_stand_are_tried_ever_more_rarely():

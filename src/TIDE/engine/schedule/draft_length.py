@@ -36,8 +36,8 @@ FIRST_SHARE = 0.7  # of drafts that are accepted, before any was seen
 
 def lengths_on(slots: int, most: int) -> list[int]:
     """Return the numbers of drafts that rounds on `slots` slots may have, up to `most`."""
-    lengths = LENGTHS if slots < MANY else TOGETHER
-    return [length for length in lengths if length <= most and (length + 1) * slots <= MOST_ROUND]
+    lengths, most = (LENGTHS if slots < MANY else TOGETHER), min(most, MOST_ROUND // slots - 1)
+    return sorted({min(length, most) for length in lengths})
 
 
 class DraftLength:
