@@ -15,7 +15,7 @@ from families import LAYERS, build
 from policies import Everyone
 from router_files import a_file, made
 from runners import on_modules, on_references, why_on_the_host
-from TIDE import TIDE, TIDEConfig
+from TIDE import TIDE, Conversation, TIDEConfig
 from TIDE.engine.plan import settings
 from TIDE.engine.runners.gathering import why_no_gathering, window_of
 from TIDE.routing.policy import ExitPolicy
@@ -343,11 +343,8 @@ def test_a_conversation_does_not_take_settled_kv_over(llama):
     policy = Settles(odd)
     ids = torch.randint(3, 128, (1, PROMPT), generator=torch.Generator().manual_seed(0))
     with TIDE(llama, policy, FAST) as engine:
-        first = engine._decoding(engine._prepare(ids, None, dict(OPTIONS)), 0.0)
-        first.finish()
-        longer = torch.tensor([first.rows[0].tokens])
-        second = engine._decoding(engine._prepare(longer, None, dict(OPTIONS)), 0.0)
-        second.reuse_prefix(first)
-        second.finish()
-        assert second.rows[0].tokens == engine.generate(longer, **OPTIONS)[0].tolist()
-        assert second.rows[0].stats.settled_tokens == (longer.shape[1] - 1) // 2
+        conversation = Conversation(engine)
+        longer = torch.cat([ids, torch.tensor([list(conversation.stream(ids, **OPTIONS))])], dim=1)
+        found = list(conversation.stream(longer, **OPTIONS))
+        assert (engine.last_stats.reused_tokens, engine.last_stats.settled_tokens) == (0, (longer.shape[1] - 1) // 2)
+        assert found == engine.generate(longer, **OPTIONS)[0, longer.shape[1] :].tolist()

@@ -305,7 +305,8 @@ def test_files_of_0_3_0_load_and_get_a_checksum_when_saved(tmp_path, suffix):
     held = RouterFile.load(source)
     assert held.version == "0.3.0"
     assert storage.read(source).checksum is None
-    assert all(torch.equal(tensor, tensors_of(made("identity"))[name]) for name, tensor in tensors_of(held).items())
+    expected = tensors_of(made("identity"))  # random numbers of another processor, which differ in the last digit
+    assert all(torch.allclose(tensor, expected[name], atol=1e-5) for name, tensor in tensors_of(held).items())
     held.save(tmp_path / f"router.{suffix}")
     assert storage.read(tmp_path / f"router.{suffix}").checksum is not None
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from TIDE.engine.cache.texts import Texts
 from TIDE.engine.loop import Loop
 from TIDE.engine.plan import Plan
 from TIDE.engine.round.device_drafter import why_not_planned
@@ -64,10 +65,10 @@ class Batch:
     Args:
         device: where processors expect ids and scores.
         replace_runner: called with the runner that takes the place of one that was checked and found wanting.
+        texts: that rows on the host may begin with.
         most_rows: on the host at a time, if no more are added at once.
 
     Attributes:
-        host: the stage on the host that was made last, if there was one.
         reason: why rows were decoded on the host; None: none was.
     """
 
@@ -77,15 +78,15 @@ class Batch:
         scheduler: Scheduler,
         device: torch.device,
         replace_runner: Callable[[Runner], None],
+        texts: Texts,
         most_rows: int = 1,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.device = device
         self.replace_runner = replace_runner
+        self.texts = texts
         self.most_rows = most_rows
-        self.host: HostStage | None = None
-        self.before: HostStage | None = None  # whose only row begins with a text like that of ours
         self.reason: str | None = None
         self._has_shown = False  # first tokens
         self._added: deque[Asked] = deque()
@@ -118,10 +119,9 @@ class Batch:
             return [row for row, size in sizes.items() if row.finished or len(row.tokens) > size]
 
     def close(self) -> None:
-        """Give everything back that rows have on a device. What the host has stays, for a text that begins alike."""
+        """Give everything back that rows have. What the host keeps of their texts is for others that begin alike."""
         for group in self._groups:
-            if isinstance(group.stage, DeviceStage):
-                group.stage.close()
+            group.stage.close()
         self._groups = []
 
     # ---- where rows are decoded ----------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Batch:
         else:
             self._warn_without_tree(asked.plan, self.reason and f"rounds are on the host: {self.reason}")
             costs, most = self.scheduler.costs, max(rows, self.most_rows)
-            stage = self.host = HostStage(self.runner, asked.plan, asked.policy, sampler, costs, most, self.before)
+            stage = HostStage(self.runner, asked.plan, asked.policy, sampler, costs, most, self.texts)
         group = Group(Loop(stage, asked.plan, self.scheduler, overlap=on_device), stage, asked.plan, asked.policy)
         self._groups.append(group)
         return group
@@ -216,8 +216,7 @@ class Batch:
     def _let_go(self, group: Group) -> None:
         """Give up a group without rows."""
         self._groups.remove(group)
-        if isinstance(group.stage, DeviceStage):
-            group.stage.close()
+        group.stage.close()
 
     def _check(self) -> None:
         """Check the runner, now that first tokens were shown; rows then go on where they are decoded best."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from TIDE.engine.batch import Asked, Batch
+from TIDE.engine.cache.texts import Texts
 from TIDE.engine.plan import Plan
 from TIDE.engine.request import Request
 from TIDE.engine.row import Row
@@ -23,6 +24,7 @@ class Decoding:
 
     Args:
         replace_runner: called with the runner that takes the place of one that was checked and found wanting.
+        texts: that rows on the host may begin with.
     """
 
     def __init__(
@@ -34,12 +36,13 @@ class Decoding:
         rows: list[Row],
         scheduler: Scheduler,
         replace_runner: Callable[[Runner], None],
+        texts: Texts,
     ) -> None:
         self.plan = plan
         self.policy = policy
         self.request = request
         self.rows = rows
-        self.batch = Batch(runner, scheduler, request.ids.device, replace_runner)
+        self.batch = Batch(runner, scheduler, request.ids.device, replace_runner, texts)
 
     @property
     def reason(self) -> str | None:
@@ -50,10 +53,6 @@ class Decoding:
         """Return why the rows cannot be decoded in whole rounds; None: they can."""
         reasons = (self.batch.why_not(Asked(row, self.plan, self.policy), len(self.rows)) for row in self.rows)
         return next((reason for reason in reasons if reason is not None), None)
-
-    def reuse_prefix(self, other: Decoding) -> None:
-        """Take over what another request has run of a text that begins alike; it cannot go on itself then."""
-        self.batch.before = other.batch.host
 
     def run(self) -> Iterator[None]:
         """Decode until every row has ended, or one has failed: its error is the request's."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import is_quantized, unwrapped
 from TIDE.config import TIDEConfig
 from TIDE.engine.batch import Batch
+from TIDE.engine.cache.texts import Texts
 from TIDE.engine.decoding import Decoding
 from TIDE.engine.inputs import as_keywords, check_embeds, check_ids, context_of, left_padding
 from TIDE.engine.plan import make_plan
@@ -87,6 +88,7 @@ class TIDE:
             self.adapter.close()
             raise
         self.scheduler = Scheduler()
+        self.texts = Texts(self.config.cache_gib)
         self.last_rows: list[Row] = []
         self._batch: Batch | None = None
         self._adding = threading.Lock()
@@ -188,15 +190,9 @@ class TIDE:
         self,
         inputs: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
         generation_config: GenerationConfig | None = None,
-        *,
-        after: Callable[[Decoding], None] | None = None,
         **options: Any,
     ) -> Iterator[int]:
-        """Yield the new tokens of one prompt as they become final. Takes what `generate` takes.
-
-        Args:
-            after: is shown what will decode, before it does: see `TIDE.Conversation`.
-        """
+        """Yield the new tokens of one prompt as they become final. Takes what `generate` takes."""
         began = time.perf_counter()
         request = self._prepare(inputs, generation_config, options)
         if len(request.ids) != 1:
@@ -204,8 +200,6 @@ class TIDE:
                 f"stream takes one prompt, found {len(request.ids)}. Use generate(..., streamer=...) or one stream per prompt."
             )
         decoding = self._decoding(request, began)
-        if after is not None:
-            after(decoding)
         return (int(column) for column in self._counted_columns(decoding))
 
     def add(
@@ -266,7 +260,7 @@ class TIDE:
     def _shared_batch(self) -> Batch:
         """Return the batch of rows that come and go."""
         if self._batch is None or (self._batch.runner is not self.runner and not self._batch.rows):
-            self._batch = Batch(self.runner, self.scheduler, self.adapter.device, self._use, most_rows=64)
+            self._batch = Batch(self.runner, self.scheduler, self.adapter.device, self._use, self.texts, most_rows=64)
         return self._batch
 
     def __call__(
@@ -374,7 +368,7 @@ class TIDE:
         """Return what decodes a request."""
         rows = self.last_rows = request.rows(self.adapter.num_layers, self._context)
         rows[0].stats.seconds.whole = time.perf_counter() - began
-        return Decoding(self.runner, self.plan, self.policy, request, rows, self.scheduler, self._use)
+        return Decoding(self.runner, self.plan, self.policy, request, rows, self.scheduler, self._use, self.texts)
 
     @contextmanager
     def _counted(self, rows: list[Row]) -> Iterator[None]:

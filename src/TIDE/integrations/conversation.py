@@ -5,7 +5,8 @@
     for token in conversation.stream(longer_ids, max_new_tokens=64): ...     runs the new part only
 
 Texts may diverge anywhere: K/V are reused up to that point. If the model changed in between (weights, PEFT adapters), nothing
-is reused. If rounds run as CUDA graphs, every prompt is run as a whole, by one graph.
+is reused. Where an engine reuses beginnings of any texts it does so here; in 16 bits on the host, where the order of sums may
+show, only here.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from TIDE.engine.decoding import Decoding
+from TIDE.engine.cache.prefixes import new_salt
 from TIDE.engine.engine import TIDE
-from TIDE.engine.runners.snapshot import ModelSnapshot
 
 
 class Conversation:
@@ -23,14 +23,9 @@ class Conversation:
 
     def __init__(self, engine: TIDE) -> None:
         self.engine = engine
-        self._last: tuple[Decoding, ModelSnapshot] | None = None
+        self._salt = new_salt()
 
     def stream(self, *inputs: Any, **options: Any) -> Iterator[int]:
         """Yield the new tokens of the next request. Takes the arguments of `TIDE.stream`."""
-        return self.engine.stream(*inputs, after=self._follow, **options)
-
-    def _follow(self, decoding: Decoding) -> None:
-        last, model = self._last, self.engine.model
-        if last is not None and last[1].matches(model):
-            decoding.reuse_prefix(last[0])
-        self._last = decoding, ModelSnapshot(model, values=True)
+        salt = None if self.engine.runner.shares else self._salt
+        return self.engine.stream(*inputs, **{"cache_salt": salt, **options})

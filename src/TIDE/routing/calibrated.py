@@ -113,6 +113,13 @@ class _Request(ExitPolicy):
         for memory in self.memories.values():
             memory.forget(row, length)
 
+    def copied(self, row: int) -> Any:
+        return {depth: memory.copied(row) for depth, memory in self.memories.items()}
+
+    def paste(self, row: int, copied: Any, length: int) -> None:
+        for depth, memory in self.memories.items():
+            memory.paste(row, copied[depth], length)
+
     def score(self, candidates: Candidates) -> torch.Tensor:
         policy, depth = self.policy, candidates.depth
         if depth in self.memories:

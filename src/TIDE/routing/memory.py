@@ -33,6 +33,15 @@ class _Shown(NamedTuple):
     states: torch.Tensor  # (n, hidden)
 
 
+class CopiedMemory(NamedTuple):
+    """The state of a row: see `HeadMemory`."""
+
+    parts: list[torch.Tensor]  # of `Kept`
+    fresh: list[range]
+    known: int
+    fed: int
+
+
 class HeadMemory:
     """The state of one memory head for up to `rows` rows."""
 
@@ -69,6 +78,24 @@ class HeadMemory:
         if not length and row < len(self._kept.keys):
             for part in self._kept:  # a masked position still enters products, and NaN times zero is NaN
                 part[row] = 0
+
+    def copied(self, row: int) -> CopiedMemory:
+        """Return a copy of the state of a row, up to the last token that has run all layers."""
+        self._put_in_place(row)
+        known = self.known[row]
+        self._make_room(row, known)
+        return CopiedMemory(
+            [part[row, ..., :known, :].clone() for part in self._kept], self._fresh[row].copy(), known, self.fed[row]
+        )
+
+    def paste(self, row: int, copied: CopiedMemory, length: int) -> None:
+        """Let a row begin with the first `length` positions of a copy."""
+        parts, fresh, self.known[row], self.fed[row] = copied
+        self._fresh[row] = fresh.copy()
+        self._make_room(row, length)
+        for part, own in zip(parts, self._kept, strict=True):
+            own[row, ..., :length, :] = part[..., :length, :]
+        self.forget(row, length)
 
     def guess(self, rows: list[int], positions: list[int]) -> torch.Tensor:
         """Return (n, hidden) guesses for the tokens at these positions, each the newest of its row."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -83,4 +83,12 @@ class ExitPolicy(ABC):
 
     def forget(self, row: int, length: int) -> None:
         """Drop the state of a row beyond its first `length` tokens: the rest was rejected."""
+        return None
+
+    def copied(self, row: int) -> Any:
+        """Return a copy of the state of a row, for another text that begins alike; None: texts are not shared."""
+        return None
+
+    def paste(self, row: int, copied: Any, length: int) -> None:
+        """Let a new row begin with the first `length` tokens of a copy."""
         return None

@@ -94,6 +94,19 @@ class KVLayer(CacheLayerMixin):
         self.keys[view.rows, :, view.start : view.stop] = 0
         self.values[view.rows, :, view.start : view.stop] = 0
 
+    def copied(self, row: int, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return a copy of (heads, length, dim) keys and values of a row; None: there are none yet."""
+        if not self.is_initialized:
+            return None
+        return self.keys[row, :, start : start + length].clone(), self.values[row, :, start : start + length].clone()
+
+    def paste(self, row: int, copied: tuple[torch.Tensor, torch.Tensor] | None, length: int) -> None:
+        """Let a row begin with the first `length` columns of a copy."""
+        if copied is not None:
+            if not self.is_initialized:
+                self.lazy_initialization(copied[0][None], copied[1][None])
+            self.keys[row, :, :length], self.values[row, :, :length] = (part[:, :length] for part in copied)
+
     def move(self, row: int, old: int, new: int, length: int) -> None:
         for states in (self.keys, self.values):
             if states is not None and length:
@@ -135,6 +148,14 @@ class StateLayer(LinearAttentionLayer):
     def clear(self, row: int) -> None:
         """Forget a row."""
         self.saved.pop(row, None)
+
+    def copied(self, row: int, start: int, length: int) -> dict[int, LinearAttentionLayer]:
+        """Return the states of a row by length: they are never changed."""
+        return {n: state for n, state in self.saved.get(row, {}).items() if n <= length}
+
+    def paste(self, row: int, copied: dict[int, LinearAttentionLayer], length: int) -> None:
+        """Let a row begin with the states of a copy, up to that at `length`."""
+        self.saved[row] = {n: state for n, state in copied.items() if n <= length}
 
     def nearest(self, row: int, length: int) -> int:
         return max((n for n in self.saved.get(row, {}) if n <= length), default=0)

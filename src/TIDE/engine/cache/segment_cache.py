@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import Cache
@@ -31,6 +32,17 @@ from TIDE.adapters.probe import Store
 from TIDE.engine.cache.cache_layers import KVLayer, StateLayer, View
 
 STEP = 256  # columns added at a time
+
+
+def longest_copied(layers: list[Any], length: int) -> int:
+    """Return how many of a copy's first `length` tokens can be taken: running states are there at some lengths only."""
+    states = [part for part in layers if isinstance(part, dict)]
+    before = -1
+    while length != before:
+        before = length
+        for part in states:
+            length = max((n for n in part if n <= length), default=0)
+    return length
 
 
 @dataclass
@@ -208,6 +220,25 @@ class SegmentCache(Cache):
         """The row will not be rolled back below `length` any more: older states can go."""
         for layer, own in self._states_of(self.segments):
             layer.forget_before(row, min(length, own.length[row]))
+
+    def copied(self, row: int, length: int) -> list[Any]:
+        """Return a copy of what every layer has of a row's first tokens, which have run all of them."""
+        assert all(own.length[row] >= length for own in self.segments)
+        return [layer.copied(row, self._owner(index).origin[row], length) for index, layer in enumerate(self.layers)]
+
+    def paste(self, row: int, layers: list[Any], length: int) -> None:
+        """Let an empty row begin with the first `length` tokens of a copy, as many as `longest_copied` allows."""
+        for own in self.segments:
+            self._reserve(own, length)
+            own.origin[row], own.length[row] = 0, length
+        for layer, copied in zip(self.layers, layers, strict=True):
+            layer.paste(row, copied, length)
+
+    def bytes_of(self, length: int) -> int:
+        """Return the bytes of `length` tokens' K/V."""
+        filled = [layer for layer in self.layers if isinstance(layer, KVLayer) and layer.is_initialized]
+        parts = [part for layer in filled for part in (layer.keys, layer.values)]
+        return sum(length * part.shape[1] * part.shape[3] * part.element_size() for part in parts)
 
     def kv(self, layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(heads, length, dim) keys and values of a row, for inspection."""

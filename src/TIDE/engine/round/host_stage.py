@@ -20,8 +20,10 @@ from itertools import count
 import torch
 
 from TIDE.engine.cache.segment_cache import STEP
+from TIDE.engine.cache.texts import Texts
 from TIDE.engine.plan import Plan
 from TIDE.engine.round.accept import accept
+from TIDE.engine.round.beginnings import Beginnings
 from TIDE.engine.round.round import Launched, run_round
 from TIDE.engine.round.sampler import Sampler
 from TIDE.engine.round.segments import Segments
@@ -42,7 +44,7 @@ class HostStage:
         sampler: chooses the tokens; the stage tells it which rows there are.
         costs: to record how long passes and exits take.
         most_rows: that are in it at a time.
-        before: a stage whose only row may begin with the text of the first one here, which takes over its K/V then.
+        texts: that have ended, for rows that begin alike; None: every row runs all of its text.
 
     Attributes:
         rows: in order of joining. Those that have ended are passed over until they leave.
@@ -61,7 +63,7 @@ class HostStage:
         sampler: Sampler,
         costs: Costs,
         most_rows: int,
-        before: HostStage | None = None,
+        texts: Texts | None = None,
     ) -> None:
         self.runner = runner
         self.plan = plan
@@ -69,7 +71,7 @@ class HostStage:
         self.sampler = sampler
         self.costs = costs
         self.most_rows = most_rows
-        self.before = before
+        self.beginnings = Beginnings(runner, plan, policy, texts or Texts(0), shares=texts is not None)
         self.policy = None if policy is None else policy.start(most_rows, runner.head)
         self.segments = self._no_segments()
         self.rows: list[Row] = []
@@ -103,16 +105,20 @@ class HostStage:
             self.joining.append(row)
         self.segments.make_room(max((row.slot + 1 for row in self.rows), default=0))
         self.sampler.serve(self.rows)
-        if self.before is not None:
-            self._reuse_prefix(self.before)
-            self.before = None
+        with self.runner.grad_off():
+            self.beginnings.begin(rows, self.segments, self.rows)
 
     def admit(self, rows: Sequence[Row]) -> int:
-        """Take in the first of these rows, as many as there is room for; return how many."""
-        count = min(len(rows), self.most_rows - len(self.rows))
-        if count:
-            self.join(list(rows)[:count])
-        return count
+        """Take in the first of these rows, as many as there is room for; return how many. One whose text begins like that of a
+        row whose prompt has not run, and those behind it, come when it has."""
+        taken: list[Row] = []
+        for row in list(rows)[: self.most_rows - len(self.rows)]:
+            if self.beginnings.should_wait(row, [*self.joining, *taken]):
+                break
+            taken.append(row)
+        if taken:
+            self.join(taken)
+        return len(taken)
 
     def reserve(self) -> list[Row]:
         """Return no rows: the cache grows with its texts."""
@@ -124,34 +130,24 @@ class HostStage:
         self.joining = [other for other in self.joining if other is not row]
         row.drafts = []
         with self.runner.grad_off():
+            self.beginnings.keep(row, self.segments)
             self.segments.clear(row)
         if not self.rows:
             self.segments = self._no_segments()  # a long text has had room that others need not have
         self.sampler.serve(self.rows)
 
-    def _reuse_prefix(self, other: HostStage) -> None:
-        """Take over the K/V of another request of one row whose text begins alike. The other cannot go on then."""
-        rows = [*self.rows, *other.rows]
-        if other.plan != self.plan or other.source is not self.source or len(self.rows) != 1 or len(other.rows) != 1:
-            return
-        if other.runner is not self.runner or any(row.embeds is not None for row in rows):
-            return
-        if self.plan.settles_at is not None:
-            return  # what settled was not run by the full model, and is never shared
-        ours, theirs = (row.text(0, row.size) for row in rows)
-        alike = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-        self.policy = other.policy
-        self.segments = other.segments
-        self.rows[0].slot = other.rows[0].slot
-        self.segments.rollback(self.rows[0], min(alike, len(ours) - 1))
-
     @property
     def width(self) -> int:
         return self.most_rows
 
+    def close(self) -> None:
+        """Let all rows go."""
+        for row in list(self.rows):
+            self.leave(row)
+
     def change_runner(self, runner: Runner) -> None:
         """Go on with another runner of the same model."""
-        self.runner = runner
+        self.runner = self.beginnings.runner = runner
         self.segments.change_runner(runner)
 
     def launch(self) -> Launched:

@@ -15,6 +15,7 @@ import torch
 
 from TIDE.engine.cache.pending import Pending
 from TIDE.engine.cache.segment_cache import SegmentCache
+from TIDE.engine.cache.texts import Copied
 from TIDE.engine.round.settler import Settler
 from TIDE.engine.row import Row
 from TIDE.engine.runners.base import Runner
@@ -71,6 +72,17 @@ class Segments:
         """Forget all of a row: its slot is for another one."""
         self.cache.clear(row.slot)
         self._forget(row, 0)
+
+    def copied(self, row: Row, length: int) -> Copied | None:
+        """Return a copy of what was made of a row's first tokens, for others that begin alike; None: its exits cannot share."""
+        memory = None if self.watcher is None or not self.watched else self.watcher.copied(row.slot)
+        return None if self.watched and memory is None else Copied(self.cache.copied(row.slot, length), memory)
+
+    def paste(self, row: Row, copied: Copied, length: int) -> None:
+        """Let a new row begin with the first `length` tokens of a copy."""
+        self.cache.paste(row.slot, copied.layers, length)
+        if self.watcher is not None and self.watched:
+            self.watcher.paste(row.slot, copied.memory, length)
 
     def length(self, segment: int, row: Row) -> int:
         """Return how many tokens of a row have run in a segment."""

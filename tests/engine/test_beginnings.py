@@ -1,0 +1,182 @@
+"""Rows on the host that begin alike run their common beginning once, and write what they would write alone."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import TIDE
+from families import build
+from policies import Everyone
+from properties import examples
+from router_files import a_file
+from TIDE.engine.cache.texts import LEAST, Copied, Texts
+
+NEW = 6
+OPTIONS = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+TEXT = torch.randint(3, 100, (1, 200), generator=torch.Generator().manual_seed(1))
+
+
+def policies(model):
+    with TIDE.TIDE(model) as engine:
+        return None, Everyone(2), a_file(model, "memory", (2,), 0.0).policy(engine.adapter)
+
+
+@functools.cache
+def known(name="llama"):
+    model = build(name)
+    return model, policies(model)
+
+
+def alone(model, ids):
+    return model.generate(ids, **OPTIONS, attention_mask=torch.ones_like(ids))[0, ids.shape[1] :].tolist()
+
+
+def drain(engine, rows):
+    while any(not row.finished for row in rows):
+        engine.step()
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_eight_answers_to_one_prompt_run_it_once(which):
+    model, own = known()
+    ids = TEXT[:, :120]
+    with TIDE.TIDE(model, own[which]) as engine:
+        rows = [engine.add(ids, **OPTIONS) for _ in range(8)]
+        drain(engine, rows)
+        assert all(row.new_tokens == alone(model, ids) for row in rows)
+        assert [row.stats.reused_tokens for row in rows] == [0] + [119] * 7
+        most = engine.adapter.num_layers * (120 + 8 * (NEW * (1 + engine.plan.max_pending)))
+        assert sum(row.stats.layers_run for row in rows) < most
+
+
+def test_a_batch_with_one_prompt_runs_it_once():
+    model, _ = known()
+    with TIDE.TIDE(model) as engine:
+        found = engine.generate(TEXT[:, :100], **OPTIONS, num_return_sequences=1).tolist()
+        assert engine.generate(TEXT[:, :100].expand(4, -1), **OPTIONS).tolist() == found * 4
+        assert engine.last_stats.reused_tokens == 4 * 99
+        sampled = dict(OPTIONS, do_sample=True, seed=3, num_return_sequences=4)
+        answers = engine.generate(TEXT[:, :80], **sampled).tolist()
+    with TIDE.TIDE(model) as engine:
+        assert engine.generate(TEXT[:, :80], **sampled, cache_salt="other").tolist() == answers
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_next", "gemma3"])
+def test_a_text_that_has_ended_is_gone_on_with(name):
+    model, own = known(name)
+    for policy in own:
+        with TIDE.TIDE(model, policy) as engine:
+            first = engine.add(TEXT[:, :60], **OPTIONS)
+            drain(engine, [first])
+            longer = torch.tensor([[*first.tokens, *TEXT[0, :20].tolist()]])
+            second = engine.add(longer, **OPTIONS)
+            drain(engine, [second])
+            assert second.new_tokens == alone(model, longer)
+            assert 60 <= second.stats.reused_tokens <= 60 + NEW
+            assert engine.generate(longer, **OPTIONS)[0, 86:].tolist() == second.new_tokens
+
+
+@examples(25)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90), st.integers(0, 12), st.integers(0, 3)), max_size=8), st.data())
+def test_whatever_begins_alike_the_text_is_that_of_a_row_alone(asked, data):
+    """Rows from a tree of texts, that come at any time; some budgets keep nothing, some a text or two."""
+    model, own = known()
+    with TIDE.TIDE(model, own[data.draw(st.sampled_from([0, 1, 2]))]) as engine:
+        engine.texts.most = data.draw(st.sampled_from([0, 100_000, 2**30]))
+        rows, prompts = [], []
+        for parent, kept, new, steps in asked:
+            before = [TEXT[0, :90].tolist(), *(row.tokens for row in rows)][-parent % (len(rows) + 1)]
+            ids = torch.tensor([[*before[:kept], *TEXT[0, 100 + new : 100 + 2 * new].tolist()]])
+            prompts.append(ids)
+            rows.append(engine.add(ids, **OPTIONS, attention_mask=torch.ones_like(ids)))
+            for _ in range(steps):
+                engine.step()
+        drain(engine, rows)
+        for row, ids in zip(rows, prompts, strict=True):
+            assert row.error is None and row.new_tokens == alone(model, ids)
+        assert engine.texts.bytes <= engine.texts.most
+
+
+def test_mode_fast_writes_the_same_cold_and_warm():
+    model, own = known()
+    ids = TEXT[:, :80]
+    with TIDE.TIDE(model, own[2], TIDE.TIDEConfig(mode="fast", exit_threshold=0.4)) as engine:
+        cold = engine.generate(ids, **OPTIONS).tolist()
+        assert (engine.last_stats.reused_tokens, sum(engine.last_stats.exits_per_layer.values()) > 0) == (0, True)
+        assert engine.generate(ids, **OPTIONS).tolist() == cold
+        assert engine.last_stats.reused_tokens == 79
+        longer = torch.tensor([[*cold[0], *TEXT[0, :20].tolist()]])
+        warm = engine.generate(longer, **OPTIONS).tolist()
+        assert engine.last_stats.reused_tokens >= 80
+        assert engine.generate(longer, **OPTIONS, cache_salt="cold").tolist() == warm
+        assert engine.last_stats.reused_tokens == 0
+
+
+def test_weights_that_change_make_all_texts_others():
+    model = build("llama")
+    with TIDE.TIDE(model) as engine:
+        engine.generate(TEXT[:, :60], **OPTIONS)
+        running = engine.add(TEXT[:, :50], **OPTIONS)
+        engine.step()
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.mul_(-3)
+        found = engine.generate(TEXT[:, :60], **OPTIONS)
+        assert engine.last_stats.reused_tokens == 0
+        assert found[0, 60:].tolist() == alone(model, TEXT[:, :60])
+        drain(engine, [running])  # began before: not for others
+        assert engine.generate(TEXT[:, :55], **OPTIONS)[0, 55:].tolist() == alone(model, TEXT[:, :55])
+        assert engine.last_stats.reused_tokens == 54
+
+
+def test_other_salts_are_never_found():
+    model, _ = known()
+    with TIDE.TIDE(model) as engine:
+        for salt in ("a", "b", None):
+            engine.generate(TEXT[:, :60], **OPTIONS, cache_salt=salt)
+            assert engine.last_stats.reused_tokens == 0
+        engine.generate(TEXT[:, :60], **OPTIONS, cache_salt="a")
+        assert engine.last_stats.reused_tokens == 59
+
+
+def test_16_bits_share_where_asked_only():
+    model = build("llama").to(torch.bfloat16)
+    with TIDE.TIDE(model) as engine:
+        for salt, reused in ((None, 0), (None, 0), ("mine", 0), ("mine", 39)):
+            engine.generate(TEXT[:, :40], **OPTIONS, cache_salt=salt)
+            assert engine.last_stats.reused_tokens == reused
+
+
+def test_a_policy_that_cannot_copy_its_state_shares_nothing():
+    class Watching(Everyone):
+        watches = (2,)
+
+    model = build("llama")
+    with TIDE.TIDE(model, Watching(2)) as engine:
+        for _ in range(2):
+            assert engine.generate(TEXT[:, :60], **OPTIONS)[0, 60:].tolist() == alone(model, TEXT[:, :60])
+            assert engine.last_stats.reused_tokens == 0
+
+
+@examples(100)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=40), st.integers(0, 60)), max_size=12), st.integers(0, 100))
+def test_texts_stay_within_their_bytes_and_the_longest_is_found(kept, most):
+    texts, model = Texts(), torch.nn.Linear(1, 1)
+    texts.most, epoch, there = most, texts.follow(model), []
+    for tokens, size in kept:
+        texts.keep("mine", epoch, tokens, Copied([torch.zeros(size, dtype=torch.uint8)], None))
+        assert texts.bytes <= most
+        there = [text.tokens.tolist() for text in texts._texts]
+        assert size > most or there[-1] == tokens
+    found = texts.find("mine", wanted := [0, 1] * 20)
+    longest = max((next(n for n in range(min(len(text), 39), -1, -1) if text[:n] == wanted[:n]) for text in there), default=0)
+    assert (found[1] if found else 0) == (longest if longest >= LEAST else 0)
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert texts.follow(model) != epoch and texts.find("mine", wanted) is None
+    texts.keep("mine", epoch, wanted, Copied([], None))
+    assert texts._texts == []
