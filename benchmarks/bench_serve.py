@@ -4,7 +4,7 @@
 
 guidellm lives in an environment of its own. The servers run at the same time, and each level of clients is tried on all of them
 in turn, so that what else the machine does falls on all. Answers are greedy and end where the model ends them. Questions are
-Spec-Bench's lines, or any with `turns` or `prompt`.
+Spec-Bench's lines, or any with `turns` or `prompt`; each level has others, since servers keep what they have seen.
 
     transformers                `transformers serve`
     transformers, batching      the same with --continuous-batching
@@ -133,17 +133,18 @@ def figures(metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
     }
 
 
-def questions(file: Path, every: int) -> str:
-    """Return every n-th question as guidellm reads them, a JSON object a line."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()][::every]
+def questions(file: Path, every: int, first: int) -> str:
+    """Return every n-th question from a first one on, as guidellm reads them, a JSON object a line."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()][first::every]
     texts = [line["turns"][0] if "turns" in line else line["prompt"] for line in lines]
     return "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
 
 
-def measured(load: Load, servers: dict[str, Server], levels: list[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+def measured(load: Load, servers: dict[str, Server], asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Show and yield the figures of every level of clients, server by server."""
     print(f"{'clients':>7}  {'server':<24}{'tok/s':>8}{'ms/token':>10}{'first ms':>10}{'p95':>8}", flush=True)
-    for clients, count in levels:
+    for number, (clients, count) in enumerate(zip(asked.clients, asked.requests, strict=True)):
+        load.prompts.write_text(questions(asked.prompts, asked.every, number % asked.every))
         for name, server in servers.items():
             found = load.on(server.url, clients, count)
             shown = f"{found['tokens_per_second']:>8.1f}{found['later_token_ms']:>10.1f}"
@@ -165,13 +166,12 @@ def main() -> None:
     model = str(default_model_path())
     with tempfile.TemporaryDirectory() as name, ExitStack() as until_the_end:
         prompts, servers = Path(name) / "prompts.jsonl", {}
-        prompts.write_text(questions(asked.prompts, asked.every))
         load = Load(asked.guidellm, model, prompts, asked.new_tokens)
         for number, kind in enumerate(asked.servers):
             servers[kind] = Server(commands(model)[kind], 8400 + number, Path(name) / f"{number}.log")
             until_the_end.callback(servers[kind].close)
             servers[kind].ask("Hello", model)  # some load and compile at the first request
-        results = list(measured(load, servers, list(zip(asked.clients, asked.requests, strict=True))))
+        results = list(measured(load, servers, asked))
     print(json.dumps({"bench": "serve", "new_tokens": asked.new_tokens, "results": results}))
 
 
