@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -141,14 +142,50 @@ def test_other_salts_are_never_found():
             assert engine.last_stats.reused_tokens == 0
         engine.generate(TEXT[:, :60], **OPTIONS, cache_salt="a")
         assert engine.last_stats.reused_tokens == 59
+        assert engine.texts.bytes
+    assert not engine.texts.bytes
 
 
-def test_16_bits_share_where_asked_only():
+def test_16_bits_share_in_a_conversation_only():
     model = build("llama").to(torch.bfloat16)
     with TIDE.TIDE(model) as engine:
-        for salt, reused in ((None, 0), (None, 0), ("mine", 0), ("mine", 39)):
+        for salt in (None, None, "mine", "mine"):
             engine.generate(TEXT[:, :40], **OPTIONS, cache_salt=salt)
+            assert engine.last_stats.reused_tokens == 0
+        for reused in (0, 39):
+            list(TIDE.Conversation(engine).stream(TEXT[:, :40], **OPTIONS))
             assert engine.last_stats.reused_tokens == reused
+
+
+def test_a_model_with_hooks_shares_nothing():
+    """Another hook in the same place is another model, and one that looks wants to see every token."""
+    model = build("llama")
+    for change in (1.0, -1.0):
+        seen = []
+
+        def steer(module, inputs, output, seen=seen, change=change):
+            seen.append(output.shape[-2])
+            return output + change
+
+        hook = model.model.layers[1].mlp.register_forward_hook(steer)
+        with TIDE.TIDE(model) as engine:
+            for _ in range(2):
+                seen.clear()
+                assert engine.generate(TEXT[:, :60], **OPTIONS)[0, 60:].tolist() == alone(model, TEXT[:, :60])
+                assert engine.last_stats.reused_tokens == 0 and max(seen) == 60
+        hook.remove()
+
+
+@pytest.mark.parametrize(("name", "rounds"), [("llama", NEW + 1), ("qwen3_next", NEW)])
+def test_rows_with_one_prompt_come_together(name, rounds):
+    """All but the first a round later, with a copy; where a running state is no use for others, all at once."""
+    model, _ = known(name)
+    with TIDE.TIDE(model) as engine:
+        rows = [engine.add(TEXT[:, :100], **OPTIONS) for _ in range(6)]
+        for _ in range(rounds):
+            assert not all(row.finished for row in rows)
+            engine.step()
+        assert all(row.new_tokens == alone(model, TEXT[:, :100]) for row in rows)
 
 
 def test_a_policy_that_cannot_copy_its_state_shares_nothing():
@@ -172,11 +209,11 @@ def test_texts_stay_within_their_bytes_and_the_longest_is_found(kept, most):
         assert texts.bytes <= most
         there = [text.tokens.tolist() for text in texts._texts]
         assert size > most or there[-1] == tokens
-    found = texts.find("mine", wanted := [0, 1] * 20)
-    longest = max((next(n for n in range(min(len(text), 39), -1, -1) if text[:n] == wanted[:n]) for text in there), default=0)
+    found = texts.find("mine", np.array(wanted := [0, 1] * 20))
+    longest = max((next(n for n in range(min(len(text), 40), -1, -1) if text[:n] == wanted[:n]) for text in there), default=0)
     assert (found[1] if found else 0) == (longest if longest >= LEAST else 0)
     with torch.no_grad():
         model.weight.add_(1)
-    assert texts.follow(model) != epoch and texts.find("mine", wanted) is None
+    assert texts.follow(model) != epoch and texts.find("mine", np.array(wanted)) is None
     texts.keep("mine", epoch, wanted, Copied([], None))
     assert texts._texts == []

@@ -183,6 +183,7 @@ class Batch:
             group.loop.step()
         except torch.OutOfMemoryError as problem:
             if not group.is_on_device:
+                self._again(group)
                 raise
             reason = f"there is no memory for {len(rows)} rows"
             logger.warning("these rows are not decoded in rounds: %s. Ask for fewer new tokens or rows.", reason)

@@ -88,7 +88,7 @@ class TIDE:
             self.adapter.close()
             raise
         self.scheduler = Scheduler()
-        self.texts = Texts(self.config.cache_gib)
+        self.texts = Texts(self.config.cache_gib if self.adapter.device.type == "cpu" else None)
         self.last_rows: list[Row] = []
         self._batch: Batch | None = None
         self._adding = threading.Lock()
@@ -190,9 +190,12 @@ class TIDE:
         self,
         inputs: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
         generation_config: GenerationConfig | None = None,
+        *,
+        shares: bool = False,
         **options: Any,
     ) -> Iterator[int]:
-        """Yield the new tokens of one prompt as they become final. Takes what `generate` takes."""
+        """Yield the new tokens of one prompt as they become final. Takes what `generate` takes; with `shares` the prompt begins
+        with K/V of texts that begin alike also in 16 bits on the host, where the order of sums may show."""
         began = time.perf_counter()
         request = self._prepare(inputs, generation_config, options)
         if len(request.ids) != 1:
@@ -200,6 +203,7 @@ class TIDE:
                 f"stream takes one prompt, found {len(request.ids)}. Use generate(..., streamer=...) or one stream per prompt."
             )
         decoding = self._decoding(request, began)
+        decoding.rows[0].shares = shares
         return (int(column) for column in self._counted_columns(decoding))
 
     def add(
@@ -311,6 +315,7 @@ class TIDE:
 
     def close(self) -> None:
         """Leave the model as it was handed in. The engine cannot be used afterwards."""
+        self.texts.clear()
         self.adapter.close()
 
     def __repr__(self) -> str:

@@ -70,6 +70,7 @@ class Row:
     unseen: int = 0  # tokens of the prompt without ids: processors, criteria and the output leave them out
     sampling: Sampling = field(default_factory=Sampling)
     salt: str | None = None  # K/V are shared with rows of the same salt only
+    shares: bool = False  # on the host also where the order of sums may show in a text
     seconds: InitVar[Seconds | None] = None  # of the request, shared by its rows
     drafts: list[Draft] = field(init=False, default_factory=list)
     wanted: int | None = field(init=False, default=None)  # drafts to make in this round; None: scores decide

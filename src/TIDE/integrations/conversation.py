@@ -5,8 +5,7 @@
     for token in conversation.stream(longer_ids, max_new_tokens=64): ...     runs the new part only
 
 Texts may diverge anywhere: K/V are reused up to that point. If the model changed in between (weights, PEFT adapters), nothing
-is reused. Where an engine reuses beginnings of any texts it does so here; in 16 bits on the host, where the order of sums may
-show, only here.
+is reused. An engine reuses beginnings of any texts, but in 16 bits on the host, where the order of sums may show, only here.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from TIDE.engine.cache.prefixes import new_salt
 from TIDE.engine.engine import TIDE
 
 
@@ -23,9 +21,7 @@ class Conversation:
 
     def __init__(self, engine: TIDE) -> None:
         self.engine = engine
-        self._salt = new_salt()
 
     def stream(self, *inputs: Any, **options: Any) -> Iterator[int]:
         """Yield the new tokens of the next request. Takes the arguments of `TIDE.stream`."""
-        salt = None if self.engine.runner.shares else self._salt
-        return self.engine.stream(*inputs, **{"cache_salt": salt, **options})
+        return self.engine.stream(*inputs, shares=True, **options)

@@ -230,9 +230,14 @@ class SegmentCache(Cache):
         """Let an empty row begin with the first `length` tokens of a copy, as many as `longest_copied` allows."""
         for own in self.segments:
             self._reserve(own, length)
-            own.origin[row], own.length[row] = 0, length
         for layer, copied in zip(self.layers, layers, strict=True):
             layer.paste(row, copied, length)
+        for own in self.segments:
+            own.origin[row], own.length[row] = 0, length
+
+    def usable(self, row: int, length: int) -> int:
+        """Return how many of a row's first `length` tokens others can begin with: see `longest_copied`."""
+        return longest_copied([layer.copied(row, 0, length) for layer, _ in self._states_of(self.segments)], length)
 
     def bytes_of(self, length: int) -> int:
         """Return the bytes of `length` tokens' K/V."""

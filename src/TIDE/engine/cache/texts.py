@@ -20,7 +20,7 @@ from torch import nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from TIDE.engine.cache.segment_cache import longest_copied
-from TIDE.engine.runners.snapshot import ModelSnapshot
+from TIDE.engine.runners.snapshot import ModelSnapshot, has_hooks
 
 LEAST = 16  # tokens that are worth a copy
 DEFAULT_GIB = 1.0  # of texts, if nobody says how many
@@ -61,19 +61,24 @@ class Texts:
         """That all of them take."""
         return sum(text.bytes for text in self._texts)
 
-    def follow(self, model: nn.Module) -> int:
-        """Forget everything if the model is another one now; return a number for the model as it is."""
+    def follow(self, model: nn.Module) -> int | None:
+        """Forget everything if the model is another one now; return a number for the model as it is. None: it has hooks, which
+        may do something else each time, or want to see every token."""
         with self._lock:
             if self._model is None or not self._model.matches(model):
                 self._model = ModelSnapshot(model, values=True)
                 self._texts = []
                 self._epoch += 1
-            return self._epoch
+        return None if any(map(has_hooks, model.modules())) else self._epoch
 
-    def find(self, owner: Hashable, tokens: Sequence[int]) -> tuple[Copied, int] | None:
-        """Return what is kept of a text that begins like `tokens`, and how many tokens of it can be used: not the last one,
-        whose logits are wanted."""
-        wanted = np.array(tokens[:-1])
+    def clear(self) -> None:
+        """Forget everything, also what rows that are running would leave."""
+        with self._lock:
+            self._texts, self._model = [], None
+            self._epoch += 1
+
+    def find(self, owner: Hashable, wanted: np.ndarray) -> tuple[Copied, int] | None:
+        """Return what is kept of the text that is alike for the longest, and how many tokens of it can be used."""
         with self._lock:
             own = [text for text in self._texts if text.owner == owner]
             lengths = [longest_copied(text.copied.layers, alike(wanted, text.tokens)) for text in own]

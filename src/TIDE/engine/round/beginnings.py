@@ -7,10 +7,12 @@ prompt has not run yet waits for it: eight answers to one prompt run it once.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from TIDE.adapters.weights import is_quantized
 from TIDE.engine.cache.segment_cache import longest_copied
 from TIDE.engine.cache.texts import LEAST, Copied, Texts, alike
 from TIDE.engine.plan import Plan
@@ -19,84 +21,97 @@ from TIDE.engine.row import Row
 from TIDE.engine.runners.base import Runner
 from TIDE.routing.policy import ExitPolicy
 
-WORTH_WAITING = 64  # tokens that begin alike, and half of the row's own
+WORTH_WAITING = 64  # tokens that need not run then, and half of the row's own
+
+
+class Source(NamedTuple):
+    """What was made of the first tokens of a text: of a row that is running, or kept."""
+
+    row: Row | None
+    copied: Copied | None
+    length: int
 
 
 class Beginnings:
     """Copies beginnings of texts from row to row.
 
     Args:
-        shares: otherwise every row runs all of its text.
+        policy: the exits; None: there are none.
+        watcher: what it has started for the rows at hand.
+        texts: that have ended; None: every row runs all of its text.
     """
 
-    def __init__(self, runner: Runner, plan: Plan, policy: ExitPolicy | None, texts: Texts, shares: bool = True) -> None:
-        self.texts = texts
+    def __init__(
+        self, runner: Runner, plan: Plan, policy: ExitPolicy | None, watcher: ExitPolicy | None, texts: Texts | None
+    ) -> None:
+        self.texts = texts or Texts(0)
         self.runner = runner
         self.policy = policy
         # what settled in a prompt, or did not catch up, is not the full model's
-        self.shares = shares and plan.settles_at is None and (plan.exact or plan.catches_up)
-        self._epochs: dict[Row, int] = {}  # the model as it was when a row began
+        are_whole = plan.settles_at is None and (plan.exact or plan.catches_up)
+        has_copies = watcher is None or not watcher.watches or type(watcher).copied is not ExitPolicy.copied
+        self.shares = texts is not None and are_whole and has_copies and runner.rope.switches_at is None
+        self._epoch: int | None = None  # the model as it is now; None: nothing is shared
+        self._epochs: dict[Row, int] = {}  # as it was when a row began
 
-    def begin(self, rows: Sequence[Row], segments: Segments, running: Sequence[Row]) -> None:
-        """Let rows that join begin with what was made of the same tokens, where there is something."""
-        sharing = [row for row in rows if self._shares(row)]
-        if not sharing:
+    def follow(self) -> None:
+        """Look at the model before rows join."""
+        is_plain = self.shares and self.runner.is_checked and not torch.is_autocast_enabled(self.runner.device.type)
+        self._epoch = self.texts.follow(self.runner.adapter.model) if is_plain else None
+
+    def begin(self, row: Row, segments: Segments, running: Sequence[Row]) -> None:
+        """Let a row that joins begin with what was made of the same tokens, if there is something."""
+        if self._epoch is None or not self._shares(row):
             return
-        epoch = self.texts.follow(self.runner.adapter.model)
-        for row in sharing:
-            self._epochs[row] = epoch
-            found = self._found(row, segments, running)
-            if found is not None:
-                segments.paste(row, *found)
-                row.stats.reused_tokens += found[1]
+        self._epochs[row] = self._epoch
+        source = self._source(row, segments, running)
+        if source.length >= LEAST:
+            copied = source.copied if source.row is None else segments.copied(source.row, source.length)
+            assert copied is not None
+            segments.paste(row, copied, source.length)
+            row.stats.reused_tokens += source.length
 
-    def _found(self, row: Row, segments: Segments, running: Sequence[Row]) -> tuple[Copied, int] | None:
-        """Return a copy of the longest beginning there is, and its tokens."""
-        tokens = row.text(0, row.size)
-        wanted, found = np.array(tokens[:-1]), self.texts.find(self._owner(row), tokens)
-        source, longest = None, LEAST - 1 if found is None else found[1]
-        for other in running:
-            done = segments.length(segments.last, other)
-            if done > longest and self._are_of_one_kind(row, other):
-                length = alike(wanted, np.array(other.text(0, done)))
-                source, longest = (other, length) if length > longest else (source, longest)
-        copied = None if source is None else segments.copied(source, longest)
-        if copied is None:
-            return found
-        length = longest_copied(copied.layers, longest)
-        return (copied, length) if length >= LEAST else found
-
-    def should_wait(self, row: Row, joining: Sequence[Row]) -> bool:
+    def should_wait(self, row: Row, segments: Segments, running: Sequence[Row], joining: Sequence[Row]) -> bool:
         """Return True if a row had better begin when one of those that are joining has run its prompt."""
-        if not joining or not self._shares(row):
-            return False
-        tokens = np.array(row.text(0, row.size))
-        least = max(WORTH_WAITING, len(tokens) // 2)
-        others = [other for other in joining if other.salt == row.salt and self._shares(other) and other.size >= least]
-        return any(alike(tokens, np.array(other.text(0, other.size))) >= least for other in others)
+        least = max(WORTH_WAITING, row.size // 2)
+        others = [other for other in joining if other.size > least and self._is_like(row, other)]
+        if not others or not self._shares(row) or segments.cache.keeps_state(0, segments.last):
+            return False  # running states are there at the ends of prompts only
+        wanted = np.array(row.text(0, row.size - 1))
+        most = max(alike(wanted, np.array(other.text(0, other.size))) for other in others)
+        return most >= least and most - self._source(row, segments, running).length >= least
 
     def keep(self, row: Row, segments: Segments) -> None:
         """Keep what was made of a row that leaves."""
         epoch = self._epochs.pop(row, None)
         length = min(len(row.tokens), segments.length(segments.last, row))
-        if epoch is None or row.error is not None or length < LEAST or segments.cache.bytes_of(length) > self.texts.most:
+        if epoch is None or row.error is not None or segments.cache.bytes_of(length) > self.texts.most:
             return
         try:
             copied = segments.copied(row, length)
-        except torch.OutOfMemoryError:
-            return  # it is only for others
-        if copied is not None:
+        except (RuntimeError, MemoryError):
+            return  # there is no memory for what others might use
+        if longest_copied(copied.layers, length) >= LEAST:
             self.texts.keep(self._owner(row), epoch, row.text(0, length), copied)
 
-    def _are_of_one_kind(self, row: Row, other: Row) -> bool:
-        return row is not other and row.salt == other.salt and self._epochs[row] == self._epochs.get(other)
+    def _source(self, row: Row, segments: Segments, running: Sequence[Row]) -> Source:
+        """Return where the longest beginning of a row's text is. Its last token runs in any case: its logits are wanted."""
+        wanted = np.array(row.text(0, row.size - 1))
+        best = Source(None, *(self.texts.find(self._owner(row), wanted) or (None, 0)))
+        for other in running:
+            done = segments.length(segments.last, other)
+            if done > best.length and self._is_like(row, other):
+                length = segments.cache.usable(other.slot, alike(wanted, np.array(other.text(0, done))))
+                best = Source(other, None, length) if length > best.length else best
+        return best
+
+    def _is_like(self, row: Row, other: Row) -> bool:
+        return row is not other and row.salt == other.salt and self._epochs.get(other) == self._epoch is not None
 
     def _shares(self, row: Row) -> bool:
-        """Return True if K/V of a row are like those of others."""
-        runner = self.runner
-        if not self.shares or not runner.is_checked or row.embeds is not None or runner.rope.switches_at is not None:
-            return False
-        return runner.shares or row.salt is not None
+        """Return True if a row shares unasked, as in fp32, where the order of sums shows in no text, or is asked to."""
+        model = self.runner.adapter.model
+        return row.embeds is None and (row.shares or (model.dtype == torch.float32 and not is_quantized(model)))
 
     def _owner(self, row: Row) -> Hashable:
         return self.runner, self.policy, row.salt

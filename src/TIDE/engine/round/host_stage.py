@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from itertools import count
+from itertools import count as count_up
 
 import torch
 
@@ -71,8 +71,8 @@ class HostStage:
         self.sampler = sampler
         self.costs = costs
         self.most_rows = most_rows
-        self.beginnings = Beginnings(runner, plan, policy, texts or Texts(0), shares=texts is not None)
         self.policy = None if policy is None else policy.start(most_rows, runner.head)
+        self.beginnings = Beginnings(runner, plan, policy, self.policy, texts)
         self.segments = self._no_segments()
         self.rows: list[Row] = []
         self.joining: list[Row] = []
@@ -95,30 +95,36 @@ class HostStage:
     def join(self, rows: Sequence[Row]) -> None:
         """Take rows in before the next round. All their tokens run as a prompt does, those that were written before too."""
         assert len(self.rows) + len(rows) <= self.most_rows, f"{len(rows)} more rows than the {self.most_rows} there may be"
-        taken = {row.slot for row in self.rows}
-        free = (slot for slot in count() if slot not in taken)
+        self.beginnings.follow()
         for row in rows:
-            row.slot = next(free)
-            row.drafts = []
-            row.exits_in_a_row = 0
-            self.rows.append(row)
-            self.joining.append(row)
-        self.segments.make_room(max((row.slot + 1 for row in self.rows), default=0))
+            self._take(row)
         self.sampler.serve(self.rows)
-        with self.runner.grad_off():
-            self.beginnings.begin(rows, self.segments, self.rows)
 
     def admit(self, rows: Sequence[Row]) -> int:
         """Take in the first of these rows, as many as there is room for; return how many. One whose text begins like that of a
         row whose prompt has not run, and those behind it, come when it has."""
-        taken: list[Row] = []
+        count = 0
         for row in list(rows)[: self.most_rows - len(self.rows)]:
-            if self.beginnings.should_wait(row, [*self.joining, *taken]):
+            if not count:
+                self.beginnings.follow()
+            if self.beginnings.should_wait(row, self.segments, self.rows, self.joining):
                 break
-            taken.append(row)
-        if taken:
-            self.join(taken)
-        return len(taken)
+            self._take(row)
+            count += 1
+        if count:
+            self.sampler.serve(self.rows)
+        return count
+
+    def _take(self, row: Row) -> None:
+        taken = {other.slot for other in self.rows}
+        row.slot = next(slot for slot in count_up() if slot not in taken)
+        row.drafts = []
+        row.exits_in_a_row = 0
+        self.rows.append(row)
+        self.joining.append(row)
+        self.segments.make_room(row.slot + 1)
+        with self.runner.grad_off():
+            self.beginnings.begin(row, self.segments, self.rows)
 
     def reserve(self) -> list[Row]:
         """Return no rows: the cache grows with its texts."""

@@ -73,10 +73,10 @@ class Segments:
         self.cache.clear(row.slot)
         self._forget(row, 0)
 
-    def copied(self, row: Row, length: int) -> Copied | None:
-        """Return a copy of what was made of a row's first tokens, for others that begin alike; None: its exits cannot share."""
-        memory = None if self.watcher is None or not self.watched else self.watcher.copied(row.slot)
-        return None if self.watched and memory is None else Copied(self.cache.copied(row.slot, length), memory)
+    def copied(self, row: Row, length: int) -> Copied:
+        """Return a copy of what was made of a row's first tokens, for others that begin alike."""
+        memory = self.watcher.copied(row.slot) if self.watcher is not None and self.watched else None
+        return Copied(self.cache.copied(row.slot, length), memory)
 
     def paste(self, row: Row, copied: Copied, length: int) -> None:
         """Let a new row begin with the first `length` tokens of a copy."""

@@ -67,11 +67,6 @@ class Runner(ABC):
     def device(self) -> torch.device:
         return self.adapter.device
 
-    @property
-    def shares(self) -> bool:
-        """True if rows share K/V unasked: the text is the same whoever made them. In 16 bits another order of sums may show."""
-        return self.adapter.model.dtype == torch.float32
-
     def follow(self) -> None:  # noqa: B027 (most have nothing to follow)
         """Notice, before a request, what may have changed of the model's weights since the last one."""
 

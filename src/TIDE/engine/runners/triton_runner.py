@@ -46,10 +46,6 @@ class TritonRunner(CompiledRunner, DeviceRunner):
         without = self.failed or self.without_graphs
         return f"{layers}, without graphs: {without}" if without else f"{layers}, in CUDA graphs"
 
-    @property
-    def shares(self) -> bool:
-        return True  # a token's bits do not depend on the pass it is in
-
     def follow(self) -> None:
         """Notice weights that have changed in place; any thread may call it."""
         super().follow()
