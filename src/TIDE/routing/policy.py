@@ -86,8 +86,8 @@ class ExitPolicy(ABC):
         return None
 
     def copied(self, row: int) -> Any:
-        """Return a copy of the state of a row, for another text that begins alike. Policies that watch states and have no copies
-        share nothing."""
+        """Return a copy of the state of a row, for another text that begins alike. Policies that watch states, and have no
+        copies, share nothing."""
         return None
 
     def paste(self, row: int, copied: Any, length: int) -> None:
