@@ -27,7 +27,7 @@ DEFAULT_GIB = 1.0  # of texts, if nobody says how many
 
 
 class Copied(NamedTuple):
-    """What was made of the first tokens of a text."""
+    """The K/V, running states and exit memory of a text's first tokens."""
 
     layers: list[Any]  # K/V, or running states, of every layer that keeps any
     memory: Any  # of the exit policy

@@ -25,7 +25,7 @@ WORTH_WAITING = 64  # tokens that need not run then, and half of the row's own
 
 
 class Source(NamedTuple):
-    """What was made of the first tokens of a text: of a row that is running, or kept."""
+    """A beginning that can be copied: of a row that is running, or one that was kept."""
 
     row: Row | None
     copied: Copied | None
