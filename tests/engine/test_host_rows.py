@@ -127,7 +127,7 @@ def test_rows_that_come_and_go_write_what_they_write_alone(backend, family, give
                 stage.leave(put_back)
                 waiting.append(put_back)
             count = random.randint(not stage.rows, most_rows - len(stage.rows))
-            stage.join(waiting[:count])
+            stage.admit(waiting[:count])
             del waiting[:count]
             step(stage)
         for row in rows:
@@ -141,7 +141,7 @@ def test_other_rows_keep_every_bit_when_rows_come_and_go(family):
     with engine_on("modules", family) as engine:
         stage = stage_of(engine, 3)
         row, *others = (row_of(engine, Text(n, 0, "greedy").ids(), max_new_tokens=9) for n in (6, 3, 13))
-        stage.join([row])
+        stage.admit([row])
         step(stage)
 
         def kept() -> list[torch.Tensor]:
@@ -150,7 +150,7 @@ def test_other_rows_keep_every_bit_when_rows_come_and_go(family):
             return [part.clone() for layer in layers for part in cache.kv(layer, row.slot)]
 
         before = kept()
-        stage.join(others)
+        stage.admit(others)
         stage._run_prompts()
         stage.leave(others[0])
         assert before and all(torch.equal(a, b) for a, b in zip(before, kept(), strict=True))
@@ -164,10 +164,10 @@ def test_rows_with_a_memory_head_come_and_go():
         stage = stage_of(engine, 4)
         rows = [row_of(engine, text.ids(), **text.options()) for text in given]
         for row in rows:
-            stage.join([row])
+            stage.admit([row])
             step(stage)
         stage.leave(rows[1])
-        stage.join([rows[1]])
+        stage.admit([rows[1]])
         while stage.rows:
             step(stage)
         assert sum(row.stats.drafted for row in rows) > 0
@@ -178,14 +178,14 @@ def test_a_slot_is_used_again_and_keeps_nothing(llama):
     with TIDE(llama) as engine:
         stage = stage_of(engine, 3)
         rows = [row_of(engine, Text(n, 9, "greedy").ids(), max_new_tokens=9) for n in (4, 5, 6)]
-        stage.join(rows[:2])
+        stage.admit(rows[:2])
         step(stage)
         stage.leave(rows[0])
         assert not stage.segments.cache.layers[0].keys[0].any()
-        stage.join([rows[2]])
+        stage.admit([rows[2]])
         assert [row.slot for row in stage.rows] == [1, 0]
         assert stage.segments.cache.lengths(0) == [0]
-        stage.join([rows[0]])
+        stage.admit([rows[0]])
         assert rows[0].slot == 2
 
 
@@ -193,9 +193,9 @@ def test_a_long_prompt_runs_between_the_rounds_of_others(llama):
     with TIDE(llama) as engine, mock.patch.object(host_stage, "PROMPT_CHUNK", 16):
         stage = stage_of(engine, 2)
         short, long = (row_of(engine, Text(n, 0, "greedy").ids(), max_new_tokens=9, eos_token_id=None) for n in (4, 40))
-        stage.join([short])
+        stage.admit([short])
         assert step(stage).is_prefill
-        stage.join([long])
+        stage.admit([long])
         for ran in (16, 32):
             launched = step(stage)
             assert [row for row, _ in launched.results()] == [short] and not launched.is_prefill
@@ -209,7 +209,7 @@ def test_a_long_row_that_leaves_takes_its_columns_along(monkeypatch):
     with TIDE(build("llama", max_position_embeddings=1024)) as engine:
         stage = stage_of(engine, 3)
         rows = [row_of(engine, Text(n, 0, "greedy").ids(), max_new_tokens=9, eos_token_id=None) for n in (5, 400, 8)]
-        stage.join(rows)
+        stage.admit(rows)
         for _ in range(2):
             step(stage)
         own = stage.segments.cache.segments[0]
@@ -268,7 +268,7 @@ def test_trouble_of_one_row_ends_that_row_only(llama, trouble, mode):
         expected = engine.generate(ids, pad_token_id=0, **good)[0].tolist()
         stage = stage_of(engine, 3)
         rows = [row_of(engine, ids, **own) for own in (good, good | options, good)]
-        stage.join(rows)
+        stage.admit(rows)
         while stage.rows:
             step(stage)
         assert type(rows[1].error) is error and rows[1].finished
@@ -295,11 +295,11 @@ def test_nan_logits_of_one_row_end_that_row_only(do_sample):
         expected = engine.generate(ids, pad_token_id=0, **options)[0].tolist()
         stage = stage_of(engine, 2)
         first, second, third = (row_of(engine, own, **options) for own in (spoilt, ids, ids[:, :5]))
-        stage.join([first, second])
+        stage.admit([first, second])
         step(stage)
         assert isinstance(first.error, FloatingPointError)
         third_alone = engine.generate(ids[:, :5], pad_token_id=0, **options)[0].tolist()
-        stage.join([third])
+        stage.admit([third])
         assert third.slot == 0
         while stage.rows:
             step(stage)
@@ -326,9 +326,9 @@ def test_prompts_of_different_lengths_compute_little_padding(llama, monkeypatch,
         stage = stage_of(engine, len(lengths) + 1)
         rows = [row_of(engine, Text(n, 0, "greedy").ids(), max_new_tokens=40, eos_token_id=None) for n in lengths]
         if joins:
-            stage.join([row_of(engine, Text(8, 0, "greedy").ids(), max_new_tokens=40, eos_token_id=None)])
+            stage.admit([row_of(engine, Text(8, 0, "greedy").ids(), max_new_tokens=40, eos_token_id=None)])
             step(stage)
-        stage.join(rows)
+        stage.admit(rows)
         while stage.joining:
             step(stage)
         ran = sum(len(row.tokens) - 1 for row in stage.rows)  # all but the newest of each

@@ -92,14 +92,6 @@ class HostStage:
         self._seconds = 0.0  # that it took
         self._asked_before = False  # the first exit after a pause catches up with the text, and its time is not typical
 
-    def join(self, rows: Sequence[Row]) -> None:
-        """Take rows in before the next round. All their tokens run as a prompt does, those that were written before too."""
-        assert len(self.rows) + len(rows) <= self.most_rows, f"{len(rows)} more rows than the {self.most_rows} there may be"
-        self.beginnings.follow()
-        for row in rows:
-            self._take(row)
-        self.sampler.serve(self.rows)
-
     def admit(self, rows: Sequence[Row]) -> int:
         """Take in the first of these rows, as many as there is room for; return how many. One whose text begins like that of a
         row whose prompt has not run, and those behind it, come when it has."""
@@ -116,6 +108,7 @@ class HostStage:
         return count
 
     def _take(self, row: Row) -> None:
+        """Take a row in before the next round. All its tokens run as a prompt does, those that were written before too."""
         taken = {other.slot for other in self.rows}
         row.slot = next(slot for slot in count_up() if slot not in taken)
         row.drafts = []
