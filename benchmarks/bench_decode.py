@@ -45,6 +45,26 @@ SHAPES = {
         max_position_embeddings=8192,
         tie_word_embeddings=True,
     ),
+    "qwen2-0.5b": dict(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    ),
+    "qwen2-1.5b": dict(
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    ),
     "llama-8b": dict(
         vocab_size=128256,
         hidden_size=4096,
@@ -71,7 +91,7 @@ SHAPES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="default", help="'tiny', 'llama-8b', 'gemma3-300m', or what TIDE.load_model takes")
+    parser.add_argument("--model", default="default", help=f"{', '.join(SHAPES)}, or what TIDE.load_model takes")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default=None)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -149,8 +169,8 @@ def random_model(name: str, **sizes: int) -> transformers.PreTrainedModel:
     place = torch.device("cuda" if on_gpu() else "cpu")
     torch.set_default_dtype(torch.bfloat16 if on_gpu() else torch.float32)
     with place:
-        family = "Gemma3" if name.startswith("gemma3") else "Llama"
-        config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else "LlamaConfig")
+        family = next((own for own in ("Gemma3", "Qwen2") if name.startswith(own.lower())), "Llama")
+        config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
         ids = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
         model = getattr(transformers, f"{family}ForCausalLM")(config(**{**SHAPES[name], **sizes}, **ids))
     torch.set_default_dtype(torch.float32)

@@ -9,7 +9,8 @@ over rounds, those without drafts included: how often there are drafts is decide
 
 By replay: random weights accept nothing, so the embedded model answers first, in rounds of 7 drafts in a row and with every
 tree, and how many were accepted in each round is kept. Rounds of the random model then run as they are, but for the number of
-drafts that accept takes, which is the one that was kept. There are drafts in every round; 2, 4 and 7 in a row are tried.
+drafts that accept takes, which is the one that was kept. There are drafts in every round; 2, 4 and 7 in a row are tried, of
+several rows (--rows) 1, 2 and 3.
 
 Without a GPU rounds run in plain torch: tokens a round are what they are on one, seconds say nothing. Prints a table, then one
 JSON line.
@@ -45,6 +46,8 @@ from TIDE.routing.router_file import RouterFile
 TREES = (7, 15, 31, 63)
 IN_A_ROW = (2, 4, 7)
 LONGEST = 7
+TOGETHER = (1, 2, 3)
+APART = 977
 
 
 def main() -> None:
@@ -56,9 +59,14 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of random prompts")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=1, help="times that every prompt is answered")
+    parser.add_argument("--rows", type=int, default=1, help="together, by replay; more than one: without trees")
     parser.add_argument("--trees", type=int, nargs="*", default=TREES)
     parser.add_argument("--levels", type=int, default=None, help="of trees, at most; None: as their size has them")
     options = parser.parse_args()
+    if options.rows > 1:
+        if options.model not in SHAPES:
+            parser.error("--rows is for random models, by replay. bench_batch.py times rows of a model with exits.")
+        options.trees = []
     transformers.utils.logging.disable_progress_bar()
     found = replayed(options) if options.model in SHAPES else measured(options)
     report(options, found)
@@ -180,6 +188,7 @@ class Replay:
         self.at = torch.zeros(1, dtype=torch.long, device=device)
         self.kept = torch.zeros(1 << 16, dtype=torch.long, device=device)
         self.steps = torch.arange(64, device=device)[:, None]
+        self.apart = APART * torch.arange(64, device=device)  # rows are in different places of what was kept
 
     def use(self, accepted: Sequence[int]) -> None:
         numbers = torch.tensor(accepted or [0], device=self.kept.device)
@@ -192,7 +201,8 @@ class Replay:
         def accept_so_many(stage: DeviceStage, drafted: int) -> None:
             slots = stage.slots
             drafts = slots.tokens[1 : drafted + 1]
-            holds = own.steps[:drafted] < own.kept[own.at]
+            places = (own.at + own.apart[: drafts.shape[1]]) % len(own.kept)
+            holds = own.steps[:drafted] < own.kept[places]
             slots.found[:drafted].copy_(torch.where(holds, drafts, (drafts + 1) % 3 + 4 * (drafts < 4)))
             own.at.add_(1)
             accept(stage, drafted)
@@ -210,11 +220,11 @@ def replayed(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     file = RouterFile("memory", {0: Exit(head, Router(sizes.hidden_dim, 128, SIGNALS), 0.5)}, (0,), LONGEST, None)
     with TIDE.TIDE(model) as engine:
         policy = file.policy(engine.adapter)
-    ids = torch.randint(10, model.config.vocab_size, (1, options.prompt_tokens), device=model.device)
+    ids = torch.randint(10, model.config.vocab_size, (options.rows, options.prompt_tokens), device=model.device)
     found: dict[str, dict[str, Any]] = {}
     replay = Replay(model.device)
     replay.patch()
-    ways = [("exits off", 0, 0), *((f"{drafts} in a row", 0, drafts) for drafts in IN_A_ROW)]
+    ways = [("exits off", 0, 0), *((f"{drafts} in a row", 0, drafts) for drafts in (IN_A_ROW if options.rows == 1 else TOGETHER))]
     ways += [(f"tree of {drafts}", drafts, LONGEST) for drafts in options.trees]
     with an_engine(model, policy) as engine:
         for name, tree, drafts in ways:

@@ -28,7 +28,7 @@ from TIDE.config import TIDEConfig
 from TIDE.engine.batch import Batch
 from TIDE.engine.cache.texts import Texts
 from TIDE.engine.decoding import Decoding
-from TIDE.engine.inputs import as_keywords, check_embeds, check_ids, context_of, left_padding
+from TIDE.engine.inputs import as_keywords, beside_rounds, check_ids, context_of, left_padding, take_ids
 from TIDE.engine.plan import make_plan
 from TIDE.engine.request import Request, prepare, refuse_ropes_that_change
 from TIDE.engine.round.device_drafter import why_not_planned
@@ -92,6 +92,7 @@ class TIDE:
         self.last_rows: list[Row] = []
         self._batch: Batch | None = None
         self._adding = threading.Lock()
+        self._has_stepped = True  # since a row was added
         self._over = ExitStats(self.adapter.num_layers)  # of all requests that are over
         self._running: list[list[Row]] = []  # of requests that are not
 
@@ -152,7 +153,8 @@ class TIDE:
             `return_dict_in_generate`, what `model.generate` returns then, without its cache.
         """
         began = time.perf_counter()
-        request = self._prepare(inputs, generation_config, options)
+        self._check_usable()
+        request = self._prepare(as_keywords(inputs, options), generation_config)
         if streamer is not None:
             streamer.put(request.ids.cpu())
         return self._answer(request, streamer, began)
@@ -197,7 +199,8 @@ class TIDE:
         """Yield the new tokens of one prompt as they become final. Takes what `generate` takes; with `shares` the prompt begins
         with K/V of texts that begin alike also in 16 bits on the host, where the order of sums may show."""
         began = time.perf_counter()
-        request = self._prepare(inputs, generation_config, options)
+        self._check_usable()
+        request = self._prepare(as_keywords(inputs, options), generation_config)
         if len(request.ids) != 1:
             raise ValueError(
                 f"stream takes one prompt, found {len(request.ids)}. Use generate(..., streamer=...) or one stream per prompt."
@@ -226,8 +229,12 @@ class TIDE:
             `row.new_tokens` grows from step to step until `row.finished`. Where something of its own went wrong, `row.error`
             says what. `row.stats` counts.
         """
+        options = as_keywords(inputs, options)
         with self._adding:
-            request = self._prepare(inputs, generation_config, options)
+            self._check_usable(is_known=not self._has_stepped)
+            self._has_stepped = False
+            with beside_rounds(self.adapter.device, options) as own:
+                request = self._prepare(own, generation_config)
             if len(request.padding) != 1:
                 raise ValueError(f"add takes one prompt, found {len(request.padding)}. Call it once for each.")
             (row,) = request.rows(self.adapter.num_layers, self._context)
@@ -245,6 +252,7 @@ class TIDE:
     def step(self) -> list[Row]:
         """Give every row of the batch a round, and return the rows that got tokens or ended. Threads take turns."""
         self.adapter.check_open()  # the rest is checked when a row is added: it takes as long as a round
+        self._has_stepped = True
         batch, began = self._shared_batch(), time.perf_counter()
         rows, changed = batch.rows, batch.step()
         for row in rows:
@@ -339,28 +347,21 @@ class TIDE:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _prepare(self, inputs: Any, generation_config: GenerationConfig | None, options: dict[str, Any]) -> Request:
+    def _prepare(self, options: dict[str, Any], generation_config: GenerationConfig | None) -> Request:
         """Check a prompt and let transformers make sense of the options; without a prompt the model's first token is one."""
-        self._check_usable()
-        options = as_keywords(inputs, options)
-        ids, embeds = options.pop("input_ids", None), options.get("inputs_embeds")
-        if ids is not None:
-            ids = check_ids(self.model, ids)
-        if embeds is not None:
-            check_embeds(self.model, embeds, ids)
-        prompt = ids if embeds is None else embeds
-        if prompt is not None:
-            padding = left_padding(options.get("attention_mask"), prompt.shape[:2])
-            self._context.check(prompt.shape[1] - min(padding), room_for=1)
+        ids = take_ids(self.model, options, self._context)
         vocabulary = self.adapter.vocab_size if options.get("logit_bias") else 0
         request = prepare(self.model, ids, generation_config, options, vocabulary)
         refuse_ropes_that_change(request, self.adapter.rope.switches_at)
         return request
 
-    def _check_usable(self) -> None:
+    def _check_usable(self, is_known: bool = False) -> None:
+        """Refuse what cannot be decoded, and follow a model that has changed; `is_known`: it was looked at a moment ago."""
         self.adapter.check_open()
         if self.model.training:
             raise ValueError("the model is in train mode, where dropout makes every run different. Call model.eval() first.")
+        if is_known:
+            return
         self.adapter.follow()
         if self.runner.snapshot is not None and not self.runner.snapshot.matches(self.model):
             self.runner = select_runner(self.adapter)  # weights may have been exchanged; hooks keep a model as it is

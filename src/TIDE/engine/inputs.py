@@ -8,7 +8,9 @@ Everything here is looked at before transformers or the model see it, so that er
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,39 @@ def as_keywords(inputs: Any, options: dict[str, Any]) -> dict[str, Any]:
     if twice := sorted(name for name in given if options.get(name) is not None):
         raise TypeError(f"expected a prompt once, found {twice} twice. Pass it as the first argument or by name.")
     return {**options, **given}
+
+
+@contextmanager
+def beside_rounds(device: torch.device, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield `options` with their tensors on the device. What comes from the host is moved to a GPU, and looked at there, on a
+    stream of its own: on that of the rounds it would wait for the one in flight."""
+    tensors = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
+    if device.type != "cuda" or not tensors or any(tensor.is_cuda for tensor in tensors.values()):
+        yield options
+        return
+    aside = _stream(device)
+    with torch.cuda.stream(aside):
+        yield options | {name: tensor.to(device) for name, tensor in tensors.items()}
+    torch.cuda.current_stream(device).wait_stream(aside)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def take_ids(model: PreTrainedModel, options: dict[str, Any], context: Context) -> torch.Tensor | None:
+    """Take the token ids out of `options`, and check the prompt, which may also be embeddings. None: there are no ids."""
+    ids, embeds = options.pop("input_ids", None), options.get("inputs_embeds")
+    if ids is not None:
+        ids = check_ids(model, ids)
+    if embeds is not None:
+        check_embeds(model, embeds, ids)
+    prompt = ids if embeds is None else embeds
+    if prompt is not None:
+        padding = left_padding(options.get("attention_mask"), prompt.shape[:2])
+        context.check(prompt.shape[1] - min(padding), room_for=1)
+    return ids
 
 
 def check_ids(model: PreTrainedModel, input_ids: Any) -> torch.Tensor:

@@ -147,6 +147,7 @@ def prepare(
     options["stopping_criteria"] = _with_stop_strings(configs, options)
     if own.processors:
         options["logits_processor"] = LogitsProcessorList([*own.processors, *(options.get("logits_processor") or ())])
+    options["use_cache"] = False  # of transformers: ours are made elsewhere
     with _no_stop_strings(configs):
         request: Request = model.generate(ids, generation_config=generation_config, custom_generate=_capture, **options)
     request.seed, request.salt = own.seed, own.salt

@@ -290,8 +290,9 @@ class Worker:
             self._loop.call_soon_threadsafe(function, *given)
 
     def _prompt(self, ids: list[int]) -> dict[str, torch.Tensor]:
-        """Return a prompt for the engine. The mask says that all of it is text, padding tokens too."""
-        own = torch.tensor([ids], device=self.engine.model.device)
+        """Return a prompt for the engine. The mask says that all of it is text, padding tokens too. It is on the host, where
+        it does not wait for a round."""
+        own = torch.tensor([ids])
         return dict(input_ids=own, attention_mask=torch.ones_like(own))
 
     def _prompt_logprobs(self, ids: list[int], top: int) -> list[Logprob | int]:
