@@ -5,8 +5,8 @@
     python benchmarks/bench_worker.py --rows 1 3 --each 1 --new-tokens 8 --without continuous     a smoke test
 
 As many clients as rows, each asking one question after another, so the number of rows stays the same. Every answer has the
-same number of tokens. Half of the answers are greedy, half sampled with a seed, and those of TIDE must not depend on the load:
-the number of answers that differ from the same question asked alone is printed, and must be 0.
+same number of tokens. They are greedy, or every second one is sampled with a seed (--sampled), and those of TIDE must not depend
+on the load: the number of answers that differ from the same question asked alone is printed, and must be 0.
 
     exits off, exact    the worker of `tide serve`
     continuous          transformers' manager, kept open; all of it greedy, as it has one set of settings
@@ -40,8 +40,8 @@ Answer = tuple[list[int], float]  # tokens, and seconds to the first of them
 
 
 async def ask(worker: Worker, ids: list[int], number: int, new: int, exits: bool) -> Answer:
-    """Return one answer of the worker: greedy, or sampled for odd numbers."""
-    sampled = dict(do_sample=True, temperature=0.8, top_p=0.9, seed=number) if number % 2 else dict(do_sample=False)
+    """Return one answer of the worker: greedy, or sampled where there is a number for it."""
+    sampled = dict(do_sample=True, temperature=0.8, top_p=0.9, seed=number) if number else dict(do_sample=False)
     options = dict(sampled, max_new_tokens=new, eos_token_id=None, cache_salt=new_salt())
     began, first, tokens = time.perf_counter(), 0.0, []
     async for burst in worker.submit([Ask(ids, options, exits=exits)]).bursts():
@@ -50,13 +50,16 @@ async def ask(worker: Worker, ids: list[int], number: int, new: int, exits: bool
     return tokens, first
 
 
-async def loaded(worker: Worker, prompts: list[list[int]], clients: int, new: int, exits: bool) -> tuple[list[Answer], float]:
+async def loaded(
+    worker: Worker, prompts: list[list[int]], clients: int, options: argparse.Namespace, exits: bool
+) -> tuple[list[Answer], float]:
     """Return all answers and the seconds they took, with so many clients."""
     answers: list[Answer] = [([], 0.0)] * len(prompts)
 
     async def client(own: range) -> None:
         for number in own:
-            answers[number] = await ask(worker, prompts[number], number, new, exits)
+            seed = number if options.sampled and number % 2 else 0
+            answers[number] = await ask(worker, prompts[number], seed, options.new_tokens, exits)
 
     began = time.perf_counter()
     await asyncio.gather(*(client(range(first, len(prompts), clients)) for first in range(clients)))
@@ -70,9 +73,9 @@ async def compared(worker: Worker, manager: Any, give: Any, options: argparse.Na
     for rows in options.rows:
         prompts, new = give(rows * options.each), options.new_tokens
         for name, exits in (("exits off", False), ("exact", True)):
-            alone, _ = await loaded(worker, prompts, 1, new, exits)
-            await loaded(worker, prompts, rows, new, exits)
-            runs = [await loaded(worker, prompts, rows, new, exits) for _ in range(options.rounds)]
+            alone, _ = await loaded(worker, prompts, 1, options, exits)
+            await loaded(worker, prompts, rows, options, exits)
+            runs = [await loaded(worker, prompts, rows, options, exits) for _ in range(options.rounds)]
             differ = sum(own[0] != other[0] for answers, _ in runs for own, other in zip(alone, answers, strict=True))
             firsts = sorted(1000 * first for answers, _ in runs for _, first in answers)
             speed = len(prompts) * new / statistics.median(seconds for _, seconds in runs)
@@ -96,14 +99,18 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of the longest prompt taken")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sampled", action="store_true", help="every second answer is")
     parser.add_argument("--without", nargs="*", default=[], choices=["continuous"])
     options = parser.parse_args()
     model, tokenizer = TIDE.load_model("default", dtype=torch.bfloat16 if on_gpu() else None)
     manager = continuous(model, options.new_tokens) if on_gpu() and "continuous" not in options.without else None
     with TIDE.TIDE(model, TIDE.default_router()) as engine:
+        if on_gpu():  # the worker does the same for answers with exits
+            with engine.using(engine.config, exits=False):
+                engine.warm_up(max(options.rows), progress=False)
         worker = Worker(engine, tokenizer, ServerSettings(max_rows=max(options.rows)), Metrics("default"))
         found = asyncio.run(compared(worker, manager, texts(model, tokenizer, options), options))
-        print(json.dumps(dict(bench="worker", new_tokens=options.new_tokens, backend=engine.backend, results=found)))
+        print(json.dumps(dict(bench="worker", new_tokens=options.new_tokens, sampled=options.sampled, backend=engine.backend, results=found)))
     if manager is not None:
         manager.stop()
 

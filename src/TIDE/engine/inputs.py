@@ -143,9 +143,6 @@ class Context(NamedTuple):
                 f"model with a longer context."
             )
 
-    def is_left(self, tokens: int) -> bool:
-        return self.made_for is not None and tokens > self.made_for
-
 
 def context_of(model: PreTrainedModel) -> Context:
     """Read a model's context off its config and modules.

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from TIDE.engine.row import Row
 from TIDE.server.answers import Details, Reason, Timings, WrittenToken
@@ -50,6 +50,15 @@ class Times:
     last: float = 0.0
 
 
+class Written(NamedTuple):
+    """A token of an answer: its text before stop strings are cut off, and where it was decided."""
+
+    id: int
+    text: str
+    depth: int
+    score: float | None
+
+
 @dataclass
 class Burst:
     """The part that a round added to an answer; with a reason or an error it is the last one.
@@ -61,7 +70,7 @@ class Burst:
     index: int
     count: int = 0
     text: str = ""
-    tokens: list[WrittenToken] = field(default_factory=list)
+    tokens: list[Written] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     reason: Reason | None = None
     error: APIError | None = None
@@ -122,14 +131,14 @@ class Job:
         self.tokens += 1
         written = self._text.add(token) if is_text else ""
         burst.text += self._stops.add(written)
-        burst.tokens.append(WrittenToken(id=token, text=written, depth=decided.depth, score=decided.score))
+        burst.tokens.append(Written(token, written, decided.depth, decided.score))
         if self.ask.logprobs is not None:
             burst.logprobs.append(logprob_of(self.row.kept.pop(place).logits, token, self.ask.logprobs))
 
-    def details(self, tokens: list[WrittenToken], is_last: bool) -> Details:
+    def details(self, tokens: list[Written], is_last: bool) -> Details:
         """Return what TIDE did: for some tokens, with the counts of the whole answer behind the last."""
         assert self.row is not None
-        found = Details(tokens=tokens, num_layers=self.row.num_layers)
+        found = Details(tokens=[WrittenToken(**token._asdict()) for token in tokens], num_layers=self.row.num_layers)
         if is_last:
             stats, times = self.row.stats, self.times
             found.drafted, found.accepted, found.layers_run = stats.drafted, stats.accepted, stats.layers_run

@@ -6,6 +6,7 @@ released    H e l l o            what the client may see: "ST" may yet become th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,8 +45,14 @@ class Detokenizer:
         return whole[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        found: str = self.tokenizer.decode(ids, skip_special_tokens=not self.keeps_special)
-        return found
+        return _text(self.tokenizer, tuple(ids), self.keeps_special)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _text(tokenizer: Any, ids: tuple[int, ...], keeps_special: bool) -> str:
+    """Return the text of a few tokens. Most of them come again, and a tokenizer takes as long as half a step of a small model."""
+    found: str = tokenizer.decode(list(ids), skip_special_tokens=not keeps_special)
+    return found
 
 
 class StopStrings:

@@ -17,7 +17,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -210,7 +210,7 @@ class Worker:
         except Exception as problem:
             self._blame(problem)
             return
-        now, tokens = time.perf_counter(), 0
+        now, tokens, depths = time.perf_counter(), 0, Counter[int]()
         for job in list(self._running):
             before = job.tokens
             burst = job.read()
@@ -219,10 +219,11 @@ class Worker:
             tokens += job.tokens - before
             self._time(job, before, now)
             self._outbox.append((job, burst))
-            for token in burst.tokens:
-                self.metrics.depth.labels(self.metrics.model, str(token.depth)).inc()
+            depths.update(token.depth for token in burst.tokens)
             if burst.is_last:
                 self._end(job, burst.reason or "error")
+        for depth, count in depths.items():
+            self.metrics.depth.labels(self.metrics.model, str(depth)).inc(count)
         self.metrics.generation_tokens.inc(tokens)
         self.metrics.iteration.observe(tokens)
         used, there = self.engine.cache_use

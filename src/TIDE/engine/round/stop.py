@@ -50,12 +50,13 @@ class StopRule:
         self.custom = StoppingCriteriaList(one for one in known if type(one) not in quick)
         self.context = context or Context()
         self.device = device
-        self._has_warned = False
+        made_for = self.context.made_for if self.context.limit is None else None
+        self._warns_past = sys.maxsize if made_for is None else made_for  # tokens
 
     def ends(self, row: Row) -> bool:
         """Return True if a row's text ends with its newest final token."""
         size = len(row.tokens)
-        if self.context.limit is None:
+        if size > self._warns_past:
             self.warn_past_context(size)
         if self._is_asked_to_end(row, row.tokens[-1], size):
             return True
@@ -85,8 +86,8 @@ class StopRule:
 
     def warn_past_context(self, size: int) -> None:
         """Warn, once, if a text is longer than the model was made for and the model takes it all the same."""
-        if self.context.limit is None and self.context.is_left(size) and not self._has_warned:
-            self._has_warned = True
+        if size > self._warns_past:
+            self._warns_past = sys.maxsize
             logger.warning(
                 "the text is longer than the %d tokens this model was made for. It goes on, as with model.generate; what is "
                 "written there may be worse.",

@@ -9,6 +9,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,6 +75,11 @@ class DeviceRunner(Runner):
         self._free: list[Slots] = []  # that wait for their next rows
         self._graphs: dict[Slots, Graphs] = {}
         self._dropped_seconds = 0.0
+
+    @cached_property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where the model is; on another device it has another runner."""
+        return self.adapter.device
 
     @property
     def exits(self) -> Any:
@@ -213,7 +219,12 @@ class DeviceRunner(Runner):
 
     def device_guard(self) -> AbstractContextManager[Any]:
         """Return a context in which kernels are launched where the model is."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        return torch.cuda.device(self.device) if self._has_others else nullcontext()
+
+    @cached_property
+    def _has_others(self) -> bool:
+        """True if there are GPUs beside the model's."""
+        return self.device.type == "cuda" and torch.cuda.device_count() > 1
 
     @abstractmethod
     def layers_on_slots(
