@@ -42,7 +42,7 @@ RUNNERS = {"modules": as_it_is, "numba": as_it_is, "triton": on_references, "sta
 
 def why_on_the_host(engine, inputs, **options) -> str | None:
     """Why the engine would decode a request on the host; None: in whole rounds."""
-    return engine._decoding(engine._prepare(inputs, None, options), 0.0).why_not()
+    return engine._decoding(engine._prepare(dict(options, input_ids=inputs), None), 0.0).why_not()
 
 
 class Recording(Scheduler):

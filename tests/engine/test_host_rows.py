@@ -47,7 +47,7 @@ class Text(NamedTuple):
 
 def row_of(engine: TIDE, ids: torch.Tensor, **options) -> Row:
     """A row as `engine.generate` would make it."""
-    request = engine._prepare(ids, None, dict(options, pad_token_id=0))
+    request = engine._prepare(dict(options, input_ids=ids, pad_token_id=0), None)
     return request.rows(engine.adapter.num_layers, engine._context)[0]
 
 

@@ -307,7 +307,7 @@ def test_tokens_of_a_stream_stay_on_the_host(ids):
     streamer = Streamer()
     with TIDE.TIDE(model) as engine:
         engine.generate(ids, streamer=streamer, **OPTIONS)
-        request = engine._prepare(ids, None, dict(OPTIONS))
+        request = engine._prepare(dict(OPTIONS, input_ids=ids), None)
         assert request.column(engine.last_rows, ids.shape[1]).device.type == "cpu"
     assert set(streamer.devices) == {"cpu"}
 

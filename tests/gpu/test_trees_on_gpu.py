@@ -51,4 +51,5 @@ def test_trees_of_the_embedded_model_write_the_text_of_exits_off():
             with engine.using(TIDEConfig(draft_tree=drafts)):
                 for _ in range(2):
                     assert torch.equal(engine.generate(ids, max_new_tokens=200, do_sample=False), expected)
-                assert engine.last_stats.accepted > 60
+                stats = engine.last_stats
+                assert stats.accepted > 0.4 * stats.total_tokens
