@@ -4,8 +4,8 @@
     python benchmarks/bench_drafts.py --model tiny --drafts 1 2        a smoke test
 
 Mode exact, and every round has all its drafts; random weights accept none. A draft's cost is (round - step) / k, as a share of
-a step: what it adds to the deep pass is in it. Both are decoding, without the prompt. With --vocabulary drafts are chosen from so many tokens as well. On a GPU the
-kernels of a step and of a round are added up too: what is left of the time is waiting. A table, then one JSON line.
+a step: what it adds to the deep pass is in it. Both are decoding, without the prompt. With --vocabulary drafts are chosen from
+so many tokens as well. On a GPU the microseconds of kernels are added up by name too. A table, then one JSON line.
 """
 
 from __future__ import annotations

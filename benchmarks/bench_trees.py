@@ -224,7 +224,10 @@ def replayed(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     replay = Replay(model.device)
     replay.patch()
-    ways = [("exits off", 0, 0), *((f"{drafts} in a row", 0, drafts) for drafts in (IN_A_ROW if options.rows == 1 else TOGETHER))]
+    ways = [
+        ("exits off", 0, 0),
+        *((f"{drafts} in a row", 0, drafts) for drafts in (IN_A_ROW if options.rows == 1 else TOGETHER)),
+    ]
     ways += [(f"tree of {drafts}", drafts, LONGEST) for drafts in options.trees]
     with an_engine(model, policy) as engine:
         for name, tree, drafts in ways:

@@ -110,7 +110,17 @@ def main() -> None:
                 engine.warm_up(max(options.rows), progress=False)
         worker = Worker(engine, tokenizer, ServerSettings(max_rows=max(options.rows)), Metrics("default"))
         found = asyncio.run(compared(worker, manager, texts(model, tokenizer, options), options))
-        print(json.dumps(dict(bench="worker", new_tokens=options.new_tokens, sampled=options.sampled, backend=engine.backend, results=found)))
+        print(
+            json.dumps(
+                dict(
+                    bench="worker",
+                    new_tokens=options.new_tokens,
+                    sampled=options.sampled,
+                    backend=engine.backend,
+                    results=found,
+                )
+            )
+        )
     if manager is not None:
         manager.stop()
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import TIDE
 from router_files import a_file
+from TIDE.engine.inputs import as_keywords
 from TIDE.engine.runners.select import described_layers
 from TIDE.engine.runners.static_modules import StaticModuleRunner
 from TIDE.engine.runners.triton_runner import TritonRunner
@@ -42,7 +43,7 @@ RUNNERS = {"modules": as_it_is, "numba": as_it_is, "triton": on_references, "sta
 
 def why_on_the_host(engine, inputs, **options) -> str | None:
     """Why the engine would decode a request on the host; None: in whole rounds."""
-    return engine._decoding(engine._prepare(dict(options, input_ids=inputs), None), 0.0).why_not()
+    return engine._decoding(engine._prepare(as_keywords(inputs, options), None), 0.0).why_not()
 
 
 class Recording(Scheduler):

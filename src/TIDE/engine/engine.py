@@ -33,6 +33,7 @@ from TIDE.engine.plan import make_plan
 from TIDE.engine.request import Request, prepare, refuse_ropes_that_change
 from TIDE.engine.round.device_drafter import why_not_planned
 from TIDE.engine.round.forward import forward, laid_out, output_of, rows_of
+from TIDE.engine.round.remembered_options import RememberedOptions
 from TIDE.engine.round.sampler import columns_of
 from TIDE.engine.round.warm_up import warm_up
 from TIDE.engine.row import Row, total
@@ -93,6 +94,7 @@ class TIDE:
         self._batch: Batch | None = None
         self._adding = threading.Lock()
         self._has_stepped = True  # since a row was added
+        self._remembered = RememberedOptions()
         self._over = ExitStats(self.adapter.num_layers)  # of all requests that are over
         self._running: list[list[Row]] = []  # of requests that are not
 
@@ -181,9 +183,9 @@ class TIDE:
                 streamer.put(column)
             streamer.end()
         ids, config = request.output(rows), request.config
+        asked = dict(scores=config.output_scores, logits=config.output_logits)
         if not config.return_dict_in_generate:
             return ids
-        asked = dict(scores=config.output_scores, logits=config.output_logits)
         return GenerateDecoderOnlyOutput(
             sequences=ids, **{name: columns_of(name, rows) for name, wanted in asked.items() if wanted}
         )
@@ -239,8 +241,7 @@ class TIDE:
                 raise ValueError(f"add takes one prompt, found {len(request.padding)}. Call it once for each.")
             (row,) = request.rows(self.adapter.num_layers, self._context)
             policy = self.policy if exits else None
-            is_ours = config is None and exits
-            plan = self.plan if is_ours else make_plan(config or self.config, policy, self.adapter)
+            plan = self.plan if config is None and exits else make_plan(config or self.config, policy, self.adapter)
             self._shared_batch().add([row], plan, policy)
         return row
 
@@ -351,7 +352,7 @@ class TIDE:
         """Check a prompt and let transformers make sense of the options; without a prompt the model's first token is one."""
         ids = take_ids(self.model, options, self._context)
         vocabulary = self.adapter.vocab_size if options.get("logit_bias") else 0
-        request = prepare(self.model, ids, generation_config, options, vocabulary)
+        request = prepare(self.model, ids, generation_config, options, vocabulary, self._remembered)
         refuse_ropes_that_change(request, self.adapter.rope.switches_at)
         return request
 

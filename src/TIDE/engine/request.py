@@ -27,6 +27,7 @@ from transformers.generation import GenerationMode, MaxLengthCriteria, PrefixCon
 from TIDE.engine.inputs import USE_GENERATE, Context, left_padding
 from TIDE.engine.round.options import check, row_seeds, take_own
 from TIDE.engine.round.processors import Sampling, TextPenalties, read
+from TIDE.engine.round.remembered_options import Made, RememberedOptions
 from TIDE.engine.round.stop import StopRule
 from TIDE.engine.row import Row
 from TIDE.stats import Seconds
@@ -137,6 +138,7 @@ def prepare(
     generation_config: GenerationConfig | None,
     options: dict[str, Any],
     vocabulary: int,
+    remembered: RememberedOptions,
 ) -> Request:
     """Let transformers make sense of `options`, as `model.generate` would, and TIDE of its own: see `round/options.py`."""
     _refuse_keywords(options)
@@ -144,6 +146,12 @@ def prepare(
     options = dict(options)
     check(options, configs)
     own = take_own(options, vocabulary)
+    key, mask = None, options.get("attention_mask")
+    if generation_config is None and ids is not None and len(ids) == 1 and mask is not None and not own.processors:
+        plain = {name: value for name, value in options.items() if name != "attention_mask"}
+        key = remembered.key(model.generation_config, plain, ids.device)
+        if key is not None and (made := remembered.find(key, ids.shape[1])) is not None:
+            return Request(ids, None, left_padding(mask, ids.shape), *made, own.seed, own.salt)
     options["stopping_criteria"] = _with_stop_strings(configs, options)
     if own.processors:
         options["logits_processor"] = LogitsProcessorList([*own.processors, *(options.get("logits_processor") or ())])
@@ -151,7 +159,10 @@ def prepare(
     with _no_stop_strings(configs):
         request: Request = model.generate(ids, generation_config=generation_config, custom_generate=_capture, **options)
     request.seed, request.salt = own.seed, own.salt
-    return _accepted(request)
+    request = _accepted(request)
+    if key is not None and ids is not None and request.embeds is None and request.ids.shape == ids.shape:
+        remembered.keep(key, ids.shape[1], Made(request.processors, request.criteria, request.config))
+    return request
 
 
 def captured(model: PreTrainedModel, *given: Any, own: dict[str, Any], **rest: Any) -> Request:
