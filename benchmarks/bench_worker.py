@@ -5,8 +5,8 @@
     python benchmarks/bench_worker.py --rows 1 3 --each 1 --new-tokens 8 --without continuous     a smoke test
 
 As many clients as rows, each asking one question after another, so the number of rows stays the same. Every answer has the
-same number of tokens. They are greedy, or every second one is sampled with a seed (--sampled), and those of TIDE must not depend
-on the load: the number of answers that differ from the same question asked alone is printed, and must be 0.
+same number of tokens. They are greedy, or every second one is sampled with a seed (--sampled). Answers of TIDE must not depend
+on the load: the number of those that differ from the same question asked alone is printed, and must be 0.
 
     exits off, exact    the worker of `tide serve`
     continuous          transformers' manager, kept open; all of it greedy, as it has one set of settings

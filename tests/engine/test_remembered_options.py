@@ -121,7 +121,7 @@ def test_options_that_only_look_alike_are_not_mixed_up(model):
     remembered = RememberedOptions()
     one = row_of(model, 3, dict(max_new_tokens=2, do_sample=True, top_k=1), remembered)[0].sampling.params
     assert one.top_k == 1
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="top_k"):
         row_of(model, 3, dict(max_new_tokens=2, do_sample=True, top_k=1.0), remembered)
 
 

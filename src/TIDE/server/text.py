@@ -50,7 +50,7 @@ class Detokenizer:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _text(tokenizer: Any, ids: tuple[int, ...], keeps_special: bool) -> str:
-    """Return the text of a few tokens. Most of them come again, and a tokenizer takes as long as half a step of a small model."""
+    """Return the text of a few tokens. Most of them come again, and a tokenizer takes longer than all else for a token."""
     found: str = tokenizer.decode(list(ids), skip_special_tokens=not keeps_special)
     return found
 

@@ -1,8 +1,8 @@
 """Options that transformers has made sense of before.
 
-`model.generate` takes a millisecond or two to make processors, criteria and a config of options, which is longer than a round of
-a small model, and servers ask for the same again and again. So what came of plain options is remembered, and made fit for
-another prompt, where nothing in it depends on the prompt but the length of the text.
+`model.generate` takes a millisecond or two to make processors, criteria and a config of options: longer than a round of a small
+model, and servers ask for the same again and again. So what came of plain options is remembered, and made fit for another
+prompt, where nothing in it depends on the prompt but the length of the text.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class DeviceRunner(Runner):
         self._dropped_seconds = 0.0
 
     @cached_property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         """Where the model is; on another device it has another runner."""
         return self.adapter.device
 
