@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,9 @@ def page(monkeypatch, tmp_path):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: characters(TEMPLATE))
     monkeypatch.setattr("TIDE.calibration.calibrate.TIDEConfig", few)
-    monkeypatch.setattr("TIDE.calibration.calibrate.FULL", QUICK)
+    monkeypatch.setattr(
+        "TIDE.calibration.calibrate.FULL", replace(QUICK, answer=16, schedule=replace(QUICK.schedule, epochs=1))
+    )
     monkeypatch.setenv("TIDE_CACHE", str(tmp_path / "cache"))
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)

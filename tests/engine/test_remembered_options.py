@@ -7,12 +7,13 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 import TIDE
 from families import build
+from properties import examples
 from TIDE.engine.request import prepare
 from TIDE.engine.round.remembered_options import RememberedOptions
 
@@ -66,7 +67,7 @@ def said(row, request):
 
 
 @pytest.mark.filterwarnings("ignore")
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     sets=st.lists(st.fixed_dictionaries({}, optional=OPTIONS), min_size=1, max_size=3),
     asks=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=2, max_size=8),

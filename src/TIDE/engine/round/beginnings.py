@@ -52,18 +52,23 @@ class Beginnings:
         has_copies = watcher is None or not watcher.watches or type(watcher).copied is not ExitPolicy.copied
         self.shares = texts is not None and are_whole and has_copies and runner.rope.switches_at is None
         self._epoch: int | None = None  # the model as it is now; None: nothing is shared
+        self._shares_unasked = False
         self._epochs: dict[Row, int] = {}  # as it was when a row began
 
     def follow(self) -> None:
         """Look at the model before rows join."""
+        model = self.runner.adapter.model
         is_plain = self.shares and self.runner.is_checked and not torch.is_autocast_enabled(self.runner.device.type)
-        self._epoch = self.texts.follow(self.runner.adapter.model) if is_plain else None
+        self._epoch = self.texts.follow(model) if is_plain else None
+        self._shares_unasked = model.dtype == torch.float32 and not is_quantized(model)
 
     def begin(self, row: Row, segments: Segments, running: Sequence[Row]) -> None:
         """Let a row that joins begin with what was made of the same tokens, if there is something."""
         if self._epoch is None or not self._shares(row):
             return
         self._epochs[row] = self._epoch
+        if row.size <= LEAST:
+            return
         source = self._source(row, segments, running)
         if source.length >= LEAST:
             copied = source.copied if source.row is None else segments.copied(source.row, source.length)
@@ -74,6 +79,8 @@ class Beginnings:
     def should_wait(self, row: Row, segments: Segments, running: Sequence[Row], joining: Sequence[Row]) -> bool:
         """Return True if a row had better begin when one of those that are joining has run its prompt."""
         least = max(WORTH_WAITING, row.size // 2)
+        if row.size <= least:
+            return False
         others = [other for other in joining if other.size > least and self._is_like(row, other)]
         if not others or not self._shares(row) or segments.cache.keeps_state(0, segments.last):
             return False  # running states are there at the ends of prompts only
@@ -85,7 +92,7 @@ class Beginnings:
         """Keep what was made of a row that leaves."""
         epoch = self._epochs.pop(row, None)
         length = min(len(row.tokens), segments.length(segments.last, row))
-        if epoch is None or row.error is not None or segments.cache.bytes_of(length) > self.texts.most:
+        if epoch is None or length < LEAST or row.error is not None or segments.cache.bytes_of(length) > self.texts.most:
             return
         try:
             copied = segments.copied(row, length)
@@ -110,8 +117,7 @@ class Beginnings:
 
     def _shares(self, row: Row) -> bool:
         """Return True if a row shares unasked, as in fp32, where the order of sums shows in no text, or is asked to."""
-        model = self.runner.adapter.model
-        return row.embeds is None and (row.shares or (model.dtype == torch.float32 and not is_quantized(model)))
+        return row.embeds is None and (row.shares or self._shares_unasked)
 
     def _owner(self, row: Row) -> Hashable:
         return self.runner, self.policy, row.salt
