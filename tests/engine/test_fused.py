@@ -73,6 +73,24 @@ def test_hooks_fire_when_the_engine_is_called_for_logits(llama):
         hook.remove()
 
 
+@pytest.mark.parametrize("before", ["refused", "removed"])
+def test_weights_that_were_exchanged_after_a_row_that_never_ran_are_not_overlooked(llama, before):
+    ids = torch.tensor([[5, 6, 7]])
+    with TIDE.TIDE(llama) as engine:
+        engine.generate(ids, max_new_tokens=2, do_sample=False)
+        if before == "refused":
+            with pytest.raises(ValueError, match="token ids"):
+                engine.add(torch.tensor([[99999]]), max_new_tokens=1)
+        else:
+            engine.remove(engine.add(ids, max_new_tokens=1))
+        down = llama.model.layers[2].mlp.down_proj
+        down.weight = torch.nn.Parameter(torch.randn_like(down.weight))
+        row = engine.add(ids, max_new_tokens=6, do_sample=False)
+        while not row.finished:
+            engine.step()
+        assert row.tokens == llama.generate(ids, max_new_tokens=6, do_sample=False)[0].tolist()
+
+
 def test_a_layer_that_was_exchanged_is_not_overlooked(llama, prompts):
     with TIDE.TIDE(llama) as engine:
         written(engine, prompts)

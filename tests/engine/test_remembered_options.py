@@ -118,6 +118,50 @@ def test_other_defaults_of_the_model_are_seen(model):
         model.generation_config = held
 
 
+def test_defaults_that_only_look_alike_are_not_mixed_up(model):
+    remembered, options, held = RememberedOptions(), dict(max_new_tokens=2, do_sample=True), model.generation_config
+    try:
+        model.generation_config = copy.deepcopy(held)
+        model.generation_config.top_k = 5
+        row_of(model, 3, options, remembered)
+        model.generation_config.top_k = 5.0
+        with pytest.raises(ValueError, match="top_k"):
+            row_of(model, 3, options, remembered)
+    finally:
+        model.generation_config = held
+
+
+def test_defaults_may_be_tensors(model):
+    remembered, held = RememberedOptions(), model.generation_config
+    try:
+        model.generation_config = copy.deepcopy(held)
+        model.generation_config.eos_token_id = torch.tensor([3, 5])
+        for _ in range(2):
+            assert row_of(model, 3, dict(max_new_tokens=2), remembered)[0].stop.end_tokens == {3, 5}
+    finally:
+        model.generation_config = held
+    assert row_of(model, 3, dict(max_new_tokens=2), remembered)[0].stop.end_tokens != {3, 5}
+
+
+@pytest.mark.parametrize("default", [None, "dynamic"])
+def test_nothing_is_said_about_options_that_nobody_gave(model, caplog, default):
+    ids, mask = asked(3)
+    held = model.generation_config
+    try:
+        model.generation_config = copy.deepcopy(held)
+        model.generation_config.cache_implementation = default
+        logging.getLogger("transformers").setLevel(logging.WARNING)
+        logging.getLogger("transformers").propagate = True
+        with caplog.at_level(logging.WARNING, logger="transformers"):
+            prepare(model, ids, GenerationConfig(max_new_tokens=2), dict(attention_mask=mask), 0, RememberedOptions())
+            prepare(model, ids, None, dict(attention_mask=mask, max_new_tokens=2), 0, RememberedOptions())
+    finally:
+        model.generation_config = held
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        logging.getLogger("transformers").propagate = False
+    assert not [record.getMessage() for record in caplog.records if "cache" in record.getMessage()]
+
+
 def test_options_that_only_look_alike_are_not_mixed_up(model):
     remembered = RememberedOptions()
     one = row_of(model, 3, dict(max_new_tokens=2, do_sample=True, top_k=1), remembered)[0].sampling.params

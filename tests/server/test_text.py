@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from servers import bytewise
-from TIDE.server.text import Detokenizer, StopStrings
+from TIDE.server.text import _KNOWN, Detokenizer, StopStrings
 
 TOKENIZER = bytewise()
 
@@ -25,6 +27,27 @@ def test_bytes_that_become_no_character_come_at_the_end():
     first, *_ = TOKENIZER("é", add_special_tokens=False)["input_ids"]
     detokenizer = Detokenizer(TOKENIZER, [])
     assert [detokenizer.add(first), detokenizer.rest(), detokenizer.rest()] == ["", "\ufffd", ""]
+
+
+def test_texts_of_few_tokens_are_remembered_and_those_of_many_are_not():
+    class Tokenizer:
+        calls = 0
+
+        def decode(self, ids, skip_special_tokens):
+            self.calls += 1
+            return ""  # as for special tokens, which may come again and again
+
+    tokenizer = Tokenizer()
+    for _ in range(2):
+        detokenizer = Detokenizer(tokenizer, [1])
+        for _ in range(50):
+            assert detokenizer.add(2) == ""
+    assert tokenizer.calls < 2 * 50 + 2 * 50
+    assert all(len(key) <= 5 for key in detokenizer._texts)
+    known = len(_KNOWN)
+    del tokenizer, detokenizer
+    gc.collect()
+    assert len(_KNOWN) == known - 1
 
 
 def test_special_tokens_are_text_for_a_parser_only():

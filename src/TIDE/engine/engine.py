@@ -233,16 +233,16 @@ class TIDE:
         """
         options = as_keywords(inputs, options)
         with self._adding:
-            self._check_usable(is_known=not self._has_stepped)
-            self._has_stepped = False
+            self._check_usable(is_known=not self._has_stepped and bool(self._shared_batch().rows))
             with beside_rounds(self.adapter.device, options) as own:
                 request = self._prepare(own, generation_config)
-            if len(request.padding) != 1:
-                raise ValueError(f"add takes one prompt, found {len(request.padding)}. Call it once for each.")
-            (row,) = request.rows(self.adapter.num_layers, self._context)
+                if len(request.padding) != 1:
+                    raise ValueError(f"add takes one prompt, found {len(request.padding)}. Call it once for each.")
+                (row,) = request.rows(self.adapter.num_layers, self._context)
             policy = self.policy if exits else None
             plan = self.plan if config is None and exits else make_plan(config or self.config, policy, self.adapter)
             self._shared_batch().add([row], plan, policy)
+            self._has_stepped = False
         return row
 
     def warm_up(self, rows: int = 1, tokens: int = 992, progress: bool = True) -> None:

@@ -155,7 +155,8 @@ def prepare(
     options["stopping_criteria"] = _with_stop_strings(configs, options)
     if own.processors:
         options["logits_processor"] = LogitsProcessorList([*own.processors, *(options.get("logits_processor") or ())])
-    options["use_cache"] = False  # of transformers: ours are made elsewhere
+    if generation_config is None and not any(getattr(config, "cache_implementation", None) for config in configs):
+        options.setdefault("use_cache", False)  # theirs would be made for nothing
     with _no_stop_strings(configs):
         request: Request = model.generate(ids, generation_config=generation_config, custom_generate=_capture, **options)
     request.seed, request.salt = own.seed, own.salt

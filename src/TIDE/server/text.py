@@ -6,12 +6,14 @@ released    H e l l o            what the client may see: "ST" may yet become th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 CONTEXT = 6  # tokens of the prompt that the first tokens are decoded with
 BROKEN = "\ufffd"  # stands for bytes that are no character yet
+FEW, MOST = 4, 1 << 16  # tokens whose text is remembered, and texts
+_KNOWN: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()  # texts of few tokens, by tokenizer
 
 
 class Detokenizer:
@@ -25,6 +27,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, prompt: Sequence[int], keeps_special: bool = False) -> None:
         self.tokenizer = tokenizer
         self.keeps_special = keeps_special
+        self._texts = _KNOWN.setdefault(tokenizer, {})
         self._ids = list(prompt[-CONTEXT:])
         self._known = len(self._ids)  # tokens whose text is out
         self._start = 0  # the first token that is decoded with them
@@ -45,14 +48,16 @@ class Detokenizer:
         return whole[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return _text(self.tokenizer, tuple(ids), self.keeps_special)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _text(tokenizer: Any, ids: tuple[int, ...], keeps_special: bool) -> str:
-    """Return the text of a few tokens. Most of them come again, and a tokenizer takes longer than all else for a token."""
-    found: str = tokenizer.decode(list(ids), skip_special_tokens=not keeps_special)
-    return found
+        """Return the text of some tokens. Few of them come again, and a tokenizer takes longer than all else for a token."""
+        key = (*ids, self.keeps_special) if len(ids) <= FEW else None
+        if key is not None and key in self._texts:
+            return self._texts[key]
+        found: str = self.tokenizer.decode(ids, skip_special_tokens=not self.keeps_special)
+        if key is not None:
+            if len(self._texts) == MOST:
+                self._texts.clear()
+            self._texts[key] = found
+        return found
 
 
 class StopStrings:

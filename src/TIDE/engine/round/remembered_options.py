@@ -38,7 +38,7 @@ class RememberedOptions:
     """What came of options, for one row after a prompt of any length. If the model's defaults change, all is forgotten."""
 
     def __init__(self) -> None:
-        self._defaults: dict[str, Any] = {}
+        self._defaults: Hashable = None
         self._made: dict[Hashable, tuple[Made, int]] = {}
 
     def key(self, defaults: GenerationConfig | None, options: Mapping[str, Any], device: Any) -> Hashable | None:
@@ -49,17 +49,12 @@ class RememberedOptions:
         """
         if type(options.get("max_new_tokens")) is not int or defaults is None:
             return None
-        own = set[Hashable]()
-        for name, value in options.items():
-            parts = tuple(value) if type(value) in (list, tuple) else (value,)
-            kinds = tuple(map(type, parts))  # 1, 1.0 and True are the same key otherwise
-            if not set(kinds) <= PLAIN:
-                return None
-            own.add((name, type(value), kinds, parts))
-        if vars(defaults) != self._defaults:
-            self._defaults = copy.deepcopy(vars(defaults))
-            self._made = {}
-        return frozenset(own), device
+        own, theirs = _plain(options), _plain(vars(defaults))
+        if own is None or theirs is None:
+            return None
+        if theirs != self._defaults:
+            self._defaults, self._made = theirs, {}
+        return own, device
 
     def find(self, key: Hashable, columns: int) -> Made | None:
         """Return what came of options, for a prompt of `columns` columns."""
@@ -78,6 +73,18 @@ class RememberedOptions:
             if len(self._made) == MOST:
                 self._made.pop(next(iter(self._made)))
             self._made[key] = made, columns
+
+
+def _plain(options: Mapping[str, Any]) -> frozenset[Hashable] | None:
+    """Return options as something to compare, if all of them are numbers and words, or lists of such."""
+    found = set[Hashable]()
+    for name, value in options.items():
+        parts = tuple(value) if type(value) in (list, tuple) else (value,)
+        kinds = tuple(map(type, parts))  # 1, 1.0 and True are the same otherwise
+        if not set(kinds) <= PLAIN:
+            return None
+        found.add((name, type(value), kinds, parts))
+    return frozenset(found)
 
 
 def _for(config: GenerationConfig, one: Any) -> Any:
