@@ -4,12 +4,13 @@
     python benchmarks/bench_worker.py --prompts question.jsonl          prompts of a file with Spec-Bench's `turns`
     python benchmarks/bench_worker.py --rows 1 3 --each 1 --new-tokens 8 --without continuous     a smoke test
 
-As many clients as rows, each asking one question after another, so the number of rows stays the same. Every answer has the
-same number of tokens. They are greedy, or every second one is sampled with a seed (--sampled). Answers of TIDE must not depend
-on the load: the number of those that differ from the same question asked alone is printed, and must be 0.
+As many clients as rows, each asking one question after another, so the number of rows stays the same. Answers have three
+quarters to five quarters of --new-tokens, so that they do not end together. They are greedy, or every second one is sampled
+with a seed (--sampled). Answers of TIDE must not depend on the load: the number of those that differ from the same question
+asked alone is printed, and must be 0. Those of the manager, which has one set of settings, all have --new-tokens.
 
     exits off, exact    the worker of `tide serve`
-    continuous          transformers' manager, kept open; all of it greedy, as it has one set of settings
+    continuous          transformers' manager, kept open; all of it greedy
 
 Prints tokens per second and the first token's milliseconds (median, p95), then one JSON line.
 """
@@ -59,11 +60,16 @@ async def loaded(
     async def client(own: range) -> None:
         for number in own:
             seed = number if options.sampled and number % 2 else 0
-            answers[number] = await ask(worker, prompts[number], seed, options.new_tokens, exits)
+            answers[number] = await ask(worker, prompts[number], seed, tokens_of(number, options.new_tokens), exits)
 
     began = time.perf_counter()
     await asyncio.gather(*(client(range(first, len(prompts), clients)) for first in range(clients)))
     return answers, time.perf_counter() - began
+
+
+def tokens_of(number: int, new: int) -> int:
+    """Return the tokens of an answer."""
+    return new * (3 + number % 3) // 4
 
 
 async def compared(worker: Worker, manager: Any, give: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -72,13 +78,14 @@ async def compared(worker: Worker, manager: Any, give: Any, options: argparse.Na
     print(f"{'rows':>5}  {'':<12}{'tok/s':>9}{'first ms':>10}{'p95':>8}{'differ':>8}")
     for rows in options.rows:
         prompts, new = give(rows * options.each), options.new_tokens
+        written = sum(tokens_of(number, new) for number in range(len(prompts)))
         for name, exits in (("exits off", False), ("exact", True)):
             alone, _ = await loaded(worker, prompts, 1, options, exits)
             await loaded(worker, prompts, rows, options, exits)
             runs = [await loaded(worker, prompts, rows, options, exits) for _ in range(options.rounds)]
             differ = sum(own[0] != other[0] for answers, _ in runs for own, other in zip(alone, answers, strict=True))
             firsts = sorted(1000 * first for answers, _ in runs for _, first in answers)
-            speed = len(prompts) * new / statistics.median(seconds for _, seconds in runs)
+            speed = written / statistics.median(seconds for _, seconds in runs)
             p95 = firsts[int(0.95 * (len(firsts) - 1))]
             found.append(dict(rows=rows, name=name, tok_s=speed, first_ms=statistics.median(firsts), p95_ms=p95, differ=differ))
             print(f"{rows:>5}  {name:<12}{speed:>9.1f}{found[-1]['first_ms']:>10.1f}{p95:>8.1f}{differ:>8}", flush=True)
