@@ -43,6 +43,22 @@ def test_trees_are_timed_by_replay(warm):
     assert found["tree of 7"]["trees"] > 0 and found["tree of 7"]["tree_depth"] <= 2
 
 
+def test_rows_together_are_timed_by_replay(warm):
+    found = report(
+        warm.run(FOLDER / "bench_trees.py", "--model", "tiny", "--rows", 3, "--new-tokens", 8, "--prompt-tokens", 16)
+    )
+    assert set(found["results"]) == {"exits off", "1 in a row", "2 in a row", "3 in a row"}
+    assert found["results"]["3 in a row"]["tokens"] == 3 * 3 * 8
+    assert found["results"]["3 in a row"]["tokens_a_round"] > found["results"]["1 in a row"]["tokens_a_round"] > 1
+
+
+def test_the_cost_of_a_draft_is_measured(warm):
+    asked = ("--model", "tiny", "--drafts", 1, 2, "--vocabulary", 64, "--new-tokens", 8, "--prompt-tokens", 16, "--rounds", 1)
+    found = report(warm.run(FOLDER / "bench_drafts.py", *asked))["results"]["tiny"]
+    assert set(found["256 tokens"]) == set(found["64 tokens"]) == {"1", "2"}
+    assert {"round_ms", "of_a_step"} <= set(found["64 tokens"]["2"])
+
+
 def test_the_first_tokens_of_prompts_are_timed(warm):
     (row,) = report(warm.run(FOLDER / "bench_prefill.py", "--model", "tiny", "--tokens", 40, "--rounds", 2))["results"]
     assert row["tokens"] == 40 and row["generate_ms"] > 0 and row["tide_ms"] > 0
