@@ -30,6 +30,7 @@ from TIDE.config import TIDEConfig
 from TIDE.engine.cache.prefixes import new_salt
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import build_head, head_sizes
+from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router import SIGNALS, Router
 from TIDE.routing.router_file import RouterFile
 
@@ -132,6 +133,16 @@ def three_of_four(model: transformers.PreTrainedModel, ids: torch.Tensor, args: 
     return against_exits_off(model, ids, args, "identity", model.config.num_hidden_layers // 4, config)
 
 
+def untrained(
+    model: transformers.PreTrainedModel, strategy: str, depth: int, vocabulary: torch.Tensor | None = None
+) -> ExitPolicy:
+    """Return the policy of an untrained exit, whose drafts are of the tokens in `vocabulary`; None: of all."""
+    sizes = head_sizes(strategy, model.config, model.config.hidden_size, depth)
+    exit_ = Exit(build_head(strategy, sizes).eval(), Router(sizes.hidden_dim, 128, SIGNALS), 0.5)
+    with TIDE.TIDE(model) as engine:
+        return RouterFile(strategy, {depth: exit_}, (depth,), 7, vocabulary).policy(engine.adapter)
+
+
 def against_exits_off(
     model: transformers.PreTrainedModel,
     ids: torch.Tensor,
@@ -140,12 +151,7 @@ def against_exits_off(
     depth: int,
     config: TIDEConfig,
 ) -> float:
-    sizes = head_sizes(strategy, model.config, model.config.hidden_size, depth)
-    router = Router(sizes.hidden_dim, 128, SIGNALS)
-    file = RouterFile(strategy, {depth: Exit(build_head(strategy, sizes).eval(), router, 0.5)}, (depth,), 7, None)
-    with TIDE.TIDE(model) as engine:
-        policy = file.policy(engine.adapter)
-    with TIDE.TIDE(model, policy, config) as engine:
+    with TIDE.TIDE(model, untrained(model, strategy, depth), config) as engine:
 
         def run(new: int, exits: bool) -> torch.Tensor:
             with engine.using(config, exits=exits):

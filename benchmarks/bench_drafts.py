@@ -19,14 +19,10 @@ from typing import Any
 import torch
 
 import TIDE
-from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_model, timed
+from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_model, timed, untrained
 from bench_trees import Fixed
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.prefixes import new_salt
-from TIDE.routing.exits import Exit
-from TIDE.routing.heads import build_head, head_sizes
-from TIDE.routing.router import SIGNALS, Router
-from TIDE.routing.router_file import RouterFile
 
 
 def main() -> None:
@@ -50,16 +46,13 @@ def of_shape(name: str, options: argparse.Namespace) -> dict[str, Any]:
     model = random_model(name)
     model.generation_config.eos_token_id = None
     ids = torch.randint(10, model.config.vocab_size, (1, options.prompt_tokens), device=model.device)
-    sizes = head_sizes("memory", model.config, model.config.hidden_size)
-    head = build_head("memory", sizes).eval().to(model.device, model.dtype)
     step, parts = round_ms(model, ids, None, 0, options)
     found: dict[str, Any] = dict(step_ms=step, step_parts_us=parts)
     print(f"{name}: a step takes {step:.3f} ms")
     for size in (None, *options.vocabulary):
-        tokens = None if size is None else torch.arange(size)
-        file = RouterFile("memory", {0: Exit(head, Router(sizes.hidden_dim, 128, SIGNALS), 0.5)}, (0,), 7, tokens)
-        with TIDE.TIDE(model) as engine:
-            policy = file.policy(engine.adapter)
+        policy = untrained(model, "memory", 0, None if size is None else torch.arange(size))
+        assert policy.file is not None
+        head = policy.file.exits[0].head
         rows = size or model.config.vocab_size
         bytes_ = sum(own.numel() for own in head.parameters()) + rows * model.config.hidden_size
         costs: dict[str, Any] = {}

@@ -30,7 +30,7 @@ import torch
 import transformers
 
 import TIDE
-from bench_decode import SHAPES, on_gpu, random_model, timed
+from bench_decode import SHAPES, on_gpu, random_model, timed, untrained
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.prefixes import new_salt
 from TIDE.engine.round.device_stage import DeviceStage
@@ -38,10 +38,6 @@ from TIDE.engine.runners.select import described_layers
 from TIDE.engine.runners.triton_runner import TritonRunner
 from TIDE.engine.schedule.scheduler import Scheduler, most_drafts
 from TIDE.kernels import reference, sampling
-from TIDE.routing.exits import Exit
-from TIDE.routing.heads import build_head, head_sizes
-from TIDE.routing.router import SIGNALS, Router
-from TIDE.routing.router_file import RouterFile
 
 TREES = (7, 15, 31, 63)
 IN_A_ROW = (2, 4, 7)
@@ -215,11 +211,7 @@ def replayed(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     kept = recorded(options) if options.model != "tiny" else {drafts: [1, 3, 0, 2] for drafts in (0, *options.trees)}
     model = random_model(options.model)
     model.generation_config.eos_token_id = None
-    sizes = head_sizes("memory", model.config, model.config.hidden_size)
-    head = build_head("memory", sizes).eval().to(model.device, model.dtype)
-    file = RouterFile("memory", {0: Exit(head, Router(sizes.hidden_dim, 128, SIGNALS), 0.5)}, (0,), LONGEST, None)
-    with TIDE.TIDE(model) as engine:
-        policy = file.policy(engine.adapter)
+    policy = untrained(model, "memory", 0)
     ids = torch.randint(10, model.config.vocab_size, (options.rows, options.prompt_tokens), device=model.device)
     found: dict[str, dict[str, Any]] = {}
     replay = Replay(model.device)

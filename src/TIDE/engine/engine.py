@@ -183,9 +183,9 @@ class TIDE:
                 streamer.put(column)
             streamer.end()
         ids, config = request.output(rows), request.config
-        asked = dict(scores=config.output_scores, logits=config.output_logits)
         if not config.return_dict_in_generate:
             return ids
+        asked = dict(scores=config.output_scores, logits=config.output_logits)
         return GenerateDecoderOnlyOutput(
             sequences=ids, **{name: columns_of(name, rows) for name, wanted in asked.items() if wanted}
         )

@@ -48,7 +48,7 @@ class Detokenizer:
         return whole[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        """Return the text of some tokens. Few of them come again, and a tokenizer takes longer than all else for a token."""
+        """Return the text of some tokens. Short pieces come again, and a tokenizer takes longer than all else for a token."""
         key = (*ids, self.keeps_special) if len(ids) <= FEW else None
         if key is not None and key in self._texts:
             return self._texts[key]

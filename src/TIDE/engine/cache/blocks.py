@@ -10,7 +10,7 @@ own modules have one row, and one block with room for all of it.
 
 from __future__ import annotations
 
-import functools
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -76,7 +76,7 @@ class KVBlocks:
         """Blocks that nobody has, those included that are kept for texts that begin alike."""
         return len(self._free) + self.prefixes.idle
 
-    @functools.cached_property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of a block in all layers."""
         numbers = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in self._all_shapes)

@@ -27,7 +27,7 @@ ALIKE = {  # processors that do the same after any prompt, and keep nothing
 
 
 class Made(NamedTuple):
-    """What transformers makes of options."""
+    """Options as transformers reads them."""
 
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
@@ -35,7 +35,7 @@ class Made(NamedTuple):
 
 
 class RememberedOptions:
-    """What came of options, for one row after a prompt of any length. If the model's defaults change, all is forgotten."""
+    """Options of one row and what came of them, for prompts of any length. Other defaults of the model empty it."""
 
     def __init__(self) -> None:
         self._defaults: Hashable = None

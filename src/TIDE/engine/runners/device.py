@@ -78,7 +78,7 @@ class DeviceRunner(Runner):
 
     @cached_property
     def device(self) -> torch.device:
-        """Where the model is; on another device it has another runner."""
+        """The model's; on another device it has another runner."""
         return self.adapter.device
 
     @property
