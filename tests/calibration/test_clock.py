@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from TIDE.calibration.clock import ENOUGH, FEWEST, HEAD_SHARE, TEXTS_SHARE, Clock
+from TIDE.calibration.clock import ENOUGH, FEWEST, HEAD_SHARE, MORE_SHARE, TEXTS_SHARE, Clock
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +31,13 @@ def test_texts_take_their_share_of_the_time(caplog):
 
 def test_no_more_texts_than_there_is_room_for():
     assert Clock(3, "a").texts(per_text(0.01), room=500) == 500
+
+
+def test_few_texts_that_take_as_long_as_many_do_not_end_with_few():
+    """A GPU writes 20 texts in 25 of 60 seconds, and a hundred more in each second after that."""
+    found = Clock(1, "a").texts(lambda: lambda count: 25 + count / 100, room=10**9)
+    assert found == pytest.approx(100 * MORE_SHARE * 60 + FEWEST, abs=1)
+    assert Clock(0.7, "a").texts(lambda: lambda count: 25 + count / 100, room=10**9) == pytest.approx(440, abs=1)
 
 
 def test_too_few_minutes_are_said_before_it_starts(caplog):

@@ -1,6 +1,6 @@
 """The minutes of a calibration and what they are spent on: texts first, then training.
 
-    0.4 of the time                 texts and their states, as many as fit
+    0.4 of the time                 texts and their states, as many as fit; if even a few take long, 0.2 more than these
     0.6 of what is left then        training of a head, and so on for every head that is tried
 
 Numbers of texts and steps follow from speeds measured on this machine. They are stored in the cache folder, so that
@@ -19,6 +19,7 @@ from TIDE.calibration.collect import Budget
 
 logger = logging.getLogger(__name__)
 TEXTS_SHARE = 0.4
+MORE_SHARE, MOST_SHARE = 0.2, 0.7  # few texts take nearly as long to write as many: what more of them may take, and all
 HEAD_SHARE = 0.6  # of what is left
 ENOUGH = 2000  # texts; exits that learn from fewer agree clearly less
 FEWEST, MOST = 20, 1_000_000  # texts
@@ -68,7 +69,8 @@ class Clock:
         return self._decided(f"steps at depth {depth}", count)
 
     def _most_texts(self, seconds: Callable[[int], float], most: int) -> int:
-        within = TEXTS_SHARE * self.seconds
+        more = min(seconds(FEWEST) + MORE_SHARE * self.seconds, MOST_SHARE * self.seconds)
+        within = max(TEXTS_SHARE * self.seconds, more)
         low, high = FEWEST, most
         while low < high:  # the largest number that fits
             middle = (low + high + 1) // 2
