@@ -24,6 +24,8 @@ from runners import Recording, on_references
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.blocks import BLOCK
 from TIDE.engine.cache.prompts import Prompts
+from TIDE.engine.cache.slots import AT_ONCE
+from TIDE.engine.loop import Loop
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.host_stage import HostStage
 from TIDE.engine.round.seats import AHEAD, Seats
@@ -45,21 +47,26 @@ MANY = [Text(60 + index, MOST_NEW, kind, index // 2) for index, kind in enumerat
 
 @pytest.mark.parametrize(("strategy", "depth"), [(None, 0), ("memory", 0), ("memory", 2), ("lens", 2)])
 @examples(75)
-@given(texts=texts_of, drafts=st.integers(0, 5), blocks=st.sampled_from([5, 7, 12, 100]))
-@example(texts=MANY, drafts=2, blocks=7)
-@example(texts=MANY, drafts=0, blocks=100)
-def test_a_row_among_others_writes_what_it_writes_alone(strategy, depth, texts, drafts, blocks):
+@given(texts=texts_of, drafts=st.integers(0, 5), blocks=st.sampled_from([5, 7, 12, 100]), at_once=st.integers(1, AT_ONCE))
+@example(texts=MANY, drafts=2, blocks=7, at_once=1)
+@example(texts=MANY, drafts=2, blocks=7, at_once=4)
+@example(texts=MANY, drafts=0, blocks=100, at_once=3)
+def test_a_row_among_others_writes_what_it_writes_alone(strategy, depth, texts, drafts, blocks, at_once):
     engine = an_engine(strategy, depth)
     engine.scheduler, engine._batch = Recording(then=drafts), None
-    found = decoded(engine, texts, config=TIDEConfig(cache_gib=gib_of(engine, blocks), max_pending=7))
+    with pytest.MonkeyPatch.context() as patch:  # as where a device would wait for the host
+        patch.setattr(Loop, "_pace", lambda self, is_idle, waited: setattr(self, "at_once", at_once))
+        found = decoded(engine, texts, config=TIDEConfig(cache_gib=gib_of(engine, blocks), max_pending=7))
     check(texts, found)
     for _, store in engine.runner._stores:
         assert store.free == store.blocks - 1  # every block was given back
 
 
+@pytest.mark.parametrize("at_once", [1, AT_ONCE])
 @pytest.mark.parametrize("strategy", [None, "memory"])
-def test_rows_are_put_back_when_blocks_run_out(strategy, monkeypatch):
+def test_rows_are_put_back_when_blocks_run_out(strategy, at_once, monkeypatch):
     put_back, reserve = Counter(), Seats.reserve
+    monkeypatch.setattr(Loop, "_pace", lambda self, is_idle, waited: setattr(self, "at_once", at_once))
 
     def noting(self):
         found = reserve(self)

@@ -3,7 +3,8 @@
     host, on modules      the plain loop and the reference
     host, on numba        exit heads in 8 bits: scores differ a little
     device, plain         whole rounds, each read before the next is launched
-    device, overlapped    each read while the next one runs; the last one is never read, but its layers have run
+    device, overlapped    each read while the next one runs, or some while the next ones run; the last one is never read, but
+                          its layers have run
 
 Padding is not counted, so layers can be compared as well.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -26,7 +27,10 @@ from properties import examples
 from router_files import a_file
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.engine.cache.prompts import STEP
+from TIDE.engine.cache.slots import AT_ONCE
+from TIDE.engine.loop import Loop
 from TIDE.engine.round.device_drafter import DeviceDrafter
+from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.round import Launched
 from TIDE.engine.round.stop import StopRule
 from TIDE.engine.row import RoundResult, Row
@@ -270,12 +274,13 @@ def test_layers_of_rounds_are_counted_when_they_run(strategy, depth, overlap, mo
     assert row.stats.layers_run == sum(ran) - padding * runner.num_layers
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("overlap", "at_once"), [(False, 1), (True, 1), (True, 3), (True, AT_ONCE)])
 @pytest.mark.parametrize("strategy", [None, "memory"])
-@pytest.mark.parametrize("new", [1, 5])
-def test_a_text_without_drafts_takes_as_many_passes_as_it_has_new_tokens(new, strategy, overlap, monkeypatch):
+@pytest.mark.parametrize("new", [1, 5, 14])
+def test_a_text_without_drafts_takes_as_many_passes_as_it_has_new_tokens(new, strategy, overlap, at_once, monkeypatch):
     """The first of them is chosen from the pass of the prompt, and no round is launched behind the last one."""
     runner, passes, layers = runners()["on_references"], [], TritonRunner.layers_on_slots
+    monkeypatch.setattr(Loop, "_pace", lambda self, is_idle, waited: setattr(self, "at_once", at_once))
 
     def counted(self, slots, span, *given):
         passes.extend([1] * (span.stop == self.num_layers))
@@ -287,6 +292,34 @@ def test_a_text_without_drafts_takes_as_many_passes_as_it_has_new_tokens(new, st
     assert row.tokens == text()[: PROMPT + new]
     assert len(passes) == new
     assert row.stats.layers_run == (PROMPT + new - 1) * runner.num_layers
+
+
+class Pretended:
+    """An event of a device that has done all of its work, or none."""
+
+    def __init__(self, is_over: bool) -> None:
+        self.query = lambda: is_over
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_device_that_would_wait_for_the_host_gets_some_rounds_at_once(is_over, monkeypatch):
+    seen, read_later, needed = [], DeviceStage._read_later, Loop._needed
+    event = Pretended(is_over)
+    monkeypatch.setattr(DeviceStage, "_read_later", lambda self, *given: replace(read_later(self, *given), event=event))
+    monkeypatch.setattr(Loop, "_needed", lambda self, *given: seen.append(needed(self, *given)) or seen[-1])
+    (row,) = in_a_loop(runners()["on_references"], None, prompt(), NEW, Script([0]), device=True, overlap=True)
+    assert row.tokens == text()[: PROMPT + NEW]
+    assert max(seen) == (AT_ONCE if is_over else 1)
+
+
+def test_a_host_that_waits_long_launches_fewer_rounds_at_once():
+    loop = Loop(None, None, Scheduler(), overlap=True)
+    loop.at_once = 3
+    loop._pace(False, waited=0.3)  # less than a third of the time: with two at once the device might wait
+    assert loop.at_once == 3
+    for expected in (2, 1, 1):
+        loop._pace(False, waited=0.9)
+        assert loop.at_once == expected
 
 
 def test_rounds_of_mode_fast_teach_nothing_about_those_of_mode_exact():

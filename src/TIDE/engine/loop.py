@@ -1,13 +1,13 @@
-"""The main loop: let rows in, launch a round, read the one before it, extend rows, let those go that have ended.
+"""The main loop: let rows in, launch rounds, read those before them, extend rows, let those go that have ended.
 
     step:   stage.admit(waiting)                 as many as there is room for
-            ahead = stage.launch()               drafts · deep pass · accept, for all rows
-            for row, result in the round before:
+            ahead = stage.launch(), …            drafts · deep pass · accept, for all rows
+            for row, result in the rounds before:
                 row.extend(result)               final tokens, stop rule, stats: the only place
                 scheduler.saw(row, result)       acceptance and seconds decide about the next drafts
 
-With overlap the host reads a round while the next one already runs on the device. Without, it reads a round as soon as it is
-launched: the plain loop, which is the reference for the other.
+With overlap the host reads rounds while the next ones already run on the device: one, or where the device would wait for the
+host, some at once. Without, it reads a round as soon as it is launched: the plain loop, which is the reference for the other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from TIDE.engine.cache.slots import AT_ONCE
 from TIDE.engine.plan import Plan
 from TIDE.engine.round.round import Launched
 from TIDE.engine.row import Row
@@ -29,8 +30,8 @@ class Launcher(Protocol):
     is_planned: bool  # drafts are chosen before a round runs
 
     @property
-    def may_overlap(self) -> bool:
-        """True if a round may be launched before the one before it is read."""
+    def most_ahead(self) -> int:
+        """Rounds that may be launched before those before them are read; 0: each is read at once."""
 
     @property
     def width(self) -> int:
@@ -60,10 +61,11 @@ class Loop:
     """Decodes rows on a stage.
 
     Args:
-        overlap: read a round while the next one runs, where the stage allows it.
+        overlap: read rounds while the next ones run, where the stage allows it.
 
     Attributes:
         waiting: rows that have not joined yet, or were put back.
+        at_once: rounds to launch in a step.
     """
 
     def __init__(self, stage: Launcher, plan: Plan, scheduler: Scheduler, overlap: bool = False) -> None:
@@ -72,7 +74,8 @@ class Loop:
         self.scheduler = scheduler
         self.overlap = overlap
         self.waiting: deque[Row] = deque()
-        self._in_flight: Launched | None = None
+        self.at_once = 1
+        self._in_flight: list[Launched] = []
         self._read_at = time.perf_counter()
 
     def add(self, rows: Sequence[Row]) -> None:
@@ -91,28 +94,50 @@ class Loop:
             yield
 
     def step(self) -> None:
-        """Launch a round and read the one that is due."""
+        """Launch rounds and read those that are due."""
+        is_idle = bool(self._in_flight) and self._in_flight[-1].is_over
         have_changed = self._change_rows()
         rows = self.stage.rows
         if not rows:
-            self._in_flight = None  # launched ahead of the end
+            self._in_flight = []  # launched ahead of the end
             return
-        overlap = self.overlap and self.stage.may_overlap
-        if self._in_flight is not None and (not overlap or _is_last(rows)):
+        most = self.stage.most_ahead if self.overlap else 0
+        count = self._needed(rows, most)
+        if self._in_flight and not count:
             self._read(self._in_flight, is_typical=False)
-            self._in_flight = None
+            self._in_flight = []
             if all(row.finished for row in rows):
                 return
+            count = self._needed(rows, most)
         if self.stage.is_planned:
             self.scheduler.begin_round(rows, self.plan, self.stage.width, self.stage.tree_levels)
         for row in rows:
             row.wanted = self.scheduler.drafts(row, self.plan, self.stage.is_planned)
-        ahead = self.stage.launch()
-        due: Launched | None = ahead
-        if overlap:
+        ahead = [self.stage.launch() for _ in range(max(1, count))]
+        due = ahead
+        if most:
             due, self._in_flight = self._in_flight, ahead
-        if due is not None:
-            self._read(due, due.is_timed and ahead.is_timed and not have_changed)
+        if due:
+            self._pace(is_idle, self._read(due, all(one.is_timed for one in (*due, *ahead)) and not have_changed))
+
+    def _needed(self, rows: Sequence[Row], most: int) -> int:
+        """Return how many rounds to launch, at most `most`: each gives a row a token at least, so that those in flight may be
+        the last ones."""
+        found = min(self.at_once, most)
+        while found and all(row.stop.room(row) < len(self._in_flight) + found for row in rows):
+            found -= 1
+        return found
+
+    def _pace(self, is_idle: bool, waited: float) -> None:
+        """Launch more rounds at once if the device had nothing to do, and fewer if the host waited for longer than one takes.
+
+        Args:
+            waited: for rounds, by the time that all of them took.
+        """
+        if is_idle:
+            self.at_once = min(self.at_once + 1, AT_ONCE)
+        elif waited * self.at_once > 1:
+            self.at_once = max(self.at_once - 1, 1)
 
     def _change_rows(self) -> bool:
         """Let rows go that have ended and others come, and put back those that there is no room for; return True if any did."""
@@ -126,24 +151,24 @@ class Loop:
             self.waiting.extendleft(self.stage.reserve())
         return self.stage.rows != before
 
-    def _read(self, round_: Launched, is_typical: bool) -> None:
-        """Extend the rows of a round.
+    def _read(self, rounds: Sequence[Launched], is_typical: bool) -> float:
+        """Extend the rows of rounds. Return for how much of the time since those before were read the host waited for them.
 
         Args:
-            is_typical: there was nothing but the round since the one before was read.
+            is_typical: there was nothing but these rounds since then.
         """
-        results = round_.results()
-        now = time.perf_counter()
-        seconds = now - self._read_at
-        self._read_at = now
-        for row, result in results:
-            if self.stage.is_planned and row is results[0][0]:
-                row.stats.seconds.add("prompt" if round_.is_prefill else "deep", seconds)
-            row.extend(result)
-            self.scheduler.saw(row, self.plan, result, round_, seconds if is_typical else None)
-            is_typical = False  # a round is timed once
-
-
-def _is_last(rows: Sequence[Row]) -> bool:
-    """Return True if the round in flight is the last one of all rows that take part in it: it gives each a token at least."""
-    return all(row.stop.room(row) <= 1 for row in rows)
+        since, waited = self._read_at, 0.0
+        for round_ in rounds:
+            began = time.perf_counter()
+            results = round_.results()
+            now = time.perf_counter()
+            waited += now - began
+            seconds, self._read_at = now - self._read_at, now
+            if results and self.stage.is_planned:
+                results[0][0].stats.seconds.add("prompt" if round_.is_prefill else "deep", seconds)
+            is_timed = is_typical and round_ is rounds[-1]  # all are alike
+            for row, result in results:
+                row.extend(result)
+                self.scheduler.saw(row, self.plan, result, round_, (now - since) / len(rounds) if is_timed else None)
+                is_timed = False
+        return waited / max(self._read_at - since, 1e-9)

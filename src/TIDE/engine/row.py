@@ -28,13 +28,6 @@ class Draft(NamedTuple):
 
     token: int
     depth: int
-    score: float | None = None  # of the router that let it out
-
-
-class Decided(NamedTuple):
-    """The depth at which a new token was decided."""
-
-    depth: int
     score: float | None = None  # of the router that let it out, where one was asked
 
 
@@ -78,7 +71,7 @@ class Row:
     scores: list[float] = field(init=False, default_factory=list)  # of its latest drafts, by number: running means
     exits: int = field(init=False, default=0)  # final tokens that left early
     exits_in_a_row: int = field(init=False, default=0)  # since the full model decided a token
-    decided: list[Decided] = field(init=False, default_factory=list)
+    decided: list[Draft] = field(init=False, default_factory=list)  # the new tokens, and where
     finished: bool = field(init=False, default=False)
     cut_short: bool = field(init=False, default=False)  # the model's context ended the text
     kept: dict[int, Kept] = field(init=False, default_factory=dict)  # where asked for, by size of the text before a token
@@ -137,16 +130,16 @@ class Row:
         kept = self._append(round_.tokens, round_.first_step)
         if self.finished:
             drafted = min(drafted, kept)  # drafts past the end of the text are not counted
-        self.stats.count_drafts(round_.levels[:drafted] if round_.levels else [1] * drafted, round_.accepted, round_.first_step)
         if round_.levels:
             self.stats.count_tree(round_.levels)
+        self.stats.count_drafts(round_.levels[:drafted] or (1,) * drafted, round_.accepted, round_.first_step)
         return kept
 
     def _append(self, tokens: Iterable[Draft], step: int) -> int:
         kept = 0
         for draft in tokens:
             self.tokens.append(draft.token)
-            self.decided.append(Decided(draft.depth, draft.score))
+            self.decided.append(draft)
             self.stats.count_token(draft.depth, step + kept)
             self.exits += draft.depth < self.num_layers
             kept += 1

@@ -36,6 +36,7 @@ from TIDE.routing.heads import RememberingHead
 from TIDE.routing.router import Router
 
 MOST_ROUND = 256  # tokens of a round, drafts included
+AT_ONCE = 4  # rounds that are launched before the host looks at those before them, at most
 
 
 def slots_for(rows: int) -> int:
@@ -141,7 +142,7 @@ class Slots:
         self._logits: torch.Tensor | None = None
         self._settings: Settings | None = None
         self._trees: dict[TreeShape, TreeBuffers] = {}
-        self.pinned = torch.zeros(2, rows, FIELDS, dtype=torch.float32, pin_memory=like.is_cuda)
+        self.pinned = torch.zeros(2 * AT_ONCE, rows, FIELDS, dtype=torch.float32, pin_memory=like.is_cuda)
 
     def of(self, own: slice) -> Tokens:
         """Return the tokens of some steps of a round."""

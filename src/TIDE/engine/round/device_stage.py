@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from TIDE.engine.cache.slots import MOST_ROUND, Slots
+from TIDE.engine.cache.slots import AT_ONCE, MOST_ROUND, Slots
 from TIDE.engine.plan import Plan
 from TIDE.engine.round import sampler as host
 from TIDE.engine.round.device_choice import DeviceChoice
@@ -67,10 +67,14 @@ class DeviceStage:
         self._limits: list[int] = []
 
     @property
-    def may_overlap(self) -> bool:
-        """True if a round may be launched before the one before it is read. In mode "fast" how many tokens may exit depends on
-        how many did."""
-        return self.plan.exact and not self.choice.on_host
+    def most_ahead(self) -> int:
+        """Rounds that may be launched before those before them are read. In mode "fast" how many tokens may exit depends on how
+        many did. Rows have blocks for what two times as many write."""
+        if not self.plan.exact or self.choice.on_host:
+            return 0
+        if not self.runner.has_compiled_layers or self.tree(self.slots.rows) is not None:
+            return 1
+        return min(AT_ONCE, self.seats.ahead // (2 * (1 + self.lengths(self.slots.rows)[-1])))
 
     @property
     def rows(self) -> list[Row]:
@@ -104,13 +108,15 @@ class DeviceStage:
 
     def admit(self, rows: Sequence[Row]) -> int:
         """Let the first of these rows take part as soon as their texts have run, as many as there is room for."""
+        if not rows:
+            return 0
         with device_errors(), self.runner.grad_off(), self.runner.device_guard():
             count = self.seats.fitting(rows)
             if count:
                 self._catch_up()
                 self.seats.join([rows[place] for place in range(count)])
                 self._compose()
-            elif rows and not self.seats.can_ever_fit(rows[0]):
+            elif not self.seats.can_ever_fit(rows[0]):
                 rows[0].fail(ValueError(self.seats.too_long(rows[0])))
         return count
 
@@ -284,7 +290,7 @@ class DeviceStage:
 
     def _read_later(self, rows: list[Row], drafts: int, is_prefill: bool, is_typical: bool) -> Launched:
         """Copy the result to the host; whoever asks for it waits for the copy."""
-        copy, event = self.slots.pinned[self._launched % 2], None
+        copy, event = self.slots.pinned[self._launched % len(self.slots.pinned)], None
         copy.copy_(self.slots.result, non_blocking=True)
         if self.slots.result.is_cuda:
             event = torch.cuda.Event()
@@ -297,30 +303,30 @@ class DeviceStage:
             if event is not None:
                 with device_errors():
                     event.synchronize()
-            fields = copy.tolist()
-            found = []
+            fields, found, layers = copy.tolist(), [], self.runner.num_layers
             for row, place, count in zip(rows, places, made, strict=True):
-                if row.finished:
-                    continue
-                row.stats.catch_ups += bool(drafts)
-                if (result := self._result(row, fields[place], count, shape is not None)) is not None:
-                    found.append((row, result))
+                if not row.finished:
+                    row.stats.catch_ups += bool(drafts)
+                    if (result := self._result(row, fields[place], count, shape is not None, layers)) is not None:
+                        found.append((row, result))
             return found
 
-        return Launched(results, drafts, is_prefill, is_typical, self.slots.rows, 0 if shape is None else self.plan.draft_tree)
+        tree = 0 if shape is None else self.plan.draft_tree
+        return Launched(results, drafts, is_prefill, is_typical, self.slots.rows, tree, event)
 
-    def _result(self, row: Row, fields: list[float], made: int, is_tree: bool) -> RoundResult | None:
+    def _result(self, row: Row, fields: list[float], made: int, is_tree: bool, layers: int) -> RoundResult | None:
         """Return the outcome of a round for a row; None: it failed."""
         accepted, drafted = int(fields[ACCEPTED]), int(fields[DRAFTED])
         if accepted < 0:
             row.fail(ValueError(host.NOTHING_LEFT) if accepted == NOTHING_LEFT else FloatingPointError(host.NAN))
             return None
+        full = Draft(int(fields[TOKENS + accepted]), layers)
+        if not drafted:
+            return RoundResult((full,), made=made)
         scores = fields[SCORES : SCORES + drafted]
-        drafts = [Draft(int(fields[TOKENS + i]), self.depth, scores[i]) for i in range(accepted)]
-        full = Draft(int(fields[TOKENS + accepted]), self.runner.num_layers)
+        drafts = [Draft(int(fields[TOKENS + i]), self.depth, None if is_tree else scores[i]) for i in range(accepted)]
         if is_tree:  # in place of scores there are the drafts at each depth
             levels = [int(count) for count in scores if count]
-            drafts = [draft._replace(score=None) for draft in drafts]
             return RoundResult([*drafts, full], len(levels), accepted, made=made, levels=levels)
         return RoundResult([*drafts, full], drafted, accepted, scores=scores, made=made)
 

@@ -52,7 +52,7 @@ class HostStage:
     """
 
     is_planned = False  # scores decide about drafts while a round runs
-    may_overlap = False  # a round is over when `launch` returns
+    most_ahead = 0  # a round is over when `launch` returns
     tree_levels = 0
 
     def __init__(

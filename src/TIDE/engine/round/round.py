@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from TIDE.engine.row import RoundResult, Row
 
 
@@ -27,6 +29,7 @@ class Launched:
         is_typical: nothing was compiled or captured for it.
         rows: how many took part.
         tree: drafts of the tree that rounds may have; 0: drafts are in a row.
+        event: recorded behind it on a device that works on its own; None: the host did it.
     """
 
     results: Callable[[], list[tuple[Row, RoundResult]]]
@@ -35,6 +38,12 @@ class Launched:
     is_typical: bool = True
     rows: int = 1
     tree: int = 0
+    event: torch.cuda.Event | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True if a device that works on its own has done it already."""
+        return self.event is not None and self.event.query()
 
     @property
     def is_timed(self) -> bool:

@@ -71,8 +71,8 @@ class StopRule:
 
     def room(self, row: Row) -> int:
         """Return how many tokens may follow the final ones; an end token may come before."""
-        size = len(row.tokens)
-        found = sys.maxsize if self.context.limit is None else self.context.limit - size
+        size, limit = len(row.tokens), self.context.limit
+        found = sys.maxsize if limit is None else limit - size
         if self.max_columns is not None:
             found = min(found, math.ceil(self.max_columns) - (len(row.padding) + size - row.unseen))
         return max(0, found)

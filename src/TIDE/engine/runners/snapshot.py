@@ -26,25 +26,29 @@ class ModelSnapshot:
         self._model = model
         self._modules = list(model.modules())  # held, so that nothing else is put where they are
         self._weights = list(model.parameters())
+        self._plain = {id(weight) for weight in self._weights if type(weight.data) is torch.Tensor}
         self._facts = self._look()
 
     def matches(self, model: nn.Module) -> bool:
         """Return True if a model is as it was."""
         return model is self._model and self._facts == self._look()
 
+    def versions(self) -> list[int | None]:
+        """Return how often each weight of a model that matches was changed in place, as far as torch counts that."""
+        return [version(weight) for weight in self._weights]
+
     def _look(self) -> list[Any]:
         """Return what can change: a module that takes another's place shows in the module that holds it."""
         facts: list[Any] = []
         for module in self._modules:
             facts.append(tuple(module._modules.values()))
-            facts.append([self._weight(weight) for weight in module._parameters.values() if weight is not None])
+            for weight in module._parameters.values():
+                if weight is not None:
+                    place = weight.data_ptr() if id(weight) in self._plain else None
+                    facts += (id(weight), place, weight.dtype, version(weight) if self._values else None)
             facts.append(has_hooks(module))
             facts.append(adapter_state(module))
         return facts
-
-    def _weight(self, weight: torch.Tensor) -> tuple[Any, ...]:
-        place = weight.data_ptr() if type(weight.data) is torch.Tensor else None
-        return id(weight), place, weight.dtype, version(weight) if self._values else None
 
 
 def has_hooks(module: nn.Module) -> bool:

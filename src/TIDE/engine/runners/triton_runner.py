@@ -9,7 +9,6 @@ import torch
 
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.layer_parts import norm_parts
-from TIDE.adapters.weights import version
 from TIDE.engine.cache.blocks import BLOCK, KVBlocks, KVShape, remembering_head
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.cache.slots import Slots, Tokens
@@ -49,7 +48,8 @@ class TritonRunner(CompiledRunner, DeviceRunner):
     def follow(self) -> None:
         """Notice weights that have changed in place; any thread may call it."""
         super().follow()
-        self._versions = [version(weight) for weight in self.adapter.model.parameters()]
+        if self.snapshot is not None:
+            self._versions = self.snapshot.versions()
 
     def forget_old_kv(self) -> None:
         if self._versions != self._versions_of_kv:
