@@ -87,12 +87,13 @@ class Job:
         tokens: written so far, up to the one that completed a stop string.
         row: in the engine, once it has one.
         cancelled: nobody waits for it any more.
+        bursts: the queue that it writes to, of the thread of asyncio.
     """
 
-    def __init__(self, ask: Ask, index: int, call: Call, tokenizer: Any) -> None:
+    def __init__(self, ask: Ask, index: int, bursts: asyncio.Queue[Burst], tokenizer: Any) -> None:
         self.ask = ask
         self.index = index
-        self.call = call
+        self.bursts = bursts
         self.times = Times()
         self.row: Row | None = None
         self.tokens = 0
@@ -157,14 +158,14 @@ class Call:
 
     def __init__(self, worker: Worker, asks: Sequence[Ask]) -> None:
         self.worker = worker
-        self.jobs = [Job(ask, index, self, worker.tokenizer) for index, ask in enumerate(asks)]
-        self.bursts_of: asyncio.Queue[Burst] = asyncio.Queue()
+        self._queue: asyncio.Queue[Burst] = asyncio.Queue()
+        self.jobs = [Job(ask, index, self._queue, worker.tokenizer) for index, ask in enumerate(asks)]
 
     async def bursts(self) -> AsyncIterator[Burst]:
         """Yield what is written, until all answers have ended. An error of one is the error of the request."""
         left = len(self.jobs)
         while left:
-            burst = await self.bursts_of.get()
+            burst = await self._queue.get()
             if burst.error is not None:
                 raise burst.error
             left -= burst.is_last

@@ -274,14 +274,14 @@ class Worker:
             if burst.is_last:
                 self._open.discard(job)
             if not job.cancelled:
-                job.call.bursts_of.put_nowait(burst)
+                job.bursts.put_nowait(burst)
 
     def _abandon(self, words: str) -> None:
         """End whatever is left with an error; runs in asyncio's thread, after which nothing new is taken."""
         error = APIError(503, words)
         for job in self._open:
             self.metrics.ended(job, "error")
-            job.call.bursts_of.put_nowait(Burst(job.index, error=error))
+            job.bursts.put_nowait(Burst(job.index, error=error))
         for done in list(self._asked):
             _settle(done, None, error)
         self._open.clear()
