@@ -120,11 +120,11 @@ class DraftLength:
         """Record a round; seconds None: it was compiled or captured, and its time says nothing about others."""
         if seconds is not None:
             self.costs.saw_round(round_.rows, round_.drafts or 0, seconds)
-        crowd = self._crowd
+        crowd, means, scores = self._crowd, self._scores, result.scores
         newest = NEWEST if crowd == 1 else NEWEST / LONGER
-        for number in range(1, min(result.accepted + 1, result.made, len(self._scores)) + 1):
-            score = result.scores[number - 1] if number <= len(result.scores) else 1.0
+        for number in range(min(result.accepted + 1, result.made, len(means))):
+            score = scores[number] if number < len(scores) else 1.0
             if self.has_scores:
-                row.scores[number - 1] += newest * (score - row.scores[number - 1])
-                self._scores[number - 1] += newest / crowd * (score - self._scores[number - 1])
-            self.acceptance.add(number, number <= result.accepted, score, crowd)
+                row.scores[number] += newest * (score - row.scores[number])
+                means[number] += newest / crowd * (score - means[number])
+            self.acceptance.add(number + 1, number < result.accepted, score, crowd)
