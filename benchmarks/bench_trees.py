@@ -10,7 +10,7 @@ over rounds, those without drafts included: how often there are drafts is decide
 By replay: random weights accept nothing, so the embedded model answers first, in rounds of 7 drafts in a row and with every
 tree, and how many were accepted in each round is kept. Rounds of the random model then run as they are, but for the number of
 drafts that accept takes, which is the one that was kept. There are drafts in every round; 2, 4 and 7 in a row are tried, of
-several rows (--rows) 1, 2 and 3.
+several rows (--rows) 1, 2 and 3. Decoding is what is left without the time of the first tokens.
 
 Without a GPU rounds run in plain torch: tokens a round are what they are on one, seconds say nothing. Prints a table, then one
 JSON line.
@@ -55,17 +55,28 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of random prompts")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=1, help="times that every prompt is answered")
-    parser.add_argument("--rows", type=int, default=1, help="together, by replay; more than one: without trees")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1], help="together, by replay; more than one: without trees")
+    parser.add_argument("--draft-vocabulary", type=int, default=None, help="tokens of drafts, by replay; None: all")
     parser.add_argument("--trees", type=int, nargs="*", default=TREES)
     parser.add_argument("--levels", type=int, default=None, help="of trees, at most; None: as their size has them")
     options = parser.parse_args()
-    if options.rows > 1:
+    if max(options.rows) > 1:
         if options.model not in SHAPES:
             parser.error("--rows is for random models, by replay. bench_batch.py times rows of a model with exits.")
         options.trees = []
     transformers.utils.logging.disable_progress_bar()
-    found = replayed(options) if options.model in SHAPES else measured(options)
-    report(options, found)
+    if options.model not in SHAPES:
+        report(options, 1, measured(options))
+        return
+    kept = recorded(options) if options.model != "tiny" else {drafts: [1, 3, 0, 2] for drafts in (0, *options.trees)}
+    model = random_model(options.model)
+    model.generation_config.eos_token_id = None
+    vocabulary = None if options.draft_vocabulary is None else torch.arange(options.draft_vocabulary, device=model.device)
+    replay = Replay(model.device)
+    replay.patch()
+    with an_engine(model, untrained(model, "memory", 0, vocabulary)) as engine:
+        for rows in options.rows:
+            report(options, rows, replayed(engine, replay, kept, rows, options))
 
 
 # ---- the embedded model, or another with exits -------------------------------------------------------------------------------
@@ -206,62 +217,88 @@ class Replay:
         DeviceStage.accept = accept_so_many  # type: ignore[method-assign]
 
 
-def replayed(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return what every way gives on random weights."""
-    kept = recorded(options) if options.model != "tiny" else {drafts: [1, 3, 0, 2] for drafts in (0, *options.trees)}
-    model = random_model(options.model)
-    model.generation_config.eos_token_id = None
-    policy = untrained(model, "memory", 0)
-    ids = torch.randint(10, model.config.vocab_size, (options.rows, options.prompt_tokens), device=model.device)
+def replayed(
+    engine: Any, replay: Replay, kept: dict[int, list[int]], rows: int, options: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """Return what every way gives `rows` rows of random weights."""
+    device, size = engine.model.device, engine.model.config.vocab_size
+    ids = torch.randint(10, size, (rows, options.prompt_tokens), device=device)
     found: dict[str, dict[str, Any]] = {}
-    replay = Replay(model.device)
-    replay.patch()
-    ways = [
-        ("exits off", 0, 0),
-        *((f"{drafts} in a row", 0, drafts) for drafts in (IN_A_ROW if options.rows == 1 else TOGETHER)),
-    ]
+    ways = [("exits off", 0, 0), *((f"{own} in a row", 0, own) for own in (IN_A_ROW if rows == 1 else TOGETHER))]
     ways += [(f"tree of {drafts}", drafts, LONGEST) for drafts in options.trees]
-    with an_engine(model, policy) as engine:
-        for name, tree, drafts in ways:
-            engine.scheduler = Fixed(drafts)
-            own: dict[str, Any] = dict(seconds=[], tokens=0, rounds=0)
-            for number in range(2 + max(3, options.rounds)):
-                replay.use(kept[tree])
-                config = TIDEConfig(draft_tree=tree, max_pending=(tree and options.levels) or LONGEST)
-                with engine.using(config, exits=drafts > 0):
-                    asked = dict(max_new_tokens=options.new_tokens, do_sample=False, cache_salt=new_salt())
-                    seconds, _ = timed(lambda asked=asked: engine.generate(ids, **asked))
-                counts = engine.last_stats
-                if number >= 2:  # before it compiles and captures
-                    own["seconds"].append(seconds)
-                    own["tokens"] += counts.total_tokens
-                    own["rounds"] += counts.remaining_tokens
-            own |= dict(drafted=counts.drafted, accepted=counts.accepted, trees=counts.trees, answers=len(own["seconds"]))
-            found[name] = own | dict(tree_width=counts.tree_width, tree_depth=counts.tree_depth)
+
+    def seconds_of(new: int) -> float:
+        return timed(lambda: engine.generate(ids, max_new_tokens=new, do_sample=False, cache_salt=new_salt()))[0]
+
+    for name, tree, drafts in ways:
+        engine.scheduler = Fixed(drafts)
+        own: dict[str, Any] = dict(seconds=[], first=[], tokens=0, rounds=0)
+        for number in range(2 + max(3, options.rounds)):
+            replay.use(kept[tree])
+            config = TIDEConfig(draft_tree=tree, max_pending=(tree and options.levels) or LONGEST)
+            with engine.using(config, exits=drafts > 0):
+                first, seconds = seconds_of(1), seconds_of(options.new_tokens)
+            counts = engine.last_stats
+            if number >= 2:  # before it compiles and captures
+                own["seconds"].append(seconds)
+                own["first"].append(first)
+                own["tokens"] += counts.total_tokens
+                own["rounds"] += counts.remaining_tokens
+        own |= dict(drafted=counts.drafted, accepted=counts.accepted, trees=counts.trees, answers=len(own["seconds"]))
+        found[name] = own | dict(tree_width=counts.tree_width, tree_depth=counts.tree_depth)
     return found
 
 
 # ---- the table ---------------------------------------------------------------------------------------------------------------
 
 
-def report(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
+def report(options: argparse.Namespace, together: int, found: dict[str, dict[str, Any]]) -> None:
     plain = found["exits off"]
     base = plain["tokens"] / sum(plain["seconds"])
-    titles = ("tokens a round", "tok/s", "by exits off", "accepted of", "width", "depth", "same text")
+    titles = (
+        "tokens a round",
+        "tok/s",
+        "by exits off",
+        "decoding",
+        "by exits off",
+        "accepted of",
+        "width",
+        "depth",
+        "same text",
+    )
     print(f"{'':14}" + "".join(f"{title:>16}" for title in titles))
     rows = {}
     for name, own in found.items():
         speed = own["tokens"] / sum(own["seconds"])
         tokens = own["tokens"] / max(1, own["rounds"])
         same = f"{own['same']} of {own['answers']}" if "same" in own else "–"
-        values = [f"{tokens:.2f}", f"{speed:.1f}", f"{speed / base:.2f}", f"{own['accepted']} / {own['drafted']}"]
+        decoding, by_off = decoded(options, together, own), None
+        if decoding is not None:
+            by_off = decoding / (decoded(options, together, plain) or decoding)
+        values = [
+            f"{tokens:.2f}",
+            f"{speed:.1f}",
+            f"{speed / base:.2f}",
+            *(f"{own:.2f}" if own else "–" for own in (decoding, by_off)),
+        ]
+        values += [f"{own['accepted']} / {own['drafted']}"]
         values += [f"{own['tree_width']:.1f}", f"{own['tree_depth']:.1f}", same]
         print(f"{name:14}" + "".join(f"{value:>16}" for value in values))
-        median = statistics.median(own.pop("seconds"))
-        rows[name] = dict(own, tokens_a_round=tokens, tok_s=speed, by_exits_off=speed / base, median_seconds=median)
+        medians = {name: statistics.median(own[name]) for name in ("seconds", "first") if name in own}
+        facts = {name: value for name, value in own.items() if name not in medians}
+        rows[name] = facts | dict(tokens_a_round=tokens, tok_s=speed, by_exits_off=speed / base, medians=medians)
+        rows[name] |= dict(decoding=decoding, decoding_by_exits_off=by_off)
     where = torch.cuda.get_device_name() if on_gpu() else f"{platform.machine()}, in torch"
     versions = dict(torch=torch.__version__, transformers=transformers.__version__)
-    print(json.dumps(dict(vars(options), device=where, **versions, results=rows)))
+    print(json.dumps(dict(vars(options), rows=together, device=where, **versions, results=rows)))
+
+
+def decoded(options: argparse.Namespace, rows: int, own: dict[str, Any]) -> float | None:
+    """Return tokens per second behind the first ones; None where those were not timed."""
+    if "first" not in own:
+        return None
+    seconds = statistics.median(own["seconds"]) - statistics.median(own["first"])
+    return rows * (options.new_tokens - 1) / max(seconds, 1e-9)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import gc
 import json
 import statistics
 import time
@@ -74,6 +75,8 @@ def tokens_of(number: int, new: int) -> int:
 
 async def compared(worker: Worker, manager: Any, give: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     await worker.start()
+    gc.collect()
+    gc.freeze()  # as `tide serve` does
     found = []
     print(f"{'rows':>5}  {'':<12}{'tok/s':>9}{'first ms':>10}{'p95':>8}{'differ':>8}")
     for rows in options.rows:
