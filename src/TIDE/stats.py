@@ -134,8 +134,10 @@ class ExitStats:
         """Count the drafts of a round, as many as were made at each step, of which `accepted` in a row were accepted."""
         for step, count in enumerate(by_step, first_step):
             self.drafted_by_step[step] += count
-        self.rollbacks += accepted < len(by_step)
-        self.rejected += max(0, sum(by_step) - accepted)
+        if accepted < len(by_step):
+            self.rollbacks += 1
+        if (made := sum(by_step)) > accepted:
+            self.rejected += made - accepted
 
     def count_tree(self, levels: Sequence[int]) -> None:
         """Count a tree, given the number of drafts at each depth."""

@@ -166,9 +166,11 @@ class Loop:
             seconds, self._read_at = now - self._read_at, now
             if results and self.stage.is_planned:
                 results[0][0].stats.seconds.add("prompt" if round_.is_prefill else "deep", seconds)
-            is_timed = is_typical and round_ is rounds[-1]  # all are alike
+            is_seen = round_ is rounds[-1]  # all are alike
+            is_timed = is_typical and is_seen
             for row, result in results:
                 row.extend(result)
-                self.scheduler.saw(row, self.plan, result, round_, (now - since) / len(rounds) if is_timed else None)
-                is_timed = False
+                if is_seen:
+                    self.scheduler.saw(row, self.plan, result, round_, (now - since) / len(rounds) if is_timed else None)
+                    is_timed = False
         return waited / max(self._read_at - since, 1e-9)

@@ -303,7 +303,7 @@ class DeviceStage:
             if event is not None:
                 with device_errors():
                     event.synchronize()
-            fields, found, layers = copy.tolist(), [], self.runner.num_layers
+            fields, found, layers = copy[:, : (SCORES if drafts else TOKENS + 1) + drafts].tolist(), [], self.runner.num_layers
             for row, place, count in zip(rows, places, made, strict=True):
                 if not row.finished:
                     row.stats.catch_ups += bool(drafts)

@@ -44,7 +44,8 @@ class StopRule:
     ) -> None:
         known = criteria or StoppingCriteriaList()
         self.end_tokens = {end for one in known if type(one) is EosTokenCriteria for end in one.eos_token_id.tolist()}
-        self.max_columns = min((one.max_length for one in known if type(one) is MaxLengthCriteria), default=None)
+        lengths = [math.ceil(one.max_length) for one in known if type(one) is MaxLengthCriteria]
+        self.max_columns = min(lengths, default=None)
         self.deadlines = [one for one in known if type(one) is MaxTimeCriteria]
         quick = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
         self.custom = StoppingCriteriaList(one for one in known if type(one) not in quick)
@@ -74,8 +75,9 @@ class StopRule:
         size, limit = len(row.tokens), self.context.limit
         found = sys.maxsize if limit is None else limit - size
         if self.max_columns is not None:
-            found = min(found, math.ceil(self.max_columns) - (len(row.padding) + size - row.unseen))
-        return max(0, found)
+            left = self.max_columns - (len(row.padding) + size - row.unseen)
+            found = left if left < found else found
+        return found if found > 0 else 0
 
     def _is_asked_to_end(self, row: Row, token: int, size: int) -> bool:
         shown = len(row.padding) + size - row.unseen
