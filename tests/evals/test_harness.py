@@ -11,6 +11,7 @@ import torch
 from TIDE.evals.answers import Answers
 from TIDE.evals.contenders import contenders
 from TIDE.evals.harness import check_harness
+from TIDE.evals.reading import read
 from TIDE.evals.tasks import LOCAL, chosen_tasks
 from TIDE.routing.certificate import Certificate, Settings
 
@@ -79,10 +80,10 @@ def _off(lm, engine, requests):
 
 
 def test_choices_of_one_token_are_read_once(compared, engine, monkeypatch):
-    lm, read = compared(("off",)), []
-    monkeypatch.setattr(lm.asker, "_logits", lambda rows, _as_ever=lm.asker._logits: read.append(len(rows)) or _as_ever(rows))
+    lm, texts = compared(("off",)), []
+    monkeypatch.setattr("TIDE.evals.asking.read", lambda engine, rows: texts.append(len(rows)) or read(engine, rows))
     replies = _off(lm, engine, [("Which?\nAnswer:", f"{letter}") for letter in "ABCD"])
-    assert read == [1] and len({reply.value[0] for reply in replies}) == 4
+    assert texts == [1] and len({reply.value[0] for reply in replies}) == 4
     assert sum(reply.tokens for reply in replies) == len(lm.asker.encode("Which?\nAnswer:"))
 
 

@@ -1,11 +1,11 @@
 """Requests of the harness, answered by an engine in batches.
 
-    generate_until           greedy or sampled text up to a stop string, by `engine.generate`
-    loglikelihood            of a continuation after a context, from the logits of `engine(input_ids)`
+    generate_until           greedy or sampled text up to a stop string: writing.py
+    loglikelihood            of a continuation after a context: reading.py
     loglikelihood_rolling    of a whole text, in windows
 
-In mode fast `engine(input_ids)` gives the logits of the exits where tokens leave: the engine writes the given text, context
-included. Otherwise they are the full model's, in one pass.
+In mode fast log-likelihoods are those of the exits where tokens leave, as if the engine wrote the given text, context included.
+Otherwise they are the full model's. Every contender reads with its own pass, exits off and mode exact too.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from TIDE.engine.cache.prefixes import new_salt
 from TIDE.engine.engine import TIDE
 from TIDE.engine.inputs import context_of
+from TIDE.evals.reading import Read, read
+from TIDE.evals.writing import Stops, Written, write
 
 MOST_TOKENS = 2048  # of a text with its answer, unless the model was made for fewer
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 IGNORED = ("do_sample", "until", "max_gen_toks")
+MOST_LOGITS = 512  # tokens of a text whose logits exist at a time
+Pair = tuple[list[int], list[int]]  # a context and what follows it
 
 
 class Reply(NamedTuple):
@@ -50,6 +53,7 @@ class Asker:
         self.rows = rows
         self.max_new_tokens = max_new_tokens
         self.max_length = min(MOST_TOKENS, context_of(engine.model).made_for or MOST_TOKENS)
+        self._stops: dict[tuple[str, ...], Stops] = {}
 
     @property
     def prefix(self) -> int:
@@ -89,22 +93,25 @@ class Asker:
             raise ValueError(f"expected fewer new tokens than the {self.max_length} of a text, found {new_tokens}.")
         prompts = [self.encode(request[0])[-(self.max_length - new_tokens) :] for request in requests]
         until = _stops(options)
-        stops: dict[str, Any] = dict(stop_strings=until, tokenizer=self.tokenizer) if until else {}
-        sampling = _sampling(options)
-        self.engine.generate(
-            **self._padded(prompts), **stops, **sampling, max_new_tokens=new_tokens, pad_token_id=0, cache_salt=new_salt()
-        )
-        return [self._text(row, until) for row in self.engine.last_rows]
+        asked = _sampling(options) | dict(max_new_tokens=new_tokens, pad_token_id=0)
+        return [self._text(own, until) for own in write(self.engine, prompts, self._found(until), **asked)]
 
-    def _text(self, row: Any, until: list[str]) -> Reply:
-        text = self.tokenizer.decode(row.new_tokens, skip_special_tokens=True)
+    def _found(self, until: list[str]) -> Stops | None:
+        """Return what finds stop strings; it takes a while to make."""
+        key = tuple(until)
+        if until and key not in self._stops:
+            self._stops[key] = Stops(self.tokenizer, until)
+        return self._stops.get(key)
+
+    def _text(self, written: Written, until: list[str]) -> Reply:
+        text = self.tokenizer.decode(written.ids, skip_special_tokens=True)
         ends = [place for stop in until if (place := text.find(stop)) >= 0]
-        return Reply(text[: min(ends, default=None)], list(row.new_tokens), len(row.new_tokens), row.stats.exited_tokens)
+        return Reply(text[: min(ends, default=None)], written.ids, len(written.ids), written.exited)
 
     def _score(self, requests: Sequence[Sequence[Any]], most: int | None) -> list[Reply]:
         return self._scored([self._pair(*request[:2]) for request in requests], most)
 
-    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    def _pair(self, context: str, continuation: str) -> Pair:
         """Return the ids of a context and of what follows; spaces at the end of a context belong to what follows."""
         kept = context.rstrip()
         whole = self.encode(context + continuation) if kept else [self.prefix, *self._bare(context + continuation)]
@@ -117,54 +124,61 @@ class Asker:
     def _roll(self, requests: Sequence[Sequence[Any]], most: int | None) -> list[Reply]:
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-        found = []
+        texts: list[list[Pair]] = []
         for (text,) in requests:
             windows = get_rolling_token_windows(self._bare(text), self.prefix, self.max_length - 1, 1)
             pairs = [make_disjoint_window(window) for window in windows]
-            parts = self._scored(pairs[:1] if most else pairs, most)
-            value = sum(part.value[0] for part in parts)
-            found.append(Reply(value, [], sum(part.tokens for part in parts), sum(part.exited for part in parts)))
-        return found
+            texts.append(pairs[:1] if most else pairs)
+        parts = iter(self._scored([pair for pairs in texts for pair in pairs], most))
+        return [_joined([next(parts) for _ in pairs]) for pairs in texts]
 
-    def _scored(self, pairs: Sequence[tuple[list[int], list[int]]], most: int | None) -> list[Reply]:
+    def _scored(self, pairs: Sequence[Pair], most: int | None) -> list[Reply]:
         """Return (log-likelihood, is greedy) of continuations. Pairs that are read alike share a row: choices of one token."""
         if most:
             pairs = [(before[-most:], after[:most]) for before, after in pairs]
-        if (longest := max(len(after) for _, after in pairs)) > self.max_length:
+        if (longest := max((len(after) for _, after in pairs), default=0)) > self.max_length:
             raise ValueError(f"expected continuations of up to {self.max_length} tokens, found one of {longest}.")
-        read = [tuple((before + after)[-self.max_length - 1 : -1]) for before, after in pairs]
-        rows = sorted({*read}, key=len)
-        found: list[Reply | None] = [None] * len(pairs)
+        places: dict[tuple[int, ...], list[int]] = {}
+        for place, (before, after) in enumerate(pairs):
+            places.setdefault(tuple((before + after)[-self.max_length - 1 : -1]), []).append(place)
+        rows = sorted(places, key=len)
+        found: dict[int, Reply] = {}
         for start in range(0, len(rows), self.rows):
             batch = rows[start : start + self.rows]
-            logits = self._logits(batch)
-            for row, own, counted in zip(batch, logits, self.engine.last_rows, strict=True):
-                places = [place for place, ids in enumerate(read) if ids == row]
-                for place in places:
-                    found[place] = _judged(own, pairs[place][1], counted.stats.exited_tokens, len(row), place == places[0])
-        return [reply for reply in found if reply is not None]
-
-    def _logits(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return (rows, tokens, vocabulary) logits of texts."""
-        padded = self._padded(rows)
-        found: Any = self.engine(padded["input_ids"], padded["attention_mask"])
-        logits: torch.Tensor = found.logits
-        return logits
-
-    def _padded(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        longest, device = max(map(len, rows)), self.engine.adapter.device
-        ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=device)
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
-        return {"input_ids": ids, "attention_mask": mask}
+            for row, own in zip(batch, read(self.engine, batch), strict=True):
+                values = _judged(own, len(row), [pairs[place][1] for place in places[row]])
+                for place, value in zip(places[row], values, strict=True):
+                    is_first = place == places[row][0]  # tokens read count once
+                    found[place] = Reply(value, [], len(row) * is_first, own.exited * is_first)
+        return [found[place] for place in range(len(pairs))]
 
 
-def _judged(logits: torch.Tensor, after: list[int], exited: int, tokens: int, is_first: bool) -> Reply:
-    """Return the log-likelihood of `after` by the last rows of (tokens, vocabulary) logits; tokens read count once."""
-    last = logits[-len(after) :].float() if after else logits[:0]
-    wanted = torch.tensor(after, dtype=torch.long, device=last.device)
-    chances = torch.log_softmax(last, dim=-1).gather(1, wanted[:, None]).double().sum().item()
-    value = (chances, bool((last.argmax(-1) == wanted).all()))
-    return Reply(value, [], tokens if is_first else 0, exited if is_first else 0)
+def _joined(parts: list[Reply]) -> Reply:
+    """Return the answer to a text that was read in windows."""
+    value = sum(part.value[0] for part in parts)
+    return Reply(value, [], sum(part.tokens for part in parts), sum(part.exited for part in parts))
+
+
+def _judged(own: Read, size: int, ends: Sequence[list[int]]) -> list[tuple[float, bool]]:
+    """Return (log-likelihood, is greedy) of each of the ends of a text of `size` tokens: what stands behind its last ones."""
+    chances: list[list[torch.Tensor]] = [[] for _ in ends]
+    best: list[list[torch.Tensor]] = [[] for _ in ends]
+    first = size - max(map(len, ends))
+    for start in range(first, size, MOST_LOGITS):
+        logits = own.logits(start, min(size, start + MOST_LOGITS)).float()
+        likely, highest = torch.log_softmax(logits, dim=-1), logits.argmax(-1)
+        for place, end in enumerate(ends):
+            behind = size - len(end)
+            begins = max(start, behind)
+            if begins >= start + len(logits):
+                continue
+            wanted = torch.tensor(end[begins - behind : start + len(logits) - behind], device=logits.device)
+            chances[place].append(likely[begins - start :].gather(1, wanted[:, None])[:, 0])
+            best[place].append(highest[begins - start :] == wanted)
+    return [
+        (torch.cat(one).double().sum().item() if one else 0.0, all(bool(part.all()) for part in other))
+        for one, other in zip(chances, best, strict=True)
+    ]
 
 
 def _stops(options: dict[str, Any]) -> list[str]:

@@ -106,9 +106,10 @@ class Compared(LM):
 
     def _ask_all(self, kind: str, missing: dict[str, Question]) -> None:
         """Put questions to all contenders, in batches, and keep their answers."""
-        for contender in self.compared:  # what is compiled or prepared at first use is not timed
+        first = [request.args for question in list(missing.values())[: self.rows] for request in question]
+        for contender in self.compared:  # what is compiled or prepared at first use, for as many rows, is not timed
             with self.engine.using(contender.config, contender.exits):
-                self.asker.answer(kind, [request.args for request in next(iter(missing.values()))], brief=True)
+                self.asker.answer(kind, first, brief=True)
         bar = tqdm(total=len(missing), desc=next(iter(missing.values()))[0].task_name, unit="question")
         with bar:
             for _, group in groupby(missing.items(), lambda item: _options(item[1])):
