@@ -1,6 +1,6 @@
 """Requests of the harness, answered by an engine in batches.
 
-    generate_until           greedy or sampled text up to a stop string: writing.py
+    generate_until           greedy or sampled text up to a stop string, by `engine.generate`
     loglikelihood            of a continuation after a context: reading.py
     loglikelihood_rolling    of a whole text, in windows
 
@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from TIDE.engine.cache.prefixes import new_salt
 from TIDE.engine.engine import TIDE
 from TIDE.engine.inputs import context_of
-from TIDE.evals.reading import Read, read
-from TIDE.evals.writing import Stops, Written, write
+from TIDE.engine.row import Row
+from TIDE.evals.reading import Read, padded, read
 
 MOST_TOKENS = 2048  # of a text with its answer, unless the model was made for fewer
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -53,7 +54,6 @@ class Asker:
         self.rows = rows
         self.max_new_tokens = max_new_tokens
         self.max_length = min(MOST_TOKENS, context_of(engine.model).made_for or MOST_TOKENS)
-        self._stops: dict[tuple[str, ...], Stops] = {}
 
     @property
     def prefix(self) -> int:
@@ -93,20 +93,15 @@ class Asker:
             raise ValueError(f"expected fewer new tokens than the {self.max_length} of a text, found {new_tokens}.")
         prompts = [self.encode(request[0])[-(self.max_length - new_tokens) :] for request in requests]
         until = _stops(options)
-        asked = _sampling(options) | dict(max_new_tokens=new_tokens, pad_token_id=0)
-        return [self._text(own, until) for own in write(self.engine, prompts, self._found(until), **asked)]
+        stops: dict[str, Any] = dict(stop_strings=until, tokenizer=self.tokenizer) if until else {}
+        asked = _sampling(options) | dict(max_new_tokens=new_tokens, pad_token_id=0, cache_salt=new_salt())
+        self.engine.generate(**padded(prompts, self.engine.adapter.device), **stops, **asked)
+        return [self._text(row, until) for row in self.engine.last_rows]
 
-    def _found(self, until: list[str]) -> Stops | None:
-        """Return what finds stop strings; it takes a while to make."""
-        key = tuple(until)
-        if until and key not in self._stops:
-            self._stops[key] = Stops(self.tokenizer, until)
-        return self._stops.get(key)
-
-    def _text(self, written: Written, until: list[str]) -> Reply:
-        text = self.tokenizer.decode(written.ids, skip_special_tokens=True)
+    def _text(self, row: Row, until: list[str]) -> Reply:
+        text = self.tokenizer.decode(row.new_tokens, skip_special_tokens=True)
         ends = [place for stop in until if (place := text.find(stop)) >= 0]
-        return Reply(text[: min(ends, default=None)], written.ids, len(written.ids), written.exited)
+        return Reply(text[: min(ends, default=None)], row.new_tokens, len(row.new_tokens), row.stats.exited_tokens)
 
     def _score(self, requests: Sequence[Sequence[Any]], most: int | None) -> list[Reply]:
         return self._scored([self._pair(*request[:2]) for request in requests], most)

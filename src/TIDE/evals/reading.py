@@ -73,12 +73,18 @@ def _is_plain(engine: TIDE, longest: int) -> bool:
 
 
 def _read_plainly(engine: TIDE, texts: Sequence[Sequence[int]]) -> list[Read]:
-    longest, device = max(map(len, texts)), engine.adapter.device
+    given = padded(texts, engine.adapter.device)
+    found: Any = engine(given["input_ids"], given["attention_mask"])
+    pairs = zip(texts, found.logits, engine.last_rows, strict=True)
+    return [_ReadPlainly(own[-len(text) :], row.stats.exited_tokens) for text, own, row in pairs]
+
+
+def padded(texts: Sequence[Sequence[int]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return texts as a batch, left-padded."""
+    longest = max(map(len, texts))
     ids = torch.tensor([[0] * (longest - len(text)) + list(text) for text in texts], device=device)
     mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts], device=device)
-    found: Any = engine(ids, mask)
-    pairs = zip(texts, found.logits, engine.last_rows, strict=True)
-    return [_ReadPlainly(own[longest - len(text) :], row.stats.exited_tokens) for text, own, row in pairs]
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 class _ReadPlainly:

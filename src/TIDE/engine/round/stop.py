@@ -1,7 +1,8 @@
 """The stop rule of a request: end tokens, length, time, the model's context, and criteria of the user's own.
 
-The first four are checked on the host without tensors. Criteria of the user's own are called once for every final token, with
-the text of one row.
+The first four are checked on the host without tensors. Stop strings are looked for by transformers' criterion, on the host too,
+where the newest token can be the end of one. Criteria of the user's own are called once for every final token, with the text of
+one row.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from transformers import StoppingCriteriaList
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 
 from TIDE.engine.inputs import Context
 
@@ -47,7 +48,8 @@ class StopRule:
         lengths = [math.ceil(one.max_length) for one in known if type(one) is MaxLengthCriteria]
         self.max_columns = min(lengths, default=None)
         self.deadlines = [one for one in known if type(one) is MaxTimeCriteria]
-        quick = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
+        self.strings = [_StopStrings(one) for one in known if type(one) is StopStringCriteria]
+        quick = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
         self.custom = StoppingCriteriaList(one for one in known if type(one) not in quick)
         self.context = context or Context()
         self.device = device
@@ -62,6 +64,8 @@ class StopRule:
         if self._is_asked_to_end(row, row.tokens[-1], size):
             return True
         if (self.deadlines and self._is_late()) or (self.custom and self._says_custom(row)):
+            return True
+        if self.strings and any(one.are_complete(row) for one in self.strings):
             return True
         row.cut_short = self._fills_context(size)
         return row.cut_short
@@ -101,3 +105,27 @@ class StopRule:
 
     def _says_custom(self, row: Row) -> bool:
         return bool(self.custom(torch.tensor([row.shown()], device=self.device), None).any())
+
+
+class _StopStrings:
+    """Stop strings as transformers finds them. Its criterion takes as long as a round, so most tokens are kept from it: those
+    that no stop string ends in."""
+
+    def __init__(self, criterion: StopStringCriteria) -> None:
+        self.criterion = criterion
+        self._can_end: dict[int, bool] = {}  # by token
+
+    def are_complete(self, row: Row) -> bool:
+        """Return True if the newest token of a row completes one; its beginning may be in the prompt."""
+        token = row.tokens[-1]
+        if token not in self._can_end:
+            self._can_end[token] = self._overlaps(token)
+        if not self._can_end[token]:
+            return False
+        newest = row.shown()[-self.criterion.maximum_token_len :]
+        return bool(self.criterion(torch.tensor([newest]), None).any())
+
+    def _overlaps(self, token: int) -> bool:
+        """Return True if a stop string can end in a token: the criterion knows how long such an end is, or has -1."""
+        known, positions = self.criterion.embedding_vec, self.criterion.max_valid_positions * self.criterion.num_stop_strings
+        return bool((known[min(token, len(known) - 1), positions:-1] > 0).any())
