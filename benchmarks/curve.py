@@ -190,7 +190,7 @@ def answered(way: Way, ids: list[int], new_tokens: int, meter: Any) -> Record:
 
     with way.engine.using(way.config, way.exits):
         joules, wall, cpu = meter.joules(), time.perf_counter(), time.process_time()
-        text = continued(way.engine, ids, new_tokens)
+        text = continued(way.engine, [ids], new_tokens)[0]
         took = {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
         after, stats = meter.joules(), way.engine.last_stats
     layers = stats.layers_run - len(ids) * stats.num_layers

@@ -46,13 +46,13 @@ def test_a_figure_without_a_source_is_noticed():
 
 def test_a_table_may_leave_out_rows_and_columns_but_not_mix_them_up():
     marked = "<!-- results: exact-h200 -->\n| | exact |\n|---|---|\n"
-    assert check(marked + "| coding | 1,831 |\n") == []
-    assert check(marked + "| coding | 1,832 |\n") != []
-    assert check(marked + "| coding | 1,662 |\n") != []  # a number of another row
-    assert check(marked + "| cooking | 1,831 |\n") != []
-    assert check(marked.replace("exact |", "exact, more or less |") + "| coding | 1,831 |\n") != []
+    assert check(marked + "| coding | 2,778 |\n") == []
+    assert check(marked + "| coding | 2,779 |\n") != []
+    assert check(marked + "| coding | 2,385 |\n") != []  # a number of another row
+    assert check(marked + "| cooking | 2,778 |\n") != []
+    assert check(marked.replace("exact |", "exact, more or less |") + "| coding | 2,778 |\n") != []
     assert (
-        check("<!-- results: exact-arm:all exact-h200:all -->\n| | exact |\n|---|---|\n| one | 30.0 |\n| two | 1,621 |") == []
+        check("<!-- results: exact-arm:all exact-h200:all -->\n| | exact |\n|---|---|\n| one | 30.0 |\n| two | 2,022 |") == []
     )
     assert (
         check("<!-- results: exact-arm:all exact-h200:all -->\n| | exact |\n|---|---|\n| one | 1,621 |\n| two | 30.0 |") != []

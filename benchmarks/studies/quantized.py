@@ -77,8 +77,8 @@ def _answer(engine: Any, ids: list[int], new_tokens: int) -> Record:
     from TIDE.calibration.prompts import continued
 
     with engine.using(engine.config, exits=False):
-        full = continued(engine, ids, new_tokens)
-    exact, stats = continued(engine, ids, new_tokens), engine.last_stats
+        full = continued(engine, [ids], new_tokens)[0]
+    exact, stats = continued(engine, [ids], new_tokens)[0], engine.last_stats
     return {"full": full, "exact": exact, "drafted": stats.drafted, "accepted": stats.accepted, "backend": engine.backend}
 
 

@@ -67,9 +67,9 @@ def _loss(engine: Any, ids: list[int], options: argparse.Namespace) -> Record:
 
     fast = replace(engine.config, mode="fast", exit_threshold=options.threshold)
     with engine.using(fast, exits=False):
-        full = continued(engine, ids, options.new_tokens)
+        full = continued(engine, [ids], options.new_tokens)[0]
     with engine.using(fast):
-        text = continued(engine, ids, options.new_tokens)
+        text = continued(engine, [ids], options.new_tokens)[0]
         rate = engine.last_stats.exit_rate
     loss = rouge_l(text, full)
     return {"harm": loss + rate / 100, "loss": loss, "exit_rate": rate, "new": len(text)}

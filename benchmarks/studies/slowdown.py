@@ -72,7 +72,7 @@ def _written(engine: Any, ids: list[int], new_tokens: int, exits: bool) -> tuple
     from TIDE.calibration.prompts import continued
 
     with engine.using(engine.config, exits=exits):
-        return continued(engine, ids, new_tokens), engine.last_stats
+        return continued(engine, [ids], new_tokens)[0], engine.last_stats
 
 
 def _compared(engine: Any, asked: list[list[int]], options: argparse.Namespace, kept: Kept, name: str) -> Record:

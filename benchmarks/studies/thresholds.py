@@ -65,7 +65,7 @@ def _answer(engine: Any, tokenizer: Any, ids: list[int], way: tuple[Any, bool], 
 
     with engine.using(*way):
         wall, cpu = time.perf_counter(), time.process_time()
-        found = continued(engine, ids, new_tokens)
+        found = continued(engine, [ids], new_tokens)[0]
         took = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
         rate = engine.last_stats.exited_tokens
     text = tokenizer.decode(found, skip_special_tokens=True)

@@ -10,7 +10,8 @@ import torch
 
 import TIDE
 from policies import Everyone
-from router_files import made
+from router_files import a_file, made
+from runners import on_references
 from TIDE import TIDEConfig
 from TIDE.calibration.bounds import p_values
 from TIDE.calibration.losses import LOSSES
@@ -47,6 +48,21 @@ def real_losses(model, policy, prompts, loss, **config) -> list[float]:
         with TIDE.TIDE(model, policy, TIDEConfig(mode="fast", **config)) as engine:
             found.append(LOSSES[loss](engine.generate(ids, **options)[0, len(prompt) :].tolist(), full))
     return found
+
+
+def test_rows_that_have_the_same_bits_together_are_certified_together(llama, asked, monkeypatch, tmp_path):
+    """As on a GPU; elsewhere prompts are continued one by one."""
+    counts, generate = [], TIDE.TIDE.generate
+    monkeypatch.setattr(
+        TIDE.TIDE, "generate", lambda self, ids, **own: counts.append(len(ids["input_ids"])) or generate(self, ids, **own)
+    )
+    found, path = [], tmp_path / "router.safetensors"
+    a_file(llama, "memory", (0,), 0.0).save(path)
+    for place in (lambda engine: engine, on_references):
+        with place(TIDE.TIDE(llama, path, TIDEConfig(mode="fast"))) as engine:
+            found.append(TIDE.certify(engine, asked, thresholds=GRID, **LENIENT))
+    assert found[0] == found[1] and len(found[0].tested) > 1
+    assert counts == [1] * (len(asked) * (1 + len(found[0].tested))) + [len(asked)] * (1 + len(found[1].tested))
 
 
 @pytest.mark.parametrize("loss", ["rouge_l", "mismatch"])

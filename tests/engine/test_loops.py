@@ -312,6 +312,36 @@ def test_a_device_that_would_wait_for_the_host_gets_some_rounds_at_once(is_over,
     assert max(seen) == (AT_ONCE if is_over else 1)
 
 
+@functools.cache
+def long_text() -> list[int]:
+    (row,) = in_a_loop(runners()["on_modules"], None, prompt(), 110, Script([0]))
+    return row.tokens
+
+
+@pytest.mark.parametrize("drafts", [0, 4, 5, 7])
+def test_rounds_at_once_stay_within_the_columns_that_attention_is_planned_for(drafts, monkeypatch):
+    """Every draft is right, so that rounds write as far ahead as they can."""
+    seen, layers, wanted = [], TritonRunner.layers_on_slots, long_text()
+
+    def noted(self, slots, span, states, tokens, most, depths):
+        seen.append(int(tokens.positions.max()) - most)
+        return layers(self, slots, span, states, tokens, most, depths)
+
+    def draft(self, step, most):
+        self.slots.tokens[step + 1] = [*wanted, *[0] * 64][int(self.slots.starts[step, 0]) + 1]
+
+    monkeypatch.setattr(TritonRunner, "layers_on_slots", noted)
+    monkeypatch.setattr(DeviceDrafter, "draft", draft)
+    monkeypatch.setattr(Loop, "_pace", lambda self, is_idle, waited: setattr(self, "at_once", AT_ONCE))
+    runner, policy = runners()["on_references"], policy_of("memory", 0, 0, "on_references")
+    for columns in range(72, 104, 4):
+        monkeypatch.setattr("TIDE.engine.round.device_stage.MIN_COLUMNS", columns)
+        known = dict(device=True, overlap=True, max_pending=drafts or 7, draft_tree=0)
+        (row,) = in_a_loop(runner, policy, prompt(), 80, Script([drafts], within=False), **known)
+        assert row.tokens == wanted[: PROMPT + 80]
+    assert max(seen) < 0
+
+
 def test_a_host_that_waits_long_launches_fewer_rounds_at_once():
     loop = Loop(None, None, Scheduler(), overlap=True)
     loop.at_once = 3

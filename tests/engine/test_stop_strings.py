@@ -26,7 +26,7 @@ SIZE = len(TOKENIZER)
     text=st.lists(st.integers(0, SIZE + 2), min_size=2, max_size=20),
     end=st.integers(1, 4),
     padding=st.integers(0, 3),
-    other=st.text("abc \n", min_size=1, max_size=3),
+    other=st.text("abc \n", max_size=3),
 )
 def test_a_text_ends_where_the_criterion_says_so(text, end, padding, other):
     """Also with tokens that the tokenizer does not have, and with beginnings in the prompt or in padding."""

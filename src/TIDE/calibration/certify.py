@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from TIDE.calibration.bounds import p_values, prompts_needed
 from TIDE.calibration.losses import Loss, named_loss
-from TIDE.calibration.prompts import Prompts, check_max_new_tokens, continued, prompt_ids
+from TIDE.calibration.prompts import Prompts, check_max_new_tokens, continued, most_together, prompt_ids
 from TIDE.engine.engine import TIDE
 from TIDE.engine.plan import settings
 from TIDE.routing.certificate import Certificate, Tested
@@ -70,12 +70,12 @@ def certify(
         )
     fast = replace(engine.config, mode="fast")
     with engine.using(fast, exits=False):
-        full = [continued(engine, prompt, max_new_tokens) for prompt in tqdm(asked, desc="full model", unit="prompt")]
+        full = _continued(engine, asked, max_new_tokens, "full model")
     tested: list[Tested] = []
     for threshold in thresholds:
         with engine.using(replace(fast, exit_threshold=threshold)):
-            bar = tqdm(zip(asked, full, strict=True), desc=f"threshold {threshold:g}", total=len(asked), unit="prompt")
-            losses = [measure(continued(engine, prompt, max_new_tokens), own) for prompt, own in bar]
+            texts = _continued(engine, asked, max_new_tokens, f"threshold {threshold:g}")
+            losses = [measure(text, own) for text, own in zip(texts, full, strict=True)]
         found = p_values(losses, risk, confidence)
         tested.append(Tested(threshold, fmean(losses), *found, passed=found.both <= 1 - confidence))
         if not tested[-1].passed:
@@ -90,6 +90,18 @@ def certify(
         settings=settings(engine.config, engine.policy, engine.adapter),
         tested=tuple(tested),
     )
+
+
+def _continued(engine: TIDE, prompts: list[list[int]], max_new_tokens: int, shown: str) -> list[list[int]]:
+    """Return the engine's continuations, as it writes them one by one."""
+    found: list[list[int]] = []
+    count = most_together(engine)
+    with tqdm(total=len(prompts), desc=shown, unit="prompt") as bar:
+        while len(found) < len(prompts):
+            some = continued(engine, prompts[len(found) : len(found) + count], max_new_tokens)
+            found += some
+            bar.update(len(some))
+    return found
 
 
 def _mixed(prompts: list[T]) -> list[T]:

@@ -77,7 +77,8 @@ class Clock:
             low, high = (middle, high) if seconds(middle) <= within else (low, middle - 1)
         logger.info("%d texts: about %.0f s of %.0f", low, seconds(low), self.seconds)
         if low < min(ENOUGH, most):
-            needed = seconds(ENOUGH) / TEXTS_SHARE / 60
+            enough, few = seconds(ENOUGH), seconds(FEWEST)
+            needed = min(enough / TEXTS_SHARE, max((enough - few) / MORE_SHARE, enough / MOST_SHARE)) / 60
             logger.warning(
                 "%g minutes are too few on this machine: there is time for %d texts. Exits learn little from fewer than %d, "
                 "which take about %.0f minutes. Give more minutes, or calibrate on a GPU.",

@@ -11,13 +11,15 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from TIDE.calibration.self_texts import chat_frame
 from TIDE.calibration.texts import _json_lines
 from TIDE.engine.cache.prefixes import new_salt
 from TIDE.engine.engine import TIDE
+from TIDE.engine.inputs import left_padded
+from TIDE.engine.round.device_drafter import why_not_planned
+from TIDE.engine.runners.device import DeviceRunner
 
 Prompts = Sequence[str] | Sequence[Sequence[int]]
 
@@ -65,13 +67,21 @@ def load_prompts(
     return found if limit is None or limit >= len(found) else random.Random(seed).sample(found, limit)
 
 
-def continued(engine: TIDE, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """Return the engine's greedy continuation of a prompt."""
-    ids = torch.tensor([list(prompt)], dtype=torch.long, device=engine.adapter.device)
-    # one row needs no padding; if the model names no padding token, transformers would warn at every prompt
-    options = dict(attention_mask=torch.ones_like(ids), pad_token_id=0, do_sample=False, cache_salt=new_salt())
-    text = engine.generate(ids, max_new_tokens=max_new_tokens, **options)
-    return text[0, len(prompt) :].tolist()
+def continued(engine: TIDE, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+    """Return the engine's greedy continuations of prompts, which it writes together."""
+    # if the model names no padding token, transformers would warn at every prompt
+    options = dict(pad_token_id=0, do_sample=False, cache_salt=new_salt())
+    engine.generate(left_padded(prompts, engine.adapter.device), max_new_tokens=max_new_tokens, **options)
+    return [row.new_tokens for row in engine.last_rows]
+
+
+def most_together(engine: TIDE) -> int:
+    """Return how many prompts an engine continues together and writes what it writes one by one: in whole rounds of kernels a
+    row has the same bits, and in mode fast the same drafts, whoever is there."""
+    runner = engine.runner
+    if not isinstance(runner, DeviceRunner) or not runner.has_compiled_layers or runner.failed is not None:
+        return 1
+    return runner.most_rows if why_not_planned(engine.plan, engine.policy) is None else 1
 
 
 def check_max_new_tokens(max_new_tokens: int) -> None:

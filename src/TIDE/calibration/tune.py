@@ -179,5 +179,5 @@ def _possible(engine: TIDE) -> Sequence[str]:
 def _written(engine: TIDE, setting: _Setting, prompt: list[int], max_new_tokens: int) -> _Written:
     with engine.using(*setting):
         began = time.perf_counter()
-        ids = continued(engine, prompt, max_new_tokens)
+        (ids,) = continued(engine, [prompt], max_new_tokens)
         return _Written(ids, time.perf_counter() - began, engine.last_stats.exited_tokens)

@@ -100,6 +100,17 @@ def check_embeds(model: PreTrainedModel, embeds: Any, ids: torch.Tensor | None) 
         )
 
 
+def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return prompts as one batch."""
+    longest = max(map(len, prompts))
+    ids = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {
+        "input_ids": torch.tensor(ids, dtype=torch.long, device=device),
+        "attention_mask": torch.tensor(mask, dtype=torch.long, device=device),
+    }
+
+
 def left_padding(mask: torch.Tensor | None, shape: Sequence[int]) -> list[int]:
     """Return the columns of padding before each of (rows, columns) prompts; anything but left padding is refused."""
     rows, columns = shape

@@ -124,7 +124,7 @@ class Loop:
         """Return how many rounds to launch, at most `most`: each gives a row a token at least, so that those in flight may be
         the last ones."""
         found = min(self.at_once, most)
-        while found and all(row.stop.room(row) < len(self._in_flight) + found for row in rows):
+        while found and all(row.finished or row.stop.room(row) < len(self._in_flight) + found for row in rows):
             found -= 1
         return found
 

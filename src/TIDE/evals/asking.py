@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from TIDE.engine.cache.prefixes import new_salt
 from TIDE.engine.engine import TIDE
-from TIDE.engine.inputs import context_of
+from TIDE.engine.inputs import context_of, left_padded
 from TIDE.engine.row import Row
-from TIDE.evals.reading import Read, padded, read
+from TIDE.evals.reading import Read, read
 
 MOST_TOKENS = 2048  # of a text with its answer, unless the model was made for fewer
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -95,7 +95,7 @@ class Asker:
         until = _stops(options)
         stops: dict[str, Any] = dict(stop_strings=until, tokenizer=self.tokenizer) if until else {}
         asked = _sampling(options) | dict(max_new_tokens=new_tokens, pad_token_id=0, cache_salt=new_salt())
-        self.engine.generate(**padded(prompts, self.engine.adapter.device), **stops, **asked)
+        self.engine.generate(**left_padded(prompts, self.engine.adapter.device), **stops, **asked)
         return [self._text(row, until) for row in self.engine.last_rows]
 
     def _text(self, row: Row, until: list[str]) -> Reply:

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from TIDE.engine.engine import TIDE
+from TIDE.engine.inputs import left_padded
 from TIDE.engine.round.segments import Segments
 from TIDE.engine.round.stop import StopRule
 from TIDE.engine.row import Row
@@ -73,18 +74,10 @@ def _is_plain(engine: TIDE, longest: int) -> bool:
 
 
 def _read_plainly(engine: TIDE, texts: Sequence[Sequence[int]]) -> list[Read]:
-    given = padded(texts, engine.adapter.device)
+    given = left_padded(texts, engine.adapter.device)
     found: Any = engine(given["input_ids"], given["attention_mask"])
     pairs = zip(texts, found.logits, engine.last_rows, strict=True)
     return [_ReadPlainly(own[-len(text) :], row.stats.exited_tokens) for text, own, row in pairs]
-
-
-def padded(texts: Sequence[Sequence[int]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return texts as a batch, left-padded."""
-    longest = max(map(len, texts))
-    ids = torch.tensor([[0] * (longest - len(text)) + list(text) for text in texts], device=device)
-    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts], device=device)
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 class _ReadPlainly:

@@ -38,6 +38,7 @@ class _Server(uvicorn.Server):
             self.ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        gc.unfreeze()
         drained = asyncio.ensure_future(self.service.worker.stop(self.service.settings.drain_seconds))
         await super().shutdown(sockets=sockets)
         await drained

@@ -35,6 +35,7 @@ from TIDE.kernels.trees import TreeShape
 from TIDE.routing.settling import Settling
 
 MIN_COLUMNS = 1024  # of the smallest graphs; the next ones have four times as many, and so on
+BEYOND = 2 * MOST_TOKENS  # columns that attention is planned for beyond the text, as far as the host knows it
 
 
 class DeviceStage:
@@ -69,12 +70,12 @@ class DeviceStage:
     @property
     def most_ahead(self) -> int:
         """Rounds that may be launched before those before them are read. In mode "fast" how many tokens may exit depends on how
-        many did. Rows have blocks for what two times as many write."""
+        many did. Twice as many may write before the host knows of it, and attention must be planned for that."""
         if not self.plan.exact or self.choice.on_host:
             return 0
         if not self.runner.has_compiled_layers or self.tree(self.slots.rows) is not None:
             return 1
-        return min(AT_ONCE, self.seats.ahead // (2 * (1 + self.lengths(self.slots.rows)[-1])))
+        return min(AT_ONCE, BEYOND // (2 * (1 + self.lengths(self.slots.rows)[-1])))
 
     @property
     def rows(self) -> list[Row]:
@@ -102,7 +103,7 @@ class DeviceStage:
     def levels(tokens: int) -> list[int]:
         """Return the numbers of columns that attention is planned for in texts of up to `tokens` tokens."""
         found = [MIN_COLUMNS]
-        while found[-1] < tokens + 2 * MOST_TOKENS:
+        while found[-1] < tokens + BEYOND:
             found.append(4 * found[-1])
         return found
 
@@ -217,7 +218,7 @@ class DeviceStage:
         self._most = max(self._most, self.levels(longest)[-1])
 
     def reserve(self) -> list[Row]:
-        """Take the blocks that the next round may need; return the rows, newest first, that had to leave for it."""
+        """Take the blocks that the next rounds may need; return the rows, newest first, that had to leave for it."""
         with device_errors(), self.runner.grad_off(), self.runner.device_guard():
             moved = self.seats.widen()
             put_back = self.seats.reserve()

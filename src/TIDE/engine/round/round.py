@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from TIDE.engine.row import RoundResult, Row
+from TIDE.engine.runners.device import device_errors
 
 
 @dataclass
@@ -43,7 +44,10 @@ class Launched:
     @property
     def is_over(self) -> bool:
         """True if a device that works on its own has done it already."""
-        return self.event is not None and self.event.query()
+        if self.event is None:
+            return False
+        with device_errors():
+            return self.event.query()
 
     @property
     def is_timed(self) -> bool:

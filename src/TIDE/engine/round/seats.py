@@ -34,7 +34,7 @@ class Seats:
 
     Args:
         cache_gib: of K/V at most; None: what is free.
-        ahead: positions beyond the text that a round which was launched and the next one may write.
+        ahead: positions beyond the text that rounds which were launched and the next ones may write.
         shares: blocks of texts that begin alike are shared; otherwise each row has its own, and others never find them.
     """
 

@@ -34,7 +34,8 @@ class StopRule:
         device: where the user's own criteria expect token ids.
 
     Attributes:
-        custom: the criteria that need tensors.
+        strings: those that look for stop strings.
+        custom: those of the user's own, which need tensors.
     """
 
     def __init__(
@@ -113,13 +114,14 @@ class _StopStrings:
 
     def __init__(self, criterion: StopStringCriteria) -> None:
         self.criterion = criterion
+        self._has_empty = bool((criterion.target_lens == 0).any())  # which every token completes
         self._can_end: dict[int, bool] = {}  # by token
 
     def are_complete(self, row: Row) -> bool:
         """Return True if the newest token of a row completes one; its beginning may be in the prompt."""
         token = row.tokens[-1]
         if token not in self._can_end:
-            self._can_end[token] = self._overlaps(token)
+            self._can_end[token] = self._has_empty or self._overlaps(token)
         if not self._can_end[token]:
             return False
         newest = row.shown()[-self.criterion.maximum_token_len :]

@@ -9,7 +9,8 @@ and then: it is what all others are compared with, and texts grow.
 
 Routers score every draft, and the scores of the latest rounds say how easy a text is just now. So a is a short running mean of
 the row's scores, times the long-run share of drafts that were accepted by those that the scores promised. Of many rows some are
-always in a hard place; what counts then is which texts are hard, so their means are longer.
+always in a hard place; what counts then is which texts are hard, so their means are longer. Rounds that are launched at once
+are one round here.
 """
 
 from __future__ import annotations
