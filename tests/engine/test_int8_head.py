@@ -52,10 +52,16 @@ def test_an_unlikely_one_is_compared_with_all(weight, router):
     torch.testing.assert_close(scores, router(state, expected).detach(), rtol=0.05, atol=0.01)
 
 
-def test_one_unsure_row_is_enough_to_look_at_all(weight, router):
+def test_a_sure_guess_is_judged_the_same_beside_an_unsure_one(weight, router):
     weight[21] = weight[20]  # so neither has more than half of the probability
-    logits, _ = head_of(weight, 3.0).judge(weight[[7, 20]], router.arrays())
-    torch.testing.assert_close(logits[0], 3 * weight[7] / weight[7].norm() @ weight.T, rtol=0.02, atol=0.2)
+    head, states = head_of(weight, 3.0), weight[[7, 20, 250, 8]]
+    logits, scores = head.judge(states, router.arrays())
+    for place in range(len(states)):
+        alone, score = head.judge(states[place : place + 1], router.arrays())
+        torch.testing.assert_close(logits[place : place + 1], alone)
+        torch.testing.assert_close(scores[place : place + 1], score)
+    assert (logits[0, FIRST:] == logits[0, :FIRST].min() - UNLIKELY).all()
+    torch.testing.assert_close(logits[1], 3 * weight[20] / weight[20].norm() @ weight.T, rtol=0.02, atol=0.2)
 
 
 def test_a_draft_vocabulary_is_looked_at_as_a_whole(weight, router):

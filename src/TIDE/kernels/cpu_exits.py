@@ -58,8 +58,8 @@ def judge(
 
     Args:
         norm: the model's last one.
-        likely, others: the rows of the LM head. If the best of the likely tokens has a probability of `sure` among them, the
-            others are not looked at: they get logits `UNLIKELY` below the worst likely one.
+        likely, others: the rows of the LM head. Where the best of the likely tokens has a probability of `sure` among them, the
+            others are not looked at: they get logits `UNLIKELY` below the worst likely one. Each guess is looked at as if alone.
         router: `Router.arrays`.
     """
     return _judge(states, norm, likely, others, np.float32(sure), router)
@@ -77,12 +77,14 @@ def _judge(states, norm, likely, others, sure, router):  # type: ignore[no-untyp
     logits = np.empty((len(states), first + len(others.values)), np.float32)
     logits[:, :first] = found[: len(states)]
     seen = _signals(logits[:, :first])
-    if len(others.values) and seen[:, 0].min() < sure:
-        logits[:, first:] = _products(h, others)[: len(states)]
-        seen = _signals(logits)
-    else:
-        for t in range(len(states)):
-            logits[t, first:] = logits[t, :first].min() - np.float32(UNLIKELY)
+    for t in range(len(states)):
+        logits[t, first:] = logits[t, :first].min() - np.float32(UNLIKELY)
+    unsure = np.flatnonzero(seen[:, 0] < sure)
+    if len(others.values) and len(unsure):
+        found = _products(_padded(h[unsure]), others)
+        for place, t in enumerate(unsure):
+            logits[t, first:] = found[place]
+        seen[unsure] = _signals(logits[unsure])
     return logits, _router_scores(states, seen, router)
 
 
