@@ -5,6 +5,7 @@
     exits off, exact         the full model's text
     fast, NAME               exits of a router file by threshold; K/V of skipped layers caught up later
     fast, memory, STRATEGY   the same with K/V propagated from the exit's state, or zeros
+    prefill exits, NAME      exits in the prompt only, by the share that settled in calibration; of router files that have them
     static                   layers left out for all tokens, evenly, from 1 in 8 to half of them
 
 Quality is ROUGE-L to the full model's text. All ways are interleaved on every prompt. Layers are those of new tokens, as the
@@ -40,6 +41,7 @@ class Way:
     engine: Any
     config: Any
     exits: bool = True
+    settles: float | None = None  # score at which tokens of prompts settle
 
     @property
     def name(self) -> str:
@@ -85,7 +87,7 @@ def main() -> None:
     points = [point(way, kept, len(asked)) for way in ways if way.name not in absent]
     report(points, absent)
     plot_curve(points, options.figure, f"{options.model}: {len(asked)} prompts, {options.new_tokens} new tokens")
-    columns = ("quality", "agreement", "seconds", "CPU seconds", "layers", "joules", "exits")
+    columns = ("quality", "agreement", "seconds", "CPU seconds", "layers", "joules", "exits", "settled")
     table = {own["name"]: {name: own[name] for name in columns if own.get(name) is not None} for own in points}
     note = {"note": "not measured: " + "; ".join(f"{name}: {why}" for name, why in absent.items())} if absent else {}
     results_file(
@@ -112,13 +114,13 @@ def made(model: Any, options: argparse.Namespace, absent: dict[str, str]) -> lis
     if router is None:
         absent["fast, memory"] = "expected exits: give --memory FILE"
     else:
-        found += [Way("exact", "", full, exact), *fast("memory", full, options.threshold)]
+        found += [Way("exact", "", full, exact), *exiting("memory", full, options.threshold)]
         for strategy in ("propagate", "zero_pad"):
             found += fast(f"memory, {strategy}", full, options.threshold, strategy)
     for given in options.router:
         name, _, path = given.partition("=")
         found += attempt(
-            absent, f"fast, {name}", lambda n=name, p=path: fast(n, TIDE.TIDE(shared(model), p), options.threshold)
+            absent, f"fast, {name}", lambda n=name, p=path: exiting(n, TIDE.TIDE(shared(model), p), options.threshold)
         )
     for share in DROPPED:
         found += attempt(absent, f"static, {share:.0%}", lambda share=share: [dropped(model, share)])
@@ -131,6 +133,18 @@ def attempt(absent: dict[str, str], name: str, make: Callable[[], list[Way]]) ->
     except Exception as problem:  # a file of another model, a family with its layers elsewhere, memory: the others go on
         absent[name] = f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
         return []
+
+
+def exiting(name: str, engine: Any, thresholds: list[float]) -> list[Way]:
+    """Return the ways of a router file: exits of new tokens, and exits in the prompt where it has them."""
+    settling = engine.policy.settling
+    if settling is None:
+        return fast(name, engine, thresholds)
+    kind = "map" if settling.maps else "plain"
+    points = [own for own in settling.figures.get("curve", ()) if own["kind"] == kind]
+    config = replace(engine.config, mode="fast", prefill_exits=True, max_exit_share=0.0)
+    settled = [Way(f"prefill exits, {name}", f"{own['share']:.0%}", engine, config, settles=own["threshold"]) for own in points]
+    return [*fast(name, engine, thresholds), *settled]
 
 
 def fast(name: str, engine: Any, thresholds: list[float], strategy: str = "exact") -> list[Way]:
@@ -188,14 +202,22 @@ def measure(ways: list[Way], asked: list[list[int]], new_tokens: int, meter: Any
 def answered(way: Way, ids: list[int], new_tokens: int, meter: Any) -> Record:
     from TIDE.calibration.prompts import continued
 
+    settling = None if way.settles is None else way.engine.policy.settling
+    if settling is not None:
+        settling.threshold = way.settles
     with way.engine.using(way.config, way.exits):
         joules, wall, cpu = meter.joules(), time.perf_counter(), time.process_time()
         text = continued(way.engine, [ids], new_tokens)[0]
         took = {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
         after, stats = meter.joules(), way.engine.last_stats
-    layers = stats.layers_run - len(ids) * stats.num_layers
+    spared = 0 if settling is None else stats.settled_tokens * (stats.num_layers - settling.depth)
+    layers = stats.layers_run - len(ids) * stats.num_layers + spared
     spent = None if joules is None or after is None else after - joules
-    return took | {"ids": text, "layers": layers, "joules": spent, "exited": stats.exited_tokens}
+    return (
+        took
+        | {"ids": text, "layers": layers, "joules": spent, "exited": stats.exited_tokens}
+        | {"settled": stats.settled_tokens / len(ids)}
+    )
 
 
 def point(way: Way, kept: Kept, count: int) -> Record:
@@ -218,16 +240,17 @@ def point(way: Way, kept: Kept, count: int) -> Record:
         "layers": round(sum(one["layers"] for one in own) / max(1, tokens - count), 2),  # the first token comes with the prompt
         "joules": round(sum(joules) / tokens, 4) if joules else None,
         "exits": round(sum(one["exited"] for one in own) / tokens, 3),
+        "settled": round(fmean(one.get("settled", 0) for one in own), 3),
     }
 
 
 def report(points: list[Record], absent: dict[str, str]) -> None:
-    print(f"{'':36}{'ROUGE-L':>9}{'agreement':>11}{'s/token':>10}{'CPU s':>9}{'layers':>8}{'J':>8}{'exits':>8}")
+    print(f"{'':36}{'ROUGE-L':>9}{'agreement':>11}{'s/token':>10}{'CPU s':>9}{'layers':>8}{'J':>8}{'exits':>8}{'settled':>9}")
     for own in points:
         joules = "-" if own["joules"] is None else f"{own['joules']:.3f}"
         print(
             f"{own['name']:36}{own['quality']:9.3f}{own['agreement']:11.3f}{own['seconds']:10.4f}{own['CPU seconds']:9.4f}"
-            f"{own['layers']:8.2f}{joules:>8}{own['exits']:8.1%}"
+            f"{own['layers']:8.2f}{joules:>8}{own['exits']:8.1%}{own['settled']:9.1%}"
         )
     for name, why in absent.items():
         print(f"{name}: not measured: {why}")

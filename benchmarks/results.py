@@ -66,7 +66,7 @@ def parts(of: str, data: Path, out: Path, rows: int = 1) -> list[Part]:
 
 
 def _on_a_gpu(data: Path, out: Path, prompts: str, half: list[str]) -> list[Part]:
-    """Return the parts of a GPU, each of a minute or two."""
+    """Return the parts of a GPU, each of a minute or two; those of calibration as long as their names say."""
     rows, ours = ["--rows", "1", "8", "32", "64"], ["--without", "generate", "compiled", "continuous", "fast"]
     spec, shape = ["--prompts", prompts], ["--model", "llama-8b"]
     lengths = [word for tokens in (128, 512, 1024, 2048, 8192, 32768) for word in ("--tokens", str(tokens))]
@@ -82,6 +82,7 @@ def _on_a_gpu(data: Path, out: Path, prompts: str, half: list[str]) -> list[Part
             (PROMPTS,),
         ),
         Part("batch-8b", ["bench_batch.py", *shape, *rows, "--rounds", "2"]),
+        Part("replay-rows-8b", ["bench_trees.py", *spec, "--every", "8", *half, *shape, "--rows", "8", "32"], (PROMPTS,)),
         Part("worker-gpu", ["bench_worker.py", *spec, "--rounds", "2"], (PROMPTS,)),
         Part(
             "exact-gpu", ["bench_prompts.py", *spec, "--every", "3", "--generate-every", "12", "--warm-up", *half], (PROMPTS,)
@@ -93,6 +94,25 @@ def _on_a_gpu(data: Path, out: Path, prompts: str, half: list[str]) -> list[Part
         Part("warm-up-gpu", ["bench_warm_up.py"]),
         Part("rivals-gpu", [*TIDE, "bench", "--contender", "all", "--max-new-tokens", "128", "--json"]),
         Part("curve-gpu", ["curve.py", "--data", str(data), *half, *curve], (PROMPTS,), "curve.json"),
+        *(part for minutes in (1, 3, 10, 30) for part in _calibrated(minutes, out, prompts, half)),
+        *(Part(f"calibrate-{name}", ["bench_calibrate.py", "--model", name]) for name in ("qwen2-1.5b", "llama-8b")),
+        Part("heads", ["compare_heads.py", *spec, "--keep", str(out), "--texts", "4000", "--every", "4"], (PROMPTS,)),
+    ]
+
+
+def _calibrated(minutes: int, out: Path, prompts: str, half: list[str]) -> list[Part]:
+    """Return the parts that calibrate the embedded model in so many minutes, and ask the exits about Spec-Bench."""
+    router = str(out / f"minutes-{minutes}.safetensors")
+    calibrate = [*TIDE, "calibrate", "default", "--minutes", str(minutes), "-o", router, "--json", *half]
+    asked = ["--router", router, "--prompts", prompts, *half]
+    return [
+        Part(f"calibrate-{minutes}-min", calibrate),
+        Part(f"agreement-{minutes}-min", ["eval_exits.py", *asked], (PROMPTS,)),
+        Part(
+            f"exact-{minutes}-min",
+            ["bench_prompts.py", *asked, "--every", "8", "--generate-every", "240", "--warm-up"],
+            (PROMPTS,),
+        ),
     ]
 
 

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import TIDE
+from TIDE.routing.router import Router
+from TIDE.routing.settling import SIGNALS, FittedSettling
+
 FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
 
 
@@ -123,17 +127,31 @@ def data(tmp_path_factory):
     return folder
 
 
-def test_the_curve_has_every_way_and_goes_on(warm, folder, shared_router, data, tmp_path):
+@pytest.fixture
+def settling_router(shared_router, tmp_path):
+    """A router file with exits in the prompt, half of whose tokens settle at depth 2."""
+    file = TIDE.RouterFile.load(shared_router)
+    hidden = next(iter(file.exits.values())).router.down.in_features - 4
+    point = {"kind": "plain", "threshold": 0.0, "share": 0.5, "rise": 0.0, "divergence": 0.0}
+    file.settling = FittedSettling(2, Router(hidden, 8, SIGNALS), {}, 0.5, {"curve": [point]})
+    file.save(path := tmp_path / "settling.safetensors")
+    return path
+
+
+def test_the_curve_has_every_way_and_goes_on(warm, folder, shared_router, settling_router, data, tmp_path):
     asked = ("--model", folder, "--memory", shared_router, "--data", data, "--prompts", 2, "--new-tokens", 4)
-    asked += ("--threshold", 0.5, "--router", f"lens={tmp_path / 'none.safetensors'}")
+    asked += ("--threshold", 0.5, "--router", f"lens={tmp_path / 'none.safetensors'}", "--router", f"own={settling_router}")
     places = ("--work", tmp_path / "work", "--out", tmp_path, "--figure", tmp_path / "curve.svg")
     for _ in range(2):
         done = warm.run(FOLDER / "curve.py", *asked, *places)
         assert done.returncode == 0, done.stderr
     table = json.loads((tmp_path / "curve.json").read_text())["table"]
-    kinds = {"exits off", "exact", "fast, memory, 0.5", "fast, memory, propagate, 0.5", "fast, memory, zero_pad, 0.5"}
+    kinds = {"exits off", "exact", "fast, own, 0.5", "fast, memory, 0.5"}
+    kinds |= {"fast, memory, propagate, 0.5", "fast, memory, zero_pad, 0.5"}
     assert kinds < {*table} and any(name.startswith("static") for name in table)
     assert table["exact"]["quality"] == 1.0 and table["exits off"]["layers"] == 4.0
+    settled = table["prefill exits, own, 50%"]  # with a threshold of 0 all do but the first and the last
+    assert settled["settled"] > 0.5 and settled["layers"] == 4.0 and settled["exits"] == 0 and table["exact"]["settled"] == 0
     assert "fast, lens: not measured" in done.stdout and (tmp_path / "curve.svg").exists()
     answers = (tmp_path / "work" / "curve.jsonl").read_text().splitlines()
     assert len(answers) == 1 + 2 * len(table)

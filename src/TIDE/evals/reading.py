@@ -191,7 +191,7 @@ class _Leaving:
 
     def logits(self, depth: int, guesses: torch.Tensor) -> torch.Tensor:
         """Return (n, vocabulary) logits of guesses at a checkpoint."""
-        logits = torch.cat([self.policy.judge(depth, part, self.runner.head)[0] for part in self._parts(guesses)])
+        logits = torch.cat([self.policy.judge(depth, part, self.runner.head)[0] for part in guesses.split(MOST_JUDGED)])
         vocabulary = self.policy.vocabulary
         if vocabulary is None:
             return logits
@@ -200,13 +200,8 @@ class _Leaving:
 
     def _are_sure(self, depth: int, guesses: torch.Tensor) -> list[bool]:
         threshold = self.plan.threshold(depth)
-        parts = (self.policy.judge(depth, part, self.runner.head)[1] for part in self._parts(guesses))
+        parts = (self.policy.judge(depth, part, self.runner.head)[1] for part in guesses.split(MOST_JUDGED) if len(part))
         return [bool(is_sure) for scores in parts for is_sure in (scores >= threshold).tolist()]
-
-    def _parts(self, guesses: torch.Tensor) -> Iterable[torch.Tensor]:
-        """Return guesses that are judged together. In 8 bits each is judged alone: there, what is looked at for one is looked
-        at for all."""
-        return guesses.split(MOST_JUDGED if self.policy.int8_head is None else 1) if len(guesses) else ()
 
 
 class _Guesses:
