@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from families import LAYERS
+from families import LAYERS, build
 from policies import Everyone, Where
 from TIDE import TIDE, TIDEConfig
 from TIDE.bench import contenders, energy
@@ -185,3 +185,42 @@ def test_joules_come_from_nvml(monkeypatch):
     monkeypatch.setattr(Library, "nvmlInit_v2", staticmethod(lambda: 12))
     refused = energy.EnergyMeter(torch.device("cuda"))
     assert refused.joules() is None and refused.why_not == "NVML refuses the card GPU-1-2 (error 12)"
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "opt"])
+def test_early_exit_is_absent_where_the_model_runs_all_layers_and_nothing_else_suffers(family):
+    model = build(family)
+    model.generation_config.eos_token_id = None
+    with TIDE(model) as engine:
+        found = measured(engine, ["generate", "early-exit", "lookup", "off"])
+    assert model.config.num_hidden_layers == LAYERS
+    assert {*found.absent} == {"early-exit"} and "runs all of its layers" in found.absent["early-exit"]
+    assert [own.name for own in found.timed] == ["generate", "lookup", "off"]
+
+
+def test_an_early_exit_that_breaks_leaves_the_layer_count_as_it_was(endless, monkeypatch):
+    def breaks(self, *args, **kwargs):
+        raise IndexError("inside a draft")
+
+    monkeypatch.setattr("transformers.generation.candidate_generator.AssistedCandidateGenerator.get_candidates", breaks)
+    with TIDE(endless) as engine:
+        found = measured(engine, ["generate", "early-exit", "off"])
+    assert endless.config.num_hidden_layers == LAYERS
+    assert found.absent == {"early-exit": "IndexError: inside a draft"}
+    assert row(found, "generate")["same_texts"] == row(found, "off")["same_texts"] == 1
+
+
+def test_a_table_says_which_contender_is_first_where_the_first_one_is_lost(endless, monkeypatch):
+    made = contenders.make
+
+    def lost(name, engine, rows):
+        if name == "generate":
+            raise RuntimeError("out of memory")
+        return made(name, engine, rows)
+
+    with TIDE(endless) as engine:
+        assert "x first and same text" not in measured(engine, ["generate", "off"]).table()
+        monkeypatch.setattr("TIDE.bench.benchmark.make", lost)
+        found = measured(engine, ["generate", "off"])
+    assert found.as_dict()["first"] == "off"
+    assert "x first and same text: compared with TIDE, exits off, since generate was not measured." in found.table()

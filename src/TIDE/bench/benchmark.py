@@ -55,8 +55,8 @@ class Benchmark:
         self.engine, self.rounds, self._after_group = engine, rounds, after_group
         self.groups = groups(prompts, rows, max_new_tokens, engine.model)
         self.meter = EnergyMeter(engine.adapter.device)
-        self.results = Results(len(self.groups), rows, max_new_tokens, rounds, self.meter.why_not)
         self._names, self._rows = list(dict.fromkeys(names)), rows
+        self.results = Results(self._names[0], len(self.groups), rows, max_new_tokens, rounds, self.meter.why_not)
         self._running: dict[str, Contender] = {}
 
     def run(self) -> Results:

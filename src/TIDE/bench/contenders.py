@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from TIDE.bench.asked import Asked
+from TIDE.bench.layer_count import counted_layers
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.prefixes import new_salt
 from TIDE.engine.engine import TIDE
@@ -72,11 +74,7 @@ def make(name: str, engine: TIDE, rows: int) -> Contender:
     if name == "lookup":
         return Contender(name, "prompt lookup", {f"{n} tokens": _generate(engine, prompt_lookup_num_tokens=n) for n in LOOKUPS})
     assert name == "early-exit", name
-    return Contender(
-        name,
-        "assistant_early_exit",
-        {f"layer {n}": _generate(engine, assistant_early_exit=n) for n in exit_layers(engine.adapter.num_layers)},
-    )
+    return _early_exit(engine)
 
 
 def exit_layers(layers: int) -> list[int]:
@@ -90,6 +88,38 @@ def _generate(engine: TIDE, **more: Any) -> Run:
         return found
 
     return run
+
+
+def _early_exit(engine: TIDE) -> Contender:
+    with _held_layer_count(engine) as config, counted_layers(engine.adapter.layers) as found, torch.inference_mode():
+        config.num_hidden_layers = 1
+        engine.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=engine.model.device), use_cache=False)
+    if found.last_calls:
+        family = getattr(config, "model_type", type(config).__name__)
+        raise Unavailable(f"transformers exits by config.num_hidden_layers, and {family} runs all of its layers whatever it says")
+    layers = exit_layers(engine.adapter.num_layers)
+    return Contender("early-exit", "assistant_early_exit", {f"layer {n}": _exiting(engine, n) for n in layers})
+
+
+def _exiting(engine: TIDE, layer: int) -> Run:
+    generate = _generate(engine, assistant_early_exit=layer)
+
+    def run(asked: Asked, streamer: BaseStreamer | None) -> torch.Tensor:
+        with _held_layer_count(engine):
+            return generate(asked, streamer)
+
+    return run
+
+
+@contextmanager
+def _held_layer_count(engine: TIDE) -> Iterator[Any]:
+    """Yield the config whose layer count transformers lowers while it drafts, and leaves low if a draft fails."""
+    config = getattr(engine.model, engine.model.base_model_prefix, engine.model).config
+    count = config.num_hidden_layers
+    try:
+        yield config
+    finally:
+        config.num_hidden_layers = count
 
 
 def _compiled(engine: TIDE) -> dict[str, Any]:
