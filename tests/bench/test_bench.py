@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from families import LAYERS, build
-from policies import Everyone, Where
+from policies import Everyone, Settled, Where
 from TIDE import TIDE, TIDEConfig
 from TIDE.bench import contenders, energy
 from TIDE.bench.arrivals import Arrivals, percentile
@@ -224,3 +224,24 @@ def test_a_table_says_which_contender_is_first_where_the_first_one_is_lost(endle
         found = measured(engine, ["generate", "off"])
     assert found.as_dict()["first"] == "off"
     assert "x first and same text: compared with TIDE, exits off, since generate was not measured." in found.table()
+
+
+def test_an_engine_with_exits_in_the_prompt_is_compared_with_all_modes_and_counts_layers_of_new_tokens(endless):
+    with TIDE(endless, Settled(2), TIDEConfig(mode="fast", prefill_exits=True)) as engine:
+        found = measured(engine, ["generate", "off", "exact", "fast"], [[*range(5, 30)]])
+    assert found.absent == {} and found.wrong_layers == {}
+    assert [row(found, name)["same_texts"] for name in ("off", "exact")] == [1, 1]
+    assert row(found, "fast")["layers_per_token"] == LAYERS  # no new token exits
+    assert found.measured["fast"].stats.settled_tokens == 12  # at the odd places of 25, the last one is even
+
+
+def test_a_model_of_two_layers_has_one_early_exit_and_one_of_a_single_layer_none():
+    for layers in (2, 1):
+        model = build("llama", num_hidden_layers=layers)
+        model.generation_config.eos_token_id = None
+        with TIDE(model) as engine:
+            found = measured(engine, ["generate", "early-exit"])
+        if layers == 2:
+            assert found.absent == {} and row(found, "early-exit")["setting"] == "layer 1"
+        else:
+            assert found.absent == {"early-exit": "the model has one layer: there is nothing to exit from"}

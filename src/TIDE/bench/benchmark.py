@@ -156,11 +156,15 @@ class Benchmark:
         with counted_layers(self.engine.adapter.layers) as found:
             (text,) = asked.texts(run(asked, None))
         told: ExitStats | None = self.engine.last_stats if name in OURS else None
+        layers, settles_at = self.engine.adapter.num_layers, self.engine.plan.settles_at
+        of_prompt = asked.width * layers
+        if told is not None and settles_at is not None:
+            of_prompt -= told.settled_tokens * (layers - settles_at)
         self.results.measured[name].layers = Layers(
             new_tokens=len(text),
-            per_token=(found.pairs - asked.width * self.engine.adapter.num_layers) / max(1, len(text) - 1),
+            per_token=(found.pairs - of_prompt) / max(1, len(text) - 1),
             tokens_per_pass=len(text) / max(1, found.last_calls),
-            of=self.engine.adapter.num_layers,
+            of=layers,
             drafted=found.last_tokens - asked.width - (found.last_calls - 1),
             accepted=len(text) - found.last_calls,
             wrong=None if told is None else wrong_with(found, told),
