@@ -245,3 +245,13 @@ def test_a_model_of_two_layers_has_one_early_exit_and_one_of_a_single_layer_none
             assert found.absent == {} and row(found, "early-exit")["setting"] == "layer 1"
         else:
             assert found.absent == {"early-exit": "the model has one layer: there is nothing to exit from"}
+
+
+def test_layers_of_an_early_exit_leave_out_both_passes_over_the_prompt(endless, monkeypatch):
+    monkeypatch.setattr("TIDE.bench.contenders.exit_layers", lambda layers: [2])
+    with TIDE(endless) as engine:
+        short, long = (measured(engine, ["early-exit"], [[7] * n], max_new_tokens=4).measured["early-exit"] for n in (1, 41))
+    for own in (short, long):
+        drafts, passes = own.layers.drafted, own.layers.new_tokens - own.layers.accepted
+        most = 2 * (drafts + passes) + LAYERS * (drafts + passes - 1)  # drafting, and checking drafts and their own token
+        assert own.layers.per_token * (own.layers.new_tokens - 1) <= most

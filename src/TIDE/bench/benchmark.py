@@ -96,10 +96,11 @@ class Benchmark:
     def _choose(self, contender: Contender) -> None:
         """Keep the fastest setting of a contender, and warm it up."""
         short, seconds, variants = self.groups[0].first_row(TRIED), dict[str, float](), contender.variants
-        if len(variants) > 1:
+        (setting, *others) = variants
+        if others:
             for words, run in variants.items():
                 seconds[words] = min(self._timed(run, short).seconds for _ in range(3))  # the first one warms up
-        setting = min(seconds, key=seconds.__getitem__) if seconds else ""
+            setting = min(seconds, key=seconds.__getitem__)
         own = self.results.measured[contender.name]
         own.setting, own.tried = setting, seconds
         self._running[contender.name] = replace(contender, variants={setting: variants[setting]})
@@ -152,12 +153,13 @@ class Benchmark:
                 self.results.uncounted[name] = _said(problem)
 
     def _count(self, name: str, asked: Asked) -> None:
-        (run,) = self._running[name].variants.values()
+        ((setting, run),) = self._running[name].variants.items()
         with counted_layers(self.engine.adapter.layers) as found:
             (text,) = asked.texts(run(asked, None))
         told: ExitStats | None = self.engine.last_stats if name in OURS else None
         layers, settles_at = self.engine.adapter.num_layers, self.engine.plan.settles_at
-        of_prompt = asked.width * layers
+        drafting = self._running[name].draft_layers.get(setting, 0) if asked.max_new_tokens > 1 else 0
+        of_prompt = asked.width * (layers + drafting)
         if told is not None and settles_at is not None:
             of_prompt -= told.settled_tokens * (layers - settles_at)
         self.results.measured[name].layers = Layers(

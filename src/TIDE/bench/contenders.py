@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Contender:
         variants: the settings that may be tried, in words -> the run; one: there is nothing to try.
         streams: its tokens can be seen arriving.
         is_counted: it runs the layers of the engine's model, one by one, so that hooks can count them.
+        draft_layers: setting -> layers in which drafts run the prompt once more, on a cache of their own.
         close: lets go what it holds.
     """
 
@@ -56,6 +57,7 @@ class Contender:
     variants: dict[str, Run]
     streams: bool = True
     is_counted: bool = True
+    draft_layers: Mapping[str, int] = field(default_factory=dict)
     close: Callable[[], None] = lambda: None
 
 
@@ -91,14 +93,17 @@ def _generate(engine: TIDE, **more: Any) -> Run:
 
 
 def _early_exit(engine: TIDE) -> Contender:
+    if engine.adapter.num_layers == 1:
+        raise Unavailable("the model has one layer: there is nothing to exit from")
     with _held_layer_count(engine) as config, counted_layers(engine.adapter.layers) as found, torch.inference_mode():
         config.num_hidden_layers = 1
         engine.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=engine.model.device), use_cache=False)
     if found.last_calls:
         family = getattr(config, "model_type", type(config).__name__)
         raise Unavailable(f"transformers exits by config.num_hidden_layers, and {family} runs all of its layers whatever it says")
-    layers = exit_layers(engine.adapter.num_layers)
-    return Contender("early-exit", "assistant_early_exit", {f"layer {n}": _exiting(engine, n) for n in layers})
+    layers = {f"layer {n}": n for n in exit_layers(engine.adapter.num_layers)}
+    variants = {words: _exiting(engine, n) for words, n in layers.items()}
+    return Contender("early-exit", "assistant_early_exit", variants, draft_layers=layers)
 
 
 def _exiting(engine: TIDE, layer: int) -> Run:

@@ -102,7 +102,7 @@ class Measured:
         """The share of drafts accepted: by an engine's counts, or by hooks where transformers drafts."""
         if self.stats is not None:
             return self.stats.accepted / self.stats.drafted if self.stats.drafted else None
-        drafts = self.layers is not None and self.tried and self.layers.drafted > 0
+        drafts = self.layers is not None and self.setting and self.layers.drafted > 0
         return self.layers.accepted / self.layers.drafted if drafts and self.layers is not None else None
 
     def joules_per_token(self) -> float | None:
