@@ -100,7 +100,9 @@ def _early_exit(engine: TIDE) -> Contender:
         engine.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=engine.model.device), use_cache=False)
     if found.last_calls:
         family = getattr(config, "model_type", type(config).__name__)
-        raise Unavailable(f"transformers exits by config.num_hidden_layers, and {family} runs all of its layers whatever it says")
+        raise Unavailable(
+            f"transformers exits by config.num_hidden_layers, and {family} runs all of its layers whatever it says"
+        )
     layers = {f"layer {n}": n for n in exit_layers(engine.adapter.num_layers)}
     variants = {words: _exiting(engine, n) for words, n in layers.items()}
     return Contender("early-exit", "assistant_early_exit", variants, draft_layers=layers)
