@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import TIDE
+from families import build
 from TIDE.calibration import calibrate as module
 from TIDE.calibration.work import Work
 
@@ -61,6 +62,15 @@ def test_exits_in_the_prompt_are_fitted_if_asked_for(llama, chatty, tmp_path):
     with TIDE.TIDE(llama, path, TIDE.TIDEConfig(mode="fast", prefill_exits=True)) as engine:
         engine.generate(ids, max_new_tokens=4, do_sample=False)
         assert (engine.last_stats.settled_tokens > 0) == (file.settling.threshold is not None)
+
+
+@pytest.mark.parametrize(("family", "why"), [("bloom", "alone"), ("lfm2", "running state"), ("gemma4-shared", "share")])
+def test_a_model_that_cannot_have_exits_in_the_prompt_is_refused_before_any_text(family, why, chatty, tmp_path, monkeypatch):
+    monkeypatch.setattr("TIDE.calibration.calibrate.load_texts", lambda *_, **__: pytest.fail("texts were collected"))
+    path = tmp_path / "router.safetensors"
+    with pytest.raises(ValueError, match=rf"{why}.*Calibrate without prefill_exits"):
+        calibrated(build(family), chatty, path, config={"exit_strategy": "identity", "prefill_exits": True})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("short_answers")
