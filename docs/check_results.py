@@ -11,8 +11,12 @@ A page names it in a comment that a reader does not see, inside the paragraph or
     <!-- settings: 0.05 0.95 -->                             these numbers were chosen, or are quoted, and were not measured
     <!-- settings: defaults -->                              nothing here was measured
 
-A table takes as many rows and columns of its source as it likes. In a paragraph every number with a decimal point or a
-thousands separator is a figure; whole numbers are compared if the comment names them. Code and version numbers are skipped.
+A table takes as many rows and columns of its source as it likes. In a paragraph a number with a decimal point, a thousands
+separator or a unit (%, s, ms, tok/s) is a figure, and so are both of "3 of 4"; other whole numbers are compared if the comment
+names them. Code and version numbers are skipped.
+
+What a command printed stands between ```text and ```, with its comment above. A line that begins with the name of a row of its
+source has that row's numbers, all of them, in order and with their signs; the other lines are read as a paragraph.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.m
 FIELDS = {"what", "command", "commit", "date", "hardware", "software", "settings", "table", "figures", "note", "entered"}
 REQUIRED = {"what", "command", "commit", "date", "hardware"}
 
-FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^ *```(\w*).*?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+PRINTED, BLANK = "```text\n", "\0"  # how a printed block begins; its blank lines while a page is cut into blocks
 MARK = re.compile(r"<!-- (results|settings): (.*?) -->", re.DOTALL)
 HIDDEN = re.compile(
     r"<!--.*?-->|`[^`\n]*`|\]\([^)]*\)"  # comments, code, where links lead
@@ -40,17 +45,29 @@ HIDDEN = re.compile(
     r"[- ]v?\d+(?:\.\d+)+|\d+\.\d+\.\d+[.\d]*",  # versions
     re.DOTALL,
 )
+UNIT = re.compile(r"\s?%|\s(?:s|ms|tok/s)\b|\sof\s\d")  # behind a number
+SIGNED = re.compile(r"(?<![\w.@])[-+]?\d+(?:,\d{3})*(?:\.\d+)?")
 NUMBER = re.compile(r"(?<![\w.,])\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?<![\w.])(?<![A-Za-z]-)\d+(?:\.\d+)?")
 
 
 def numbers(text: str) -> list[str]:
     """Return the numbers of a text as they are written, code and versions aside."""
-    return NUMBER.findall(HIDDEN.sub(lambda found: " " if "](" not in found[0] else "]", text))
+    return NUMBER.findall(_shown(text))
 
 
-def is_figure(number: str) -> bool:
-    """Tell whether a number of a paragraph needs a source."""
-    return "." in number or "," in number
+def figures(text: str) -> list[str]:
+    """Return the numbers of a paragraph that need a source."""
+    text = _shown(text)
+    return [found[0] for found in NUMBER.finditer(text) if _is_figure(found, text)]
+
+
+def _shown(text: str) -> str:
+    return HIDDEN.sub(lambda found: " " if "](" not in found[0] else "]", text)
+
+
+def _is_figure(found: re.Match[str], text: str) -> bool:
+    of_another = re.search(r"\d\sof\s$", text[: found.start()][-8:])
+    return bool("." in found[0] or "," in found[0] or UNIT.match(text, found.end()) or of_another)
 
 
 def value(number: str) -> float:
@@ -75,7 +92,9 @@ def check(text: str) -> list[str]:
     """Return what is wrong with the figures of a page, a line each."""
     wrong = []
     for block, marks in _blocks(text):
-        if _is_table(block):
+        if block.startswith(PRINTED):
+            wrong += _check_printed(block.removeprefix(PRINTED), marks)
+        elif _is_table(block):
             wrong += _check_table(block, marks)
         else:
             wrong += _check_paragraph(block, marks)
@@ -85,7 +104,7 @@ def check(text: str) -> list[str]:
 def _blocks(text: str) -> list[tuple[str, list[tuple[str, str]]]]:
     """Cut a page at blank lines; a comment that stands alone belongs to what follows it."""
     found, waiting = [], []
-    for block in re.split(r"\n\s*\n", FENCE.sub("", text)):
+    for block in re.split(r"\n\s*\n", FENCE.sub(_printed, text)):
         marks = waiting + [(kind, names) for kind, names in MARK.findall(block)]
         waiting = []
         if not re.sub(r"<!--.*?-->", "", block, flags=re.DOTALL).strip():
@@ -93,8 +112,16 @@ def _blocks(text: str) -> list[tuple[str, list[tuple[str, str]]]]:
         elif re.fullmatch(r"(?:(?: {4}|\t).*\n?)+", block):  # indented code
             continue
         else:
-            found.append((block, marks))
+            found.append((block.replace(BLANK, ""), marks))
     return found
+
+
+def _printed(fence: re.Match[str]) -> str:
+    """Return a block of ```text as one block of a page, and nothing for code."""
+    if fence[1] != "text":
+        return ""
+    lines = [line or BLANK for line in fence[2].rstrip("\n").split("\n")]
+    return "\n".join(["", PRINTED.strip(), *lines, ""])
 
 
 def _is_table(block: str) -> bool:
@@ -142,13 +169,31 @@ def _cell(names: list[str], row: str, column: str) -> list[float] | None:
     return None
 
 
+def _check_printed(block: str, marks: list[tuple[str, str]]) -> list[str]:
+    """Compare lines that begin with the name of a row with it, and the others as a paragraph."""
+    named = [name for kind, own in marks if kind == "results" for name in own.split() if "." not in name]
+    rows = {row: own for name in named for row, own in source(name).get("table", {}).items()}
+    wrong, others = [], []
+    for line in block.splitlines():
+        begins = [row for row in rows if re.match(rf"{re.escape(row)}(?:[\s:]|$)", line.strip())]
+        if not begins:
+            others.append(line)
+            continue
+        row = max(begins, key=len)
+        found = [value(number) for number in SIGNED.findall(line.strip().removeprefix(row))]
+        expected = [float(one) for own in rows[row].values() for one in (own if isinstance(own, list) else [own])]
+        if found != expected:
+            wrong.append(f"{line.strip()}: found {found}, expected {expected} ({', '.join(named)})")
+    left = [(kind, " ".join(name for name in own.split() if name not in named)) for kind, own in marks]
+    return wrong + _check_paragraph("\n".join(others), [(kind, own) for kind, own in left if own])
+
+
 def _check_paragraph(block: str, marks: list[tuple[str, str]]) -> list[str]:
     if any(kind == "settings" and not re.search(r"\d", named) for kind, named in marks):
         return []  # nothing in it was measured, for the reason given
     wrong = []
-    found = numbers(block)
-    left = Counter(value(number) for number in found if is_figure(number))
-    whole = Counter(value(number) for number in found if not is_figure(number))
+    left = Counter(map(value, figures(block)))
+    whole = Counter(map(value, numbers(block))) - left
     for kind, named in marks:
         for name in named.split():
             for expected in _figure(name) if kind == "results" else [value(name)]:

@@ -23,7 +23,7 @@ from TIDE.models.load import Loaded
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
-((QUICK_START, OUTPUT),) = re.findall(r"```python\n(import .*?)```\n\n```text\n(.*?)```", README, re.DOTALL)
+((QUICK_START, OUTPUT),) = re.findall(r"```python\n(import .*?)```\n\n(?:<!--.*?-->\n\n)?```text\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line.split("  #")[0] for line in README.splitlines() if line.startswith("tide ")]
 STAND_INS = {"MODEL": "model", "FILE": "router.safetensors", "P.jsonl": "prompts.jsonl", "...": "Hello."}
 STAND_INS["OWNER/EAGLE3-HEAD"] = "eagle"

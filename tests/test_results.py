@@ -26,7 +26,7 @@ def test_an_altered_figure_is_noticed(page):
     altered = 0
     for block, marks in TOOL["_blocks"]((ROOT / page).read_text("utf-8")):
         comments = "".join(f"<!-- {kind}: {names} -->" for kind, names in marks)
-        if "<!-- results" not in comments:
+        if "<!-- results" not in comments or block.startswith("```"):  # what was printed has a test of its own
             continue
         shown = re.sub(r"<!--.*?-->", "", block, flags=re.DOTALL)
         for found in re.finditer(r"(?<=[ (|–*~])\d[\d,]*\.\d+(?=[ )|%–,*;:]|\.\s|$)", shown):
@@ -75,3 +75,43 @@ def test_every_source_says_how_it_was_measured_and_is_quoted():
         assert found["command"] and found["hardware"] and ("table" in found or "figures" in found), path.name
         assert re.search(rf"results:[^>]*\b{re.escape(path.stem)}\b", pages), f"{path.name} is quoted nowhere"
         assert json.loads(path.read_text("utf-8")) == found
+
+
+def test_a_whole_number_with_a_unit_needs_a_source():
+    for said in (
+        "It saves 7 % of it.",
+        "It takes 71% longer.",
+        "3 of 4 were right.",
+        "After 5 s it ends.",
+        "At 66 tok/s.",
+        "It is 9 ms.",
+    ):
+        assert check(said) != [], said
+    assert check("3 of 4 texts, 7 %. <!-- settings: 3 4 7 -->") == []
+    assert check("Three of four rows, 12 layers and 3 seeds.") == []
+
+
+def test_an_altered_number_of_what_a_command_printed_is_noticed():
+    """Every number with a decimal point, a sign or a unit in every printed block of these pages, one at a time."""
+    altered = 0
+    for page in ("README.md", "docs/evaluation.md"):
+        for block, marks in TOOL["_blocks"]((ROOT / page).read_text("utf-8")):
+            comments = "".join(f"<!-- {kind}: {names} -->" for kind, names in marks)
+            if not block.startswith("```text") or "results" not in comments:
+                continue
+            for found in re.finditer(r"(?<=[ (+-])\d[\d.]*\d(?=[ ,)%])|\d+(?= of )|(?<= of )\d+", block):
+                other = found[0][:-1] + str((int(found[0][-1]) + 1) % 10)
+                assert check(f"{comments}\n\n{block[: found.start()]}{other}{block[found.end() :]}\n```\n"), (found[0], block)
+                altered += 1
+    assert altered > 150
+
+
+def test_printed_lines_are_compared_row_by_row_with_their_signs():
+    marked = "<!-- results: eval-gsm8k --> <!-- settings: 95 -->\n\n```text\n{}\n\n(95 %)\n```\n"
+    row = "fast   5.0%  +5.0% (-19.6% to +27.9%)   9 of 20    5.1  0.87 (0.72 to 1.05)  29.4%    455.0"
+    assert check(marked.format(row)) == []
+    assert check(marked.format(row.replace("-19.6", "+19.6"))) != []
+    assert check(marked.format(row.replace("fast", "exact"))) != []
+    assert check(marked.format(row.replace("fast", "slow"))) != []
+    assert check(marked.format(row).replace("<!-- results: eval-gsm8k -->", "")) != []
+    assert check("```python\nx = 1.25\n```\n") == []

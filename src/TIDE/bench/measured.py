@@ -141,8 +141,8 @@ class Results:
     def as_dict(self) -> dict[str, Any]:
         facts = {"groups": self.groups, "rows": self.rows, "max_new_tokens": self.max_new_tokens, "rounds": self.rounds}
         missing = {"absent": self.absent, "uncounted": self.uncounted, "without_joules": self.without_joules}
-        facts["first"] = self.timed[0].name if self.timed else None
-        return facts | {"contenders": [self._row(own) for own in self.timed]} | missing
+        first = {"first": self.timed[0].name if self.timed else None}
+        return facts | first | {"contenders": [self._row(own) for own in self.timed]} | missing
 
     def _row(self, own: Measured) -> dict[str, Any]:
         first = self.timed[0]

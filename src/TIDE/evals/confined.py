@@ -116,10 +116,10 @@ def program(machine: str) -> list[tuple[int, int, int, int]]:
         (RETURN, 0, 0, REFUSE),
         (RETURN, 0, 0, ALLOW),
     ]
-    for numbers, requests in CHOSEN.values():
+    for own_numbers, requests in CHOSEN.values():
         allowed = [line for request in requests for line in ((JUMP_IF_EQUAL, 0, 1, request), (RETURN, 0, 0, ALLOW))]
         own = [(LOAD, 0, 0, SECOND_ARGUMENT), *allowed, (RETURN, 0, 0, REFUSE)]
-        lines += [(JUMP_IF_EQUAL, 0, len(own), numbers[column]), *own]
+        lines += [(JUMP_IF_EQUAL, 0, len(own), own_numbers[column]), *own]
     for numbers in NUMBERS.values():
         number = numbers[column]
         if number is not None:
