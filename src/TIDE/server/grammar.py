@@ -73,10 +73,14 @@ class Grammars:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Forbids tokens that leave the grammar.
+    """Forbids tokens that leave the grammar. Where those before it forbid all that the grammar allows, the grammar wins: at the
+    end of the JSON nothing but the end may follow, whatever `min_tokens` says.
 
     Args:
         prompt: tokens before the answer.
+
+    Attributes:
+        walked: tokens that the matcher has taken; none after the end of the JSON.
     """
 
     def __init__(self, matcher: Any, prompt: int) -> None:
@@ -91,7 +95,10 @@ class GrammarProcessor(LogitsProcessor):
             raise RuntimeError(f"the grammar of an answer failed: {self.matcher.get_error()}")
         mask = torch.zeros(scores.shape[-1], dtype=torch.bool)
         mask[: len(allowed)] = torch.from_numpy(allowed[: len(mask)] > 0)
-        return scores.masked_fill(~mask.to(scores.device), -torch.inf)
+        mask = mask.to(scores.device)
+        kept = scores.masked_fill(~mask, -torch.inf)
+        is_lost = (kept == -torch.inf).all(-1, keepdim=True)
+        return torch.where(is_lost & mask, torch.zeros_like(scores), kept)
 
     def _walk(self, text: list[int]) -> None:
         """Bring the matcher to the end of a text."""
@@ -99,6 +106,7 @@ class GrammarProcessor(LogitsProcessor):
         alike = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(self.walked), len(text)))
         if alike < len(self.walked):
             self.matcher.rollback(len(self.walked) - alike)
-        if text[alike:]:
-            self.matcher.consume_tokens(text[alike:])
-        self.walked = text
+        taken = self.matcher.try_consume_tokens(text[alike:]) if text[alike:] else 0
+        self.walked = text[: alike + taken]
+        if len(self.walked) < len(text) and not self.matcher.is_stopped():
+            raise RuntimeError(f"the grammar of an answer does not allow its token {text[len(self.walked)]}.")

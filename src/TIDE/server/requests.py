@@ -82,6 +82,11 @@ class Sampling(Accepted):
         return [one for one in found if one]
 
     @property
+    def has_format(self) -> bool:
+        """True if the answer must follow a grammar."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
     def sends_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
