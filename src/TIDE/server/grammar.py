@@ -19,6 +19,7 @@ from TIDE.server.errors import APIError, refused
 from TIDE.server.requests import ResponseFormat
 
 ANY_OBJECT = {"type": "object"}
+NO_ANSWER = "this JSON schema allows no answer at all. Allow one."
 
 
 class Grammars:
@@ -43,19 +44,23 @@ class Grammars:
         schema = None if asked.json_schema is None else asked.json_schema.schema_
         if schema is None:
             raise refused("expected response_format.json_schema.schema, found none.", "response_format")
-        return GrammarProcessor(self._matcher(json.dumps(schema)), prompt)
+        if schema is False:
+            raise refused(NO_ANSWER, "response_format")
+        return GrammarProcessor(self._matcher(json.dumps({} if schema is True else schema)), prompt)
 
     def _matcher(self, schema: str) -> Any:
         words = self._words
         import llguidance
 
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": " ?"})
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": " ?"})
+        except ValueError as problem:
+            raise _not_followed(str(problem)) from problem
         matcher = llguidance.LLMatcher(words, grammar, log_level=0)
         if matcher.is_error():
-            problem = " ".join(matcher.get_error().split())[:300]
-            raise refused(f"this JSON schema cannot be followed: {problem}", "response_format")
+            raise _not_followed(matcher.get_error())
         if not any(matcher.compute_logit_bias()):
-            raise refused("this JSON schema allows no answer at all. Allow one.", "response_format")
+            raise refused(NO_ANSWER, "response_format")
         return matcher
 
     @functools.cached_property
@@ -70,6 +75,10 @@ class Grammars:
         except ValueError as problem:
             reason = " ".join(str(problem).split())[:200]
             raise refused(f"there are no JSON answers with this model's tokenizer: {reason}", "response_format") from problem
+
+
+def _not_followed(problem: str) -> APIError:
+    return refused(f"this JSON schema cannot be followed: {' '.join(problem.split())[:300]}", "response_format")
 
 
 class GrammarProcessor(LogitsProcessor):

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 MOST_LOGPROBS = 20
+MOST_LEVELS = 100  # of JSON inside JSON: llguidance reads 128
 Tokens = Annotated[list[int], Field(min_length=1)]
+
+
+def _shallow(value: Any) -> Any:
+    """Return JSON that is not nested deeper than code which calls itself for each level can go."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [one for several in inner for one in several]
+        if not level:
+            return value
+    raise PydanticCustomError("nested", f"expected JSON of {MOST_LEVELS} levels at most; it is nested deeper. Make it flatter")
+
+
+AnyJSON = Annotated[Any, AfterValidator(_shallow)]
+AnyObject = Annotated[dict[str, Any], AfterValidator(_shallow)]
 
 
 class Fields(BaseModel):
@@ -35,7 +52,7 @@ class StreamOptions(Fields):
 class JSONSchema(Fields):
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    schema_: AnyObject | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -108,14 +125,15 @@ class Message(BaseModel):
     role: str = Field(min_length=1, max_length=64)
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[AnyObject] | None = None
     tool_call_id: str | None = None
+    __pydantic_extra__: dict[str, AnyJSON]
 
 
 class Function(Fields):
     name: str = Field(min_length=1)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: AnyObject | None = None
     strict: bool | None = None
 
 
@@ -147,7 +165,7 @@ class ChatRequest(Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: AnyObject | None = None
 
     @property
     def asked_logprobs(self) -> int | None:
@@ -192,7 +210,7 @@ class TokenizeRequest(Fields):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: AnyObject | None = None
     tools: list[Tool] | None = None
     return_token_strs: bool = False
 
