@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 MOST_LOGPROBS = 20
@@ -12,7 +12,7 @@ MOST_LEVELS = 100  # of JSON inside JSON: llguidance reads 128
 Tokens = Annotated[list[int], Field(min_length=1)]
 
 
-def _shallow(value: Any) -> Any:
+def shallow(value: Any) -> Any:
     """Return JSON that is not nested deeper than code which calls itself for each level can go."""
     level = [value]
     for _ in range(MOST_LEVELS):
@@ -23,8 +23,8 @@ def _shallow(value: Any) -> Any:
     raise PydanticCustomError("nested", f"expected JSON of {MOST_LEVELS} levels at most; it is nested deeper. Make it flatter")
 
 
-AnyJSON = Annotated[Any, AfterValidator(_shallow)]
-AnyObject = Annotated[dict[str, Any], AfterValidator(_shallow)]
+AnyJSON = Annotated[Any, AfterValidator(shallow)]
+AnyObject = Annotated[dict[str, Any], AfterValidator(shallow)]
 
 
 class Fields(BaseModel):
@@ -116,6 +116,14 @@ class TextPart(Fields):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else "text"
+        if isinstance(kind, str) and kind != "text":
+            raise PydanticCustomError("not_text", "this server reads text only: expected a part of type 'text'")
+        return part
+
 
 class Message(BaseModel):
     """A message of a chat. What else it holds is shown to the chat template."""
@@ -175,6 +183,11 @@ class ChatRequest(Sampling):
     @property
     def asked_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def asked_tokens_in(self) -> str:
+        """The field that they are asked for in."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
 class CompletionRequest(Sampling):
