@@ -16,6 +16,7 @@ from TIDE.server.forced_calls import ForcedCallParser, forced_calls
 from TIDE.server.job import Ask, Burst, Call
 from TIDE.server.logprobs import for_chat
 from TIDE.server.parsing import MessageParser, joined
+from TIDE.server.regions import without_calls
 from TIDE.server.requests import ChatRequest, ResponseFormat
 from TIDE.server.service import Service, new_id, note
 from TIDE.server.stream import collected, streamed
@@ -43,7 +44,7 @@ def _asks(service: Service, asked: ChatRequest, ids: list[int], calls: ResponseF
     """Return the answers of a request; those that must call a tool follow the format of calls."""
     limits = asked.asked_tokens, asked.asked_logprobs
     if calls is None:
-        return service.asks(asked, [ids], *limits, keeps_special=service.template is not None)
+        return service.asks(asked, [ids], *limits, keeps_special=service.template is not None and not asked.has_format)
     try:
         return service.asks(asked.model_copy(update={"response_format": calls}), [ids], *limits)
     except APIError as problem:
@@ -68,10 +69,12 @@ def _parsers(service: Service, asked: ChatRequest, ids: list[int], is_forced: bo
     own_ids = [uuid.uuid4().hex[:24] for _ in range(asked.n or 1)]
     if is_forced:
         return [ForcedCallParser(own_id) for own_id in own_ids]
-    prompt = "" if service.template is None else service.tokenizer.decode(ids)
-    wants_calls = bool(asked.tools) and asked.tool_choice != "none"
-    tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()] if wants_calls else None
-    return [MessageParser(service.template, prompt, tools, own_id) for own_id in own_ids]
+    template = None if asked.has_format else service.template  # a format holds from the first token: there is no reasoning
+    prompt = "" if template is None else service.tokenizer.decode(ids)
+    tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+    if not tools or asked.tool_choice == "none":
+        template = without_calls(template)
+    return [MessageParser(template, prompt, tools, own_id) for own_id in own_ids]
 
 
 class _Reply:
@@ -99,7 +102,8 @@ class _Reply:
     def _choice(self, bursts: list[Burst]) -> ChatChoice:
         last = bursts[-1]
         self.counts[last.index] = last.count
-        parts = self.parsers[last.index].feed("".join(burst.text for burst in bursts), is_last=True)
+        parser = self.parsers[last.index]
+        parts = [part for burst in bursts for part in parser.feed(burst.text, is_last=burst.is_last)]  # as they are streamed
         choice = ChatChoice(index=last.index, message=joined(parts), logprobs=None, finish_reason=self._reason(last) or "stop")
         if self.asked.logprobs:
             choice.logprobs = for_chat(self.service.tokenizer, [one for burst in bursts for one in burst.logprobs])
