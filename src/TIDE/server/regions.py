@@ -33,7 +33,7 @@ def without_calls(template: dict[str, Any] | None) -> dict[str, Any] | None:
 def _kind() -> type:
     from transformers.utils.chat_parsing import ResponseParser
 
-    class RegionParser(ResponseParser):  # type: ignore[misc]
+    class RegionParser(ResponseParser):
         _from = 0  # where the region's open marker begins in the buffer
         _answer = 0  # where the answer begins; before it is text of the prompt
 
