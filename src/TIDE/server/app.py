@@ -131,7 +131,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def detokenize(body: Annotated[requests.DetokenizeRequest, Body()]) -> Response:
         """Return the text of tokens."""
         service.check_model(body.model)
-        ids = service.prompts.of_text(body.tokens) if body.tokens else []
+        ids = service.prompts.of_text(body.tokens, param="tokens") if body.tokens else []
         return answers.Detokenized(prompt=service.tokenizer.decode(ids)).response()
 
     @app.get("/health", response_model=answers.Health)
