@@ -17,7 +17,7 @@ from TIDE.server.logprobs import for_chat
 from TIDE.server.parsing import MessageParser, joined
 from TIDE.server.requests import ChatRequest, ResponseFormat
 from TIDE.server.service import Service, new_id, note
-from TIDE.server.stream import collected, streamed
+from TIDE.server.stream import collected, streamed, unless_gone
 
 
 async def chat(service: Service, request: Request, asked: ChatRequest) -> Response:
@@ -25,7 +25,7 @@ async def chat(service: Service, request: Request, asked: ChatRequest) -> Respon
     service.check_model(asked.model)
     calls = forced_calls(asked)
     _check(asked, service.template, is_forced=calls is not None)
-    ids = service.prompts.of_messages(asked)
+    ids = await unless_gone(request, service.tokenizing(service.prompts.of_messages, asked))
     note(request, model=service.names[0], stream=bool(asked.stream), prompt_tokens=len(ids))
     asks = await asyncio.to_thread(_asks, service, asked, ids, calls)
     reply = _Reply(service, asked, service.worker.submit(asks), ids, is_forced=calls is not None)

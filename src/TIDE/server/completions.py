@@ -24,7 +24,8 @@ async def complete(service: Service, request: Request, asked: CompletionRequest)
         raise refused("stream_options goes with stream=true only.", "stream_options")
     if asked.max_tokens == 0 and not asked.echo:
         raise refused("max_tokens=0 goes with echo=true only.", "max_tokens")
-    prompts = [service.prompts.of_text(prompt, asked.add_special_tokens) for prompt in asked.prompts]
+    service.worker.check_count(len(asked.prompts) * (asked.n or 1), "n" if len(asked.prompts) == 1 else "prompt")
+    prompts = await unless_gone(request, service.tokenizing(_tokenized, service, asked))
     note(request, model=service.names[0], stream=bool(asked.stream), prompt_tokens=sum(map(len, prompts)))
     for ids in prompts:
         service.prompts.room(ids, asked.max_tokens, "prompt")
@@ -38,6 +39,10 @@ async def complete(service: Service, request: Request, asked: CompletionRequest)
     if asked.stream and asks:
         return await streamed(request, reply.call, reply.begin(), reply.chunks, reply.end)
     return reply.whole(await collected(request, reply.call)).response()
+
+
+def _tokenized(service: Service, asked: CompletionRequest) -> list[list[int]]:
+    return [service.prompts.of_text(prompt, asked.add_special_tokens) for prompt in asked.prompts]
 
 
 class Echo:

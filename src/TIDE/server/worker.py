@@ -25,7 +25,7 @@ import torch
 
 from TIDE.config import TIDEConfig
 from TIDE.engine.engine import TIDE
-from TIDE.server.errors import INTERNAL, APIError, of_row
+from TIDE.server.errors import INTERNAL, APIError, of_row, refused
 from TIDE.server.job import Ask, Burst, Call, Job
 from TIDE.server.logprobs import Logprob, logprob_of
 from TIDE.server.metrics import Metrics
@@ -77,16 +77,19 @@ class Worker:
     def submit(self, asks: Sequence[Ask]) -> Call:
         """Take on the answers of a request, or refuse them all."""
         self._check_open()
-        room = self.settings.max_rows + self.settings.max_queue - len(self._open)
-        if len(asks) > self.settings.max_rows + self.settings.max_queue:
-            raise APIError(400, f"one request may ask for {self.settings.max_rows + self.settings.max_queue} answers at most.")
-        if len(asks) > room:
+        self.check_count(len(asks), "n")
+        if len(asks) > self.settings.most_answers - len(self._open):
             seconds = str(max(1, min(60, round(self._recent))))
             raise APIError(429, f"the queue is full. Ask again in {seconds} s.", headers={"Retry-After": seconds})
         call = Call(self, asks)
         self._open.update(call.jobs)
         self._inbox.put(lambda: self._waiting.extend(call.jobs))
         return call
+
+    def check_count(self, count: int, param: str) -> None:
+        """Refuse a request for more answers than there can ever be."""
+        if count > (most := self.settings.most_answers):
+            raise refused(f"one request may ask for {most} answers at most, found {count}. Ask for fewer.", param)
 
     def cancel(self, jobs: Sequence[Job]) -> None:
         """Give up jobs that have not ended."""
@@ -188,8 +191,9 @@ class Worker:
             job.times.started = time.perf_counter()
             try:
                 job.row = self.engine.add(self._prompt(job.ask.ids), exits=job.ask.exits, **job.ask.options)
-            except (ValueError, TypeError) as problem:
-                self._fail(job, of_row(problem))
+            except Exception as problem:
+                self._fail(job, error := of_row(problem))
+                self._check_model(error)
             else:
                 self._running.append(job)
                 self.metrics.started(job)
@@ -213,7 +217,12 @@ class Worker:
         now, tokens, depths = time.perf_counter(), 0, Counter[int]()
         for job in list(self._running):
             before = job.tokens
-            burst = job.read()
+            try:
+                burst = job.read()
+            except Exception as problem:
+                logger.exception("an answer cannot be read: %s: %s", type(problem).__name__, problem)
+                self._fail(job, APIError(500, INTERNAL))
+                continue
             if burst is None:
                 continue
             tokens += job.tokens - before
@@ -230,10 +239,15 @@ class Worker:
         self.metrics.cache.set(used / there if there else 0.0)
 
     def _blame(self, problem: Exception) -> None:
-        """End the answer that most likely made a step fail; without any other, see whether the model still works."""
+        """End the answer that most likely made a step fail."""
         logger.error("a step failed: %s: %s", type(problem).__name__, problem)
-        self._fail(max(self._running, key=lambda job: job.times.started), APIError(500, INTERNAL))
-        if not self._running:
+        error = APIError(500, INTERNAL)
+        self._fail(max(self._running, key=lambda job: job.times.started), error)
+        self._check_model(error)
+
+    def _check_model(self, error: APIError) -> None:
+        """After an error that is not the client's, see whether the model still works, unless other rows will show it."""
+        if error.status >= 500 and not self._running:
             self._decode_alone(do_sample=False)
 
     def _time(self, job: Job, before: int, now: float) -> None:
