@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -134,14 +135,14 @@ def test_more_answers_than_there_can_ever_be_are_refused_before_anything_is_toke
 )
 def test_a_text_that_takes_long_to_tokenize_holds_up_nobody(server, monkeypatch, path, asked):
     prompts, is_tokenizing, may_go_on = server.app.state.service.prompts, threading.Event(), threading.Event()
+
+    def slow(plain, *given):
+        is_tokenizing.set()
+        assert may_go_on.wait(60)
+        return plain(*given)
+
     for name in ("of_text", "of_messages"):
-
-        def slow(*given, plain=getattr(prompts, name)):
-            is_tokenizing.set()
-            assert may_go_on.wait(60)
-            return plain(*given)
-
-        monkeypatch.setattr(prompts, name, slow)
+        monkeypatch.setattr(prompts, name, functools.partial(slow, getattr(prompts, name)))
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(server.post, path, **asked)
         assert is_tokenizing.wait(60)
@@ -302,4 +303,4 @@ def test_many_short_requests_leave_nothing_behind(server, monkeypatch):
     assert server.is_idle()
     gc.collect()
     assert sum(type(one) is Job for one in gc.get_objects()) < 10
-    assert not server.worker._outbox and not server.worker._asked
+    assert not server.worker._outbox and not server.worker._scoring

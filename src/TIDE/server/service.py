@@ -62,7 +62,7 @@ class Service:
             raise APIError(404, f"there is no model {asked[:200]!r} here. There is {', '.join(self.names)}.", "model")
 
     async def tokenizing(self, work: Callable[..., T], *given: Any) -> T:
-        """Run something with the tokenizer of `prompts`. It has a thread of its own: long texts take long, and hold up nobody."""
+        """Run something with the tokenizer of `prompts`. It has a thread of its own: long texts hold up nobody."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *given)
 
     def asks(
