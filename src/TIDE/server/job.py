@@ -33,6 +33,7 @@ class Ask:
         options: keywords of `engine.add`; None: nothing is written, the prompt is scored only.
         logprobs: alternatives that each token comes with; None: no logprobs.
         keeps_special: special tokens are part of the text, for a parser.
+        min_tokens: stop strings that are complete by then do not count.
         scores: alternatives that each token of the prompt comes with; None: it is not scored.
     """
 
@@ -42,6 +43,7 @@ class Ask:
     logprobs: int | None = None
     exits: bool = True
     keeps_special: bool = False
+    min_tokens: int = 0
     scores: int | None = None
 
 
@@ -138,7 +140,7 @@ class Job:
         if row.error is not None:
             burst.error = of_row(row.error)
         elif row.finished:
-            burst.text += self._stops.add(self._text.rest())
+            burst.text += self._stops.add(self._text.rest(), self._may_stop)
             burst.reason = "stop" if ends or self._stops.found else "length"
             burst.text += self._stops.rest()
         return burst
@@ -149,10 +151,14 @@ class Job:
         decided = self.row.decided[self.tokens]
         self.tokens += 1
         written = self._text.add(token) if is_text else ""
-        burst.text += self._stops.add(written)
+        burst.text += self._stops.add(written, self._may_stop)
         burst.tokens.append(Written(token, written, decided.depth, decided.score))
         if self.ask.logprobs is not None:
             burst.logprobs.append(logprob_of(self.row.kept.pop(place).logits, token, self.ask.logprobs))
+
+    @property
+    def _may_stop(self) -> bool:
+        return self.tokens > self.ask.min_tokens
 
     def details(self, tokens: list[Written], is_last: bool) -> Details:
         """Return what TIDE did: for some tokens, with the counts of the whole answer behind the last."""

@@ -82,7 +82,7 @@ class Service:
             for place in range(number * each, (number + 1) * each):
                 processor = self.grammars.processor(asked.response_format, len(ids))
                 own = with_processor(options, processor) | {"seed": own_seeds[place]}
-                found.append(Ask(ids, own, asked.stops, logprobs, asked.tide.exits, keeps_special))
+                found.append(Ask(ids, own, asked.stops, logprobs, asked.tide.exits, keeps_special, asked.min_tokens or 0))
         return found
 
 
