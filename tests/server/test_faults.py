@@ -27,6 +27,7 @@ from servers import SPECIAL, Running, bytewise, tiny
 from TIDE.server import ServerSettings
 from TIDE.server.errors import INTERNAL
 from TIDE.server.job import Job
+from TIDE.server.parsing import MessageParser
 
 LONG = dict(prompt="Hello", max_tokens=900, ignore_eos=True, temperature=0)
 
@@ -231,6 +232,29 @@ def test_an_answer_that_fails_outside_of_a_step_fails_alone(another, monkeypatch
     assert good.result().status_code == 200 and server.is_idle()
     assert server.http.get("/health").status_code == 200
     assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+
+
+def test_an_answer_that_cannot_be_parsed_in_mid_stream_ends_with_an_error(another, monkeypatch):
+    server = another(router=None)
+    feed, fed = MessageParser.feed, []
+
+    def failing_feed(parser, text, is_last=False):
+        fed.append(text)
+        if len(fed) == 3:
+            raise TypeError("/usr/lib/parser")
+        return feed(parser, text, is_last)
+
+    monkeypatch.setattr(MessageParser, "feed", failing_feed)
+    asked = dict(messages=[{"role": "user", "content": "Hello"}], max_tokens=900, ignore_eos=True, stream=True)
+    with server.http.stream("POST", "/v1/chat/completions", json=asked) as answer:
+        *chunks, error, done = events(answer)
+    assert chunks and error["error"]["code"] == 500 and error["error"]["message"] == INTERNAL and done == "[DONE]"
+    assert server.is_idle() and json.loads(server.lines(1)[-1])["error"] == INTERNAL
+
+
+def test_health_is_told_without_a_body_too(server):
+    answer = server.http.head("/health")
+    assert answer.status_code == 200 and answer.content == b""
 
 
 @pytest.mark.parametrize(

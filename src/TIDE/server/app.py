@@ -132,6 +132,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         """Return the text of tokens."""
         return (await service.tokenizing(_detokenized, service, body)).response()
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=answers.Health)
     async def health() -> Response:
         """Tell whether requests are answered."""

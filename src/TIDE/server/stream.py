@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TypeVar
 
@@ -12,10 +13,11 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from TIDE.server.answers import Answer
-from TIDE.server.errors import APIError
+from TIDE.server.errors import INTERNAL, APIError
 from TIDE.server.job import Burst, Call
 from TIDE.server.service import note
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 GONE = APIError(499, "the client went away.")
 
@@ -90,7 +92,10 @@ async def _events(
             if sent := chunks(more):
                 yield "".join(map(_event, sent))
         yield "".join(map(_event, last())) + "data: [DONE]\n\n"
-    except APIError as error:
+    except Exception as problem:
+        if not isinstance(problem, APIError):
+            logger.exception("a stream broke off: %s: %s", type(problem).__name__, problem)
+        error = problem if isinstance(problem, APIError) else APIError(500, INTERNAL)
         note(request, error=error.message)
         yield f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n"
     finally:
