@@ -287,7 +287,7 @@ def test_a_signal_under_load_drains_and_ends_the_process(tmp_path):
     model.save_pretrained(tmp_path)
     bytewise().save_pretrained(tmp_path)
     command = [sys.executable, "-m", "TIDE.cli.app", "serve", str(tmp_path), "--no-exits", "--port", "0", "--json"]
-    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"TIDE_API_KEY": "k"})
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"TIDE_API_KEY": "other, k"})
     with subprocess.Popen([*command, "--drain-seconds", "4"], **options) as process:
         told = json.loads(process.stdout.readline())
         assert told["model"] == str(tmp_path)
