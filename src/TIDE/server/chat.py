@@ -19,7 +19,7 @@ from TIDE.server.parsing import MessageParser, joined
 from TIDE.server.regions import without_calls
 from TIDE.server.requests import ChatRequest, ResponseFormat
 from TIDE.server.service import Service, new_id, note
-from TIDE.server.stream import collected, streamed
+from TIDE.server.stream import collected, streamed, unless_gone
 
 Parser = MessageParser | ForcedCallParser
 
@@ -29,11 +29,12 @@ async def chat(service: Service, request: Request, asked: ChatRequest) -> Respon
     service.check_model(asked.model)
     calls = forced_calls(asked)
     _check(asked, service.template, is_forced=calls is not None)
-    ids = service.prompts.of_messages(asked)
+    ids = await unless_gone(request, service.tokenizing(service.prompts.of_messages, asked))
     service.prompts.room(ids, asked.asked_tokens, "messages", asked.asked_tokens_in)
     note(request, model=service.names[0], stream=bool(asked.stream), prompt_tokens=len(ids))
     asks = await asyncio.to_thread(_asks, service, asked, ids, calls)
-    parsers = _parsers(service, asked, ids, is_forced=calls is not None)  # before there is anything that could be left running
+    # before there is anything that could be left running
+    parsers = await service.tokenizing(_parsers, service, asked, ids, calls is not None)
     reply = _Reply(service, asked, service.worker.submit(asks), len(ids), parsers)
     if asked.stream:
         return await streamed(request, reply.call, reply.begin(), reply.chunks, reply.end)
@@ -70,7 +71,7 @@ def _parsers(service: Service, asked: ChatRequest, ids: list[int], is_forced: bo
     if is_forced:
         return [ForcedCallParser(own_id) for own_id in own_ids]
     template = None if asked.has_format else service.template  # a format holds from the first token: there is no reasoning
-    prompt = "" if template is None else service.tokenizer.decode(ids)
+    prompt = "" if template is None else service.prompts.tokenizer.decode(ids)
     tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
     if not tools or asked.tool_choice == "none":
         template = without_calls(template)
