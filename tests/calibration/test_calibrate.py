@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 import TIDE
+from families import build
+from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration import calibrate as module
+from TIDE.calibration.collect import collecting_seconds
+from TIDE.calibration.timing import measure_costs
 from TIDE.calibration.work import Work
 
 SMALL = dict(calibration_samples=20, checkpoint_interval=2)
@@ -159,3 +164,14 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(llama, chatty
         calibrated(llama, chatty, tmp_path / "nowhere" / "router.pt")
     with pytest.raises(ValueError, match="safetensors"):
         calibrated(llama, chatty, tmp_path / "router.bin")
+
+
+@pytest.mark.usefixtures("short_answers")
+def test_a_model_with_few_learned_positions_is_timed_and_calibrated(plain, tmp_path):
+    """Nothing is asked of positions that it does not have: GPT-2's are a table."""
+    for positions in (40, 128, 144, 256):
+        with closing(ModelAdapter(build("gpt2", n_positions=positions))) as adapter:
+            assert collecting_seconds(adapter) > 0
+            assert measure_costs(adapter, f"{positions} positions").full_step > 0
+    model = build("gpt2", n_positions=40)
+    assert calibrated(model, plain, tmp_path / "router.safetensors", config={"exit_strategy": "lens"}).exits
