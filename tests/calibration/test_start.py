@@ -20,6 +20,7 @@ from TIDE.config import TIDEConfig
 from TIDE.routing.eagle3.fresh import check_model, fresh_depths, fresh_eagle_head
 from TIDE.routing.eagle3.head import EagleHead
 from TIDE.routing.router import Router
+from TIDE.routing.source import load_router
 
 IDS = torch.tensor([[1, 20, 30, 40, 50]])
 
@@ -137,6 +138,30 @@ def test_what_cannot_be_trained_on_from_is_refused_in_one_line(what, config, sai
         Start(adapter, TIDEConfig(**config), 0, path)
     assert len(str(error.value).splitlines()) == 1
     adapter.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (dict(num_hidden_layers=4), "it was made for 8 layers and this model has 4"),
+        (dict(num_hidden_layers=10), "it was made for 8 layers and this model has 10"),
+        (dict(num_hidden_layers=8, vocab_size=200), "a vocabulary of 128 tokens, this model has 200"),
+        (dict(num_hidden_layers=8, hidden_size=32), "it has states of 64, this model has states of 32"),
+        (dict(name="gpt2", n_layer=8), "this model changes them before its first layer"),
+    ],
+)
+@pytest.mark.parametrize("has_vocabulary", [True, False])
+def test_a_saved_eagle3_file_is_compared_with_the_model_before_any_work(other, said, has_vocabulary, tmp_path):
+    tensors = with_vocabulary(tensors_of(48), torch.arange(0, 96, 2)) if has_vocabulary else tensors_of()
+    write(tmp_path / "head", config_of("original", eagle_aux_hidden_state_layer_ids=[2, 4, 5]), tensors)
+    with closing(ModelAdapter(build("llama", num_hidden_layers=8))) as adapter:
+        load_router(tmp_path / "head").for_model(adapter).save(tmp_path / "router.pt")
+    with closing(ModelAdapter(build(**{"name": "llama"} | other))) as adapter:
+        with pytest.raises(ValueError, match=said) as error:
+            Start(adapter, TIDEConfig(), 0, tmp_path / "router.pt")
+        assert len(str(error.value).splitlines()) == 1 and "router.pt" in str(error.value)
+    with closing(ModelAdapter(build("qwen2", num_hidden_layers=8))) as adapter:
+        assert Start(adapter, TIDEConfig(), 0, tmp_path / "router.pt").depths() == [0], "another model of the same sizes"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from TIDE.adapters.adapter import ModelAdapter, PassInputs
+from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import holds_numbers, is_stock
 from TIDE.kernels.layer import Norm
 from TIDE.routing.eagle3.head import EagleHead, EagleSizes, default_depths
-from TIDE.routing.eagle3.settle import are_alike
+from TIDE.routing.eagle3.settle import reads_embeddings
 from TIDE.routing.heads import MEMORIES, head_sizes, memory_depths
 
 USE = "Use exit_strategy='memory'"
@@ -45,22 +45,13 @@ def fresh_eagle_head(adapter: ModelAdapter, vocabulary: torch.Tensor | None, see
 
 def check_model(adapter: ModelAdapter) -> None:
     """Raise if a model is none that EAGLE-3 heads are made for."""
-    why = _why_not_embedded(adapter)
-    if _last_norm(adapter) is None:
-        why = why or "its logits are not those of an RMS norm and a product"
+    why = None
+    if not reads_embeddings(adapter):
+        why = "it changes embeddings before its first layer (by positions or a norm)"
+    elif _last_norm(adapter) is None:
+        why = "its logits are not those of an RMS norm and a product"
     if why is not None:
         raise ValueError(f"no EAGLE-3 head can be trained for {type(adapter.model).__name__}: {why}. {USE}.")
-
-
-@torch.no_grad()
-def _why_not_embedded(adapter: ModelAdapter) -> str | None:
-    """Return why the states before the first layer are not the embeddings of tokens, up to a factor; None: they are."""
-    ids = torch.arange(3, 11, device=adapter.device)[None] % adapter.vocab_size
-    places = torch.arange(8, device=adapter.device)[None]
-    states = adapter.run(0, 0, PassInputs(ids, places, None, None)).states
-    if are_alike(states, adapter.model.get_input_embeddings()(ids)):
-        return None
-    return "it changes embeddings before its first layer (by positions or a norm)"
 
 
 @torch.no_grad()
