@@ -115,7 +115,9 @@ def test_any_number_of_steps_has_learning_rates(steps):
     found = rates_of(lambda optimizer: fit._one_cycle(optimizer, 1e-3, steps), steps)
     assert all(0 <= rate <= 1.0001e-3 for rate in found) and found[-1] < 1e-6
     if steps != 10:  # where torch's own divides by zero
-        cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-3, total_steps=steps, pct_start=0.1, cycle_momentum=False)
+        cycle = partial(
+            torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-3, total_steps=steps, pct_start=0.1, cycle_momentum=False
+        )
         assert found == rates_of(cycle, steps), "runs that worked stay as they were"
 
 

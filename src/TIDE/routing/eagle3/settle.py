@@ -72,9 +72,7 @@ def settle(head: UntriedHead, vocabulary: torch.Tensor | None, adapter: ModelAda
 # ---- does it fit? -----------------------------------------------------------------------------------------------------------
 
 
-def check_fit(
-    head: EagleHead, vocabulary: torch.Tensor | None, adapter: ModelAdapter, name: str, made_for: int | None
-) -> None:
+def check_fit(head: EagleHead, vocabulary: torch.Tensor | None, adapter: ModelAdapter, name: str, made_for: int | None) -> None:
     """Raise if a head, read in whatever way, cannot be for a model.
 
     Args:
@@ -92,7 +90,6 @@ def check_fit(
         raise ValueError(
             f"{name} was made for another model: it knows a vocabulary of {made_for} tokens, this model has {tokens}. {OTHER}"
         )
-
 
     if not reads_embeddings(adapter):
         raise ValueError(
