@@ -12,6 +12,7 @@ from eagle_heads import a_head, config_of, fitted, original, tensors_of, tried, 
 from families import build
 from TIDE import TIDE, RouterFile, TIDEConfig
 from TIDE.routing.eagle3.imported import read_folder
+from TIDE.routing.eagle3.head import frequencies
 from TIDE.routing.source import load_router
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -116,6 +117,35 @@ def test_an_exported_head_is_the_one_that_is_read_again(layout, deep, tmp_path):
     assert torch.equal(again.vocabulary, file.vocabulary)
     for name, tensor in file.exits[0].head.state_dict().items():
         assert torch.equal(tensor, again.exits[0].head.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        (dict(rope_type="linear", factor=2.0), 4096),
+        (
+            dict(
+                rope_type="llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=512,
+            ),
+            4096,
+        ),
+        (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=512), 4096),
+        (dict(rope_type="yarn", factor=4.0), 2048),
+    ],
+    ids=["linear", "llama3", "yarn", "yarn by its own context"],
+)
+def test_an_exported_head_has_the_models_context_unless_its_rope_depends_on_its_own(rope, context, tmp_path):
+    head = a_head(tmp_path / "head", [2, 4, 5], max_position_embeddings=2048, rope_scaling=rope)
+    before = frequencies(load_router(head).exits[0].head.sizes)
+    file = tried(head, build("llama", num_hidden_layers=8, max_position_embeddings=4096))
+    file.export(tmp_path / "new")
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["max_position_embeddings"] == context
+    after = frequencies(load_router(tmp_path / "new").exits[0].head.sizes)
+    assert torch.equal(before[0], after[0]) and before[1] == after[1], "it turns as before"
 
 
 def test_names_and_fields_are_those_that_servers_look_for(deep, tmp_path):

@@ -60,7 +60,7 @@ def _last_norm(adapter: ModelAdapter) -> Norm | None:
     norm, rows = getattr(adapter.model.get_decoder(), "norm", None), adapter.plain_head
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
-    if weight is None or eps is None or rows is None or not is_stock(norm) or not holds_numbers(weight):
+    if norm is None or weight is None or eps is None or rows is None or not is_stock(norm) or not holds_numbers(weight):
         return None
     drawn = torch.randn(16, adapter.hidden_dim, generator=torch.Generator().manual_seed(0)) + 0.5
     states = drawn.to(weight.device, weight.dtype)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from TIDE.adapters.adapter import ModelAdapter, PassInputs
-from TIDE.routing.eagle3.head import EagleHead, EagleSizes, default_depths
+from TIDE.routing.eagle3.head import EagleHead, EagleSizes, default_depths, frequencies
 from TIDE.routing.eagle3.read import UntriedHead
 
 logger = logging.getLogger(__name__)
@@ -212,11 +212,11 @@ def _row(sizes: EagleSizes, agreement: list[float]) -> dict[str, Any]:
 
 
 def _context(adapter: ModelAdapter, sizes: EagleSizes) -> int:
-    """Return the context of the model, unless the head's own is part of its rotary embedding."""
-    if sizes.rope_scaling:
-        return sizes.context
+    """Return the context of the model, unless the head's own is part of its rotary embedding, as in some of the kind yarn."""
     config = adapter.model.config.get_text_config(decoder=True)
-    return max(sizes.context, int(getattr(config, "max_position_embeddings", None) or 0))
+    most = max(sizes.context, int(getattr(config, "max_position_embeddings", None) or 0))
+    (own, factor), (other, other_factor) = frequencies(sizes), frequencies(replace(sizes, context=most))
+    return most if torch.equal(own, other) and factor == other_factor else sizes.context
 
 
 def _shares(values: list[float]) -> str:
