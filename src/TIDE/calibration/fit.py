@@ -81,6 +81,7 @@ class Fitted(NamedTuple):
 
     head: nn.Module
     agreement: list[float]  # of the most likely token, by draft step
+    steps: int = 0  # of training
 
 
 def fit_head(
@@ -111,7 +112,7 @@ def fit_head(
                 best, since = (Fitted(copy.deepcopy(head), found), 0) if better else (best, since + 1)
                 if since >= schedule.patience:
                     break
-    return Fitted(best.head.eval().requires_grad_(False), best.agreement)
+    return Fitted(best.head.eval().requires_grad_(False), best.agreement, step)
 
 
 def step_seconds(adapter: ModelAdapter, head: nn.Module, split: Split, exits: Exits, schedule: Schedule) -> float:
