@@ -24,8 +24,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kept import Kept, Record, results_file
-from studies.sources import ids_of, prompts, spread
+from kept import Kept, Record, identity, results_file
+from studies.sources import asked_ids
 
 THRESHOLDS = (0.99, 0.95, 0.9, 0.8, 0.6, 0.4)
 DROPPED = (1 / 8, 1 / 4, 3 / 8, 1 / 2)  # of the layers
@@ -40,12 +40,16 @@ class Way:
     label: str
     engine: Any
     config: Any
-    exits: bool = True
+    router: str | None = None  # identity of the file whose exits it uses; None: exits off
     settles: float | None = None  # score at which tokens of prompts settle
 
     @property
     def name(self) -> str:
         return f"{self.series}, {self.label}" if self.label else self.series
+
+    def key(self, number: int) -> str:
+        """Return the key of the answer to a prompt: of these exits, whatever they are called."""
+        return f"{self.name}: {number}" if self.router is None else f"{self.name}, {self.router}: {number}"
 
 
 def main() -> None:
@@ -72,6 +76,7 @@ def main() -> None:
     from TIDE.plots.analysis import check_figure
     from TIDE.plots.curve import plot_curve
 
+    options.figure.parent.mkdir(parents=True, exist_ok=True)
     check_figure(options.figure)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -79,9 +84,8 @@ def main() -> None:
     absent: dict[str, str] = {}
     ways = made(model, options, absent)
     settings = dict(model=options.model, dtype=str(model.dtype), new_tokens=options.new_tokens, longest=options.longest)
-    kept = Kept(options.work / "curve.jsonl", settings | {"prompts": options.prompts})
-    short = [ids for ids in (ids_of(tokenizer, one) for one in prompts(options.data)) if len(ids) <= options.longest]
-    asked = spread(short, options.prompts)
+    asked = asked_ids(tokenizer, options)
+    kept = Kept(options.work / "curve.jsonl", settings | {"prompts": options.prompts, "asked": identity(asked)})
     meter = EnergyMeter(model.device)
     measure(ways, asked, options.new_tokens, meter, kept, absent)
     points = [point(way, kept, len(asked)) for way in ways if way.name not in absent]
@@ -110,18 +114,18 @@ def made(model: Any, options: argparse.Namespace, absent: dict[str, str]) -> lis
     exact = TIDE.TIDEConfig(mode="exact")
     router = options.memory or (TIDE.default_router() if options.model == "default" else None)
     full = TIDE.TIDE(model, router)
-    found = [Way("exits off", "", full, exact, exits=False)]
+    found = [Way("exits off", "", full, exact)]
     if router is None:
         absent["fast, memory"] = "expected exits: give --memory FILE"
     else:
-        found += [Way("exact", "", full, exact), *exiting("memory", full, options.threshold)]
+        own = identity(Path(router))
+        found += [Way("exact", "", full, exact, own), *exiting("memory", full, own, options.threshold)]
         for strategy in ("propagate", "zero_pad"):
-            found += fast(f"memory, {strategy}", full, options.threshold, strategy)
+            found += fast(f"memory, {strategy}", full, own, options.threshold, strategy)
     for given in options.router:
         name, _, path = given.partition("=")
-        found += attempt(
-            absent, f"fast, {name}", lambda n=name, p=path: exiting(n, TIDE.TIDE(shared(model), p), options.threshold)
-        )
+        found += attempt(absent, f"fast, {name}", lambda n=name, p=Path(path): exiting(
+            n, TIDE.TIDE(shared(model), p), identity(p), options.threshold))  # fmt: skip
     for share in DROPPED:
         found += attempt(absent, f"static, {share:.0%}", lambda share=share: [dropped(model, share)])
     return found
@@ -135,21 +139,22 @@ def attempt(absent: dict[str, str], name: str, make: Callable[[], list[Way]]) ->
         return []
 
 
-def exiting(name: str, engine: Any, thresholds: list[float]) -> list[Way]:
+def exiting(name: str, engine: Any, router: str, thresholds: list[float]) -> list[Way]:
     """Return the ways of a router file: exits of new tokens, and exits in the prompt where it has them."""
     settling = engine.policy.settling
     if settling is None:
-        return fast(name, engine, thresholds)
+        return fast(name, engine, router, thresholds)
     kind = "map" if settling.maps else "plain"
     points = [own for own in settling.figures.get("curve", ()) if own["kind"] == kind]
     config = replace(engine.config, mode="fast", prefill_exits=True, max_exit_share=0.0)
-    settled = [Way(f"prefill exits, {name}", f"{own['share']:.0%}", engine, config, settles=own["threshold"]) for own in points]
-    return [*fast(name, engine, thresholds), *settled]
+    series = f"prefill exits, {name}"
+    settled = [Way(series, f"{own['share']:.0%}", engine, config, router, own["threshold"]) for own in points]
+    return [*fast(name, engine, router, thresholds), *settled]
 
 
-def fast(name: str, engine: Any, thresholds: list[float], strategy: str = "exact") -> list[Way]:
+def fast(name: str, engine: Any, router: str, thresholds: list[float], strategy: str = "exact") -> list[Way]:
     settings = replace(engine.config, mode="fast", kv_cache_strategy=strategy)
-    return [Way(f"fast, {name}", f"{one:g}", engine, replace(settings, exit_threshold=one)) for one in thresholds]
+    return [Way(f"fast, {name}", f"{one:g}", engine, replace(settings, exit_threshold=one), router) for one in thresholds]
 
 
 def shared(model: Any) -> Any:
@@ -177,7 +182,7 @@ def dropped(model: Any, share: float) -> Way:
     config.num_hidden_layers = len(stays)
     if getattr(config, "layer_types", None):
         config.layer_types = [kind for place, kind in enumerate(config.layer_types) if place not in left_out]
-    return Way("static", f"{len(stays)} layers", TIDE.TIDE(smaller), TIDE.TIDEConfig(mode="exact"), exits=False)
+    return Way("static", f"{len(stays)} layers", TIDE.TIDE(smaller), TIDE.TIDEConfig(mode="exact"))
 
 
 def measure(ways: list[Way], asked: list[list[int]], new_tokens: int, meter: Any, kept: Kept, absent: dict[str, str]) -> None:
@@ -188,13 +193,13 @@ def measure(ways: list[Way], asked: list[list[int]], new_tokens: int, meter: Any
     for number, ids in enumerate(tqdm(asked, desc=f"{len(ways)} ways", unit="prompt")):
         for place in range(len(ways)):
             way = ways[(number + place) % len(ways)]
-            if way.name in absent or f"{way.name}: {number}" in kept.records:
+            if way.name in absent or way.key(number) in kept.records:
                 continue
             try:
                 if way.name not in warm:
                     answered(way, ids, min(8, new_tokens), meter)
                     warm.add(way.name)
-                kept.once(f"{way.name}: {number}", lambda way=way, ids=ids: answered(way, ids, new_tokens, meter))
+                kept.once(way.key(number), lambda way=way, ids=ids: answered(way, ids, new_tokens, meter))
             except Exception as problem:  # what it had measured is kept; it is left out of the curve
                 absent[way.name] = f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
 
@@ -205,7 +210,7 @@ def answered(way: Way, ids: list[int], new_tokens: int, meter: Any) -> Record:
     settling = None if way.settles is None else way.engine.policy.settling
     if settling is not None:
         settling.threshold = way.settles
-    with way.engine.using(way.config, way.exits):
+    with way.engine.using(way.config, exits=way.router is not None):
         joules, wall, cpu = meter.joules(), time.perf_counter(), time.process_time()
         text = continued(way.engine, [ids], new_tokens)[0]
         took = {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
@@ -224,7 +229,7 @@ def point(way: Way, kept: Kept, count: int) -> Record:
     """Return a way's place on the curve."""
     from TIDE.calibration.losses import mismatch, rouge_l
 
-    own = [kept.records[f"{way.name}: {number}"] for number in range(count)]
+    own = [kept.records[way.key(number)] for number in range(count)]
     full = [kept.records[f"exits off: {number}"]["ids"] for number in range(count)]
     tokens = sum(len(one["ids"]) for one in own)
     joules = [one["joules"] for one in own if one["joules"] is not None]

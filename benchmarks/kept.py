@@ -1,6 +1,7 @@
 """Kept: records of long work in a file, a line each, so that work that was broken off goes on where it stopped.
 
     {"settings": {...}}                     what records depend on; a file begun with other settings is refused
+                                            (router files and prompts by their `identity`: names and folders do not say)
     {"key": "…", "record": {...}}           one piece of work that is done
 
 `results_file` writes what a page quotes, in the form of docs/results.
@@ -8,6 +9,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -52,6 +54,12 @@ class Kept:
                 file.flush()
                 os.fsync(file.fileno())
         return self.records[key]
+
+
+def identity(of: Any) -> str:
+    """Return a short hash of a file's bytes, given its path, or of plain values."""
+    content = of.read_bytes() if isinstance(of, Path) else json.dumps(of).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def results_file(path: Path, found: Record) -> None:

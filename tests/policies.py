@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from TIDE import Candidates, ExitPolicy
+from TIDE.routing.settling import Settling
 
 
 class Everyone(ExitPolicy):
@@ -44,6 +45,24 @@ class ByState(Everyone):
 
     def score(self, candidates: Candidates) -> torch.Tensor:
         return (candidates.states[:, 0] > 0).float()
+
+
+class OddPlaces(Settling):
+    """Tokens of a prompt settle at odd positions."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+
+    def settles(self, states, positions):
+        return torch.tensor([position % 2 == 1 for position in positions], dtype=torch.bool, device=states.device)
+
+
+class Settled(Nobody):
+    """No exits but in the prompt."""
+
+    def __init__(self, depth: int, *checkpoints: int) -> None:
+        super().__init__(*checkpoints)
+        self.settling = OddPlaces(depth)
 
 
 class Knowing(Everyone):

@@ -14,7 +14,7 @@ import unicodedata
 from collections import defaultdict
 from typing import Any
 
-from kept import Kept, Record
+from kept import Kept, Record, identity
 from studies.sources import FILES, texts
 
 COSINE = 0.98
@@ -34,11 +34,12 @@ def run(options: argparse.Namespace) -> Record:
     model, tokenizer = TIDE.load_model(options.model)
     adapter = ModelAdapter(model)
     depths = options.depths or [*range(5, adapter.num_layers, 5), adapter.num_layers - 1]
-    kept = Kept(options.work / "convergence.jsonl", {"model": options.model, "depths": depths})
+    found = {task: texts(options.data, task) for task in FILES}
+    kept = Kept(options.work / "convergence.jsonl", {"model": options.model, "depths": depths, "texts": identity(found)})
     kinds = [kind(tokenizer, token) for token in range(adapter.vocab_size)]
     share = -(-options.tokens // len(FILES))
-    for task in FILES:
-        _read(adapter, tokenizer, texts(options.data, task), task, depths, kinds, share, kept)
+    for task, own in found.items():
+        _read(adapter, tokenizer, own, task, depths, kinds, share, kept)
     adapter.close()
     return _summary(kept, depths, adapter.num_layers)
 

@@ -10,8 +10,8 @@ import argparse
 import random
 from typing import Any
 
-from kept import Kept, Record
-from studies.sources import ids_of, open_engine
+from kept import Kept, Record, identity
+from studies.sources import ids_of, open_engine, router_path
 
 PROMPT = "Write the first sentences of a story about a lighthouse."
 OTHERS = (
@@ -34,8 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Record:
     engine, tokenizer = open_engine(options)
     settings = dict(new_tokens=options.new_tokens, rows=options.rows, temperature=options.temperature, model=options.model)
-    kept = Kept(options.work / "determinism.jsonl", settings)
     asked = [ids_of(tokenizer, prompt) for prompt in (PROMPT, *OTHERS)]
+    settings |= dict(router=identity(router_path(options)), asked=identity(asked))
+    kept = Kept(options.work / "determinism.jsonl", settings)
     with engine:
         alone = kept.once("alone", lambda: _written(engine, asked, options, None, SEED))["ids"]
         runs = [kept.once(f"run {n}", lambda n=n: _written(engine, asked, options, n, SEED)) for n in range(options.runs)]

@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kept import Kept, Record
-from studies.sources import ids_of, prompts, spread
+from kept import Kept, Record, identity
+from studies.sources import asked_ids, router_path
 
 COPIES = {  # name -> class of torchao.quantization
     "as it is": None,
@@ -34,10 +34,10 @@ def run(options: argparse.Namespace) -> Record:
     import TIDE
 
     _, tokenizer = TIDE.load_model(options.model)
+    asked = asked_ids(tokenizer, options)
     settings = dict(prompts=options.prompts, new_tokens=options.new_tokens, longest=options.longest, model=options.model)
+    settings |= dict(router=identity(router_path(options)), asked=identity(asked))
     kept = Kept(options.work / "quantized.jsonl", settings)
-    short = [ids for ids in (ids_of(tokenizer, one) for one in prompts(options.data)) if len(ids) <= options.longest]
-    asked = spread(short, options.prompts)
     notes = {}
     for name, kind in COPIES.items():
         if not all(f"{name} {place}" in kept.records for place in range(len(asked))):
@@ -64,7 +64,7 @@ def _answers(options: argparse.Namespace, kept: Kept, name: str, kind: str | Non
         from torchao import quantization
 
         quantization.quantize_(model, getattr(quantization, kind)())
-    file = TIDE.RouterFile.load(options.router or TIDE.default_router())
+    file = TIDE.RouterFile.load(router_path(options))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "relabelled.safetensors")
         replace(file, fingerprint=fingerprint(model, tokenizer)).save(path)

@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kept import Kept, Record
-from studies.sources import prompts, spread
+from kept import Kept, Record, identity
+from studies.sources import prompts, router_path, spread
 
 KINDS = ("prose", "code")
 WIDTHS = (8, 32, 128, 512)
@@ -34,9 +34,14 @@ def run(options: argparse.Namespace) -> Record:
     from TIDE.adapters.adapter import ModelAdapter
 
     model, tokenizer = TIDE.load_model(options.model)
-    file = TIDE.RouterFile.load(options.router or TIDE.default_router())
-    kept = Kept(options.work / "routers.jsonl", dict(texts=options.texts, answer=options.answer, model=options.model))
-    written = {kind: kept.once(f"texts {kind}", lambda kind=kind: _texts(model, tokenizer, options, kind)) for kind in KINDS}
+    file = TIDE.RouterFile.load(path := router_path(options))
+    asked = {kind: spread(prompts(options.data, kind), options.texts) for kind in KINDS}
+    settings = dict(texts=options.texts, answer=options.answer, model=options.model)
+    kept = Kept(options.work / "routers.jsonl", settings | {"router": identity(path), "asked": identity(asked)})
+    written = {
+        kind: kept.once(f"texts {kind}", lambda own=own: _texts(model, tokenizer, own, options.answer))
+        for kind, own in asked.items()
+    }
     jobs = [(f"prose, width {width}", "prose", width, 1.0) for width in WIDTHS]
     jobs += [(f"prose, {share:g} of the texts", "prose", WIDTH, share) for share in SHARES[:-1]]
     jobs += [("code", "code", WIDTH, 1.0)]
@@ -59,11 +64,10 @@ def _row(found: Record) -> Record:
     return {f"{column}, {kind}": found[kind][key] for kind in KINDS for column, key in columns}
 
 
-def _texts(model: Any, tokenizer: Any, options: argparse.Namespace, kind: str) -> Record:
+def _texts(model: Any, tokenizer: Any, asked: list[str], longest: int) -> Record:
     from TIDE.calibration.self_texts import answer_prompts
 
-    asked = spread(prompts(options.data, kind), options.texts)
-    return {"texts": [list(text) for text in answer_prompts(model, tokenizer, asked, 0, options.answer)]}
+    return {"texts": [list(text) for text in answer_prompts(model, tokenizer, asked, 0, longest)]}
 
 
 class Data(NamedTuple):

@@ -12,9 +12,9 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from kept import Kept, Record
+from kept import Kept, Record, identity
 from studies.attack import plain_words, search
-from studies.sources import ids_of, open_engine, prompts, spread
+from studies.sources import asked_ids, open_engine, router_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,12 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Record:
     engine, tokenizer = open_engine(options)
+    starts = asked_ids(tokenizer, options)
     settings = dict(
         prompts=options.prompts, new_tokens=options.new_tokens, threshold=options.threshold, longest=options.longest
     )
+    settings |= dict(model=options.model, router=identity(router_path(options)), asked=identity(starts))
     kept = Kept(options.work / "shallow.jsonl", settings)
-    short = [ids for ids in (ids_of(tokenizer, one) for one in prompts(options.data)) if len(ids) <= options.longest]
-    starts = spread(short, options.prompts)
     with engine:
 
         def harm(ids: list[int]) -> Record:

@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kept import Kept, Record
+from kept import Kept, Record, identity
 from studies.attack import plain_words, search
-from studies.sources import ids_of, open_engine, prompts, spread
+from studies.sources import asked_ids, open_engine, router_path
 
 SURE = 50.0  # offset of a router's score
 
@@ -35,10 +35,10 @@ def run(options: argparse.Namespace) -> Record:
     import TIDE
 
     engine, tokenizer = open_engine(options)
+    starts = asked_ids(tokenizer, options)
     sizes = dict(prompts=options.prompts, new_tokens=options.new_tokens, longest=options.longest, model=options.model)
+    sizes |= dict(router=identity(router_path(options)), asked=identity(starts))
     kept, timed = (Kept(options.work / f"slowdown-{part}.jsonl", sizes) for part in ("search", "timed"))
-    short = [ids for ids in (ids_of(tokenizer, one) for one in prompts(options.data)) if len(ids) <= options.longest]
-    starts = spread(short, options.prompts)
     with engine:
 
         def harm(ids: list[int]) -> Record:
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> Record:
         found = [own["ids"] for own in worst]
         table["prompts that were searched"] = _compared(engine, found, options, timed, f"found {options.steps}")
     with tempfile.TemporaryDirectory() as folder:
-        path = _hopeless(options.router or TIDE.default_router(), Path(folder, "hopeless.safetensors"))
+        path = _hopeless(router_path(options), Path(folder, "hopeless.safetensors"))
         with TIDE.TIDE(engine.model, path) as hopeless:
             table["exits that are sure and never right"] = _compared(hopeless, starts, options, timed, "hopeless")
     return {
@@ -107,7 +107,7 @@ def _both(engine: Any, ids: list[int], new_tokens: int, turn: int) -> Record:
     return found | {"tokens": len(texts[True]), "same": texts[True] == texts[False]}
 
 
-def _hopeless(router: str | Path, path: Path) -> Path:
+def _hopeless(router: Path, path: Path) -> Path:
     """Write a router file whose routers are always sure and whose heads are random."""
     import torch
 

@@ -32,8 +32,8 @@ def records(folder: Path | None, task: str) -> list[Any]:
     path = folder / FILES[task]
     if not path.is_file():
         raise SystemExit(f"there is no {path}. Give a folder with it: --data DIR, as tide eval reads it.")
-    lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
-    return lines if path.suffix == ".txt" else [_parsed(path, number, line) for number, line in enumerate(lines, 1)]
+    lines = [(number, line) for number, line in enumerate(path.read_text("utf-8").split("\n"), 1) if line.strip()]
+    return [line if path.suffix == ".txt" else _parsed(path, number, line) for number, line in lines]
 
 
 def _parsed(path: Path, number: int, line: str) -> Any:
@@ -80,10 +80,23 @@ def open_engine(options: argparse.Namespace, config: Any = None) -> tuple[Any, A
     import TIDE
 
     model, tokenizer = TIDE.load_model(options.model)
+    return TIDE.TIDE(model, router_path(options), config), tokenizer
+
+
+def router_path(options: argparse.Namespace) -> Path:
+    """Return the router file that is given, or the one of the embedded default."""
+    import TIDE
+
     router = options.router or (TIDE.default_router() if options.model == "default" else None)
     if router is None:
         raise SystemExit(f"expected exits for {options.model}: give --router FILE.")
-    return TIDE.TIDE(model, router, config), tokenizer
+    return Path(router)
+
+
+def asked_ids(tokenizer: Any, options: argparse.Namespace) -> list[list[int]]:
+    """Return the prompts of Spec-Bench that are asked: of up to `longest` tokens, evenly spread."""
+    found = (ids_of(tokenizer, one) for one in prompts(options.data))
+    return spread([ids for ids in found if len(ids) <= options.longest], options.prompts)
 
 
 def ids_of(tokenizer: Any, prompt: str) -> list[int]:

@@ -10,8 +10,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from kept import Kept, Record
-from studies.sources import ids_of, open_engine
+from kept import Kept, Record, identity
+from studies.sources import ids_of, open_engine, router_path
 
 QUESTIONS = [  # a question, and what its answer has to hold
     ("What is 17 + 25? Think step by step.", r"\b42\b"),
@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Record:
     engine, tokenizer = open_engine(options)
-    kept = Kept(options.work / "thresholds.jsonl", {"new_tokens": options.new_tokens, "model": options.model})
+    settings = dict(new_tokens=options.new_tokens, model=options.model, router=identity(router_path(options)))
+    kept = Kept(options.work / "thresholds.jsonl", settings | {"asked": identity(QUESTIONS)})
     exact = replace(engine.config, mode="exact")
     ways = {"exits off": (exact, False), "exact": (exact, True)}
     ways |= {f"fast, {one:g}": (replace(exact, mode="fast", exit_threshold=one), True) for one in options.threshold}

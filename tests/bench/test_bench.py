@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from families import LAYERS
-from policies import Everyone, Where
+from families import LAYERS, build
+from policies import Everyone, Settled, Where
 from TIDE import TIDE, TIDEConfig
 from TIDE.bench import contenders, energy
 from TIDE.bench.arrivals import Arrivals, percentile
@@ -185,3 +185,73 @@ def test_joules_come_from_nvml(monkeypatch):
     monkeypatch.setattr(Library, "nvmlInit_v2", staticmethod(lambda: 12))
     refused = energy.EnergyMeter(torch.device("cuda"))
     assert refused.joules() is None and refused.why_not == "NVML refuses the card GPU-1-2 (error 12)"
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "opt"])
+def test_early_exit_is_absent_where_the_model_runs_all_layers_and_nothing_else_suffers(family):
+    model = build(family)
+    model.generation_config.eos_token_id = None
+    with TIDE(model) as engine:
+        found = measured(engine, ["generate", "early-exit", "lookup", "off"])
+    assert model.config.num_hidden_layers == LAYERS
+    assert {*found.absent} == {"early-exit"} and "runs all of its layers" in found.absent["early-exit"]
+    assert [own.name for own in found.timed] == ["generate", "lookup", "off"]
+
+
+def test_an_early_exit_that_breaks_leaves_the_layer_count_as_it_was(endless, monkeypatch):
+    def breaks(self, *args, **kwargs):
+        raise IndexError("inside a draft")
+
+    monkeypatch.setattr("transformers.generation.candidate_generator.AssistedCandidateGenerator.get_candidates", breaks)
+    with TIDE(endless) as engine:
+        found = measured(engine, ["generate", "early-exit", "off"])
+    assert endless.config.num_hidden_layers == LAYERS
+    assert found.absent == {"early-exit": "IndexError: inside a draft"}
+    assert row(found, "generate")["same_texts"] == row(found, "off")["same_texts"] == 1
+
+
+def test_a_table_says_which_contender_is_first_where_the_first_one_is_lost(endless, monkeypatch):
+    made = contenders.make
+
+    def lost(name, engine, rows):
+        if name == "generate":
+            raise RuntimeError("out of memory")
+        return made(name, engine, rows)
+
+    with TIDE(endless) as engine:
+        assert "x first and same text" not in measured(engine, ["generate", "off"]).table()
+        monkeypatch.setattr("TIDE.bench.benchmark.make", lost)
+        found = measured(engine, ["generate", "off"])
+    assert found.as_dict()["first"] == "off"
+    assert "x first and same text: compared with TIDE, exits off, since generate was not measured." in found.table()
+
+
+def test_an_engine_with_exits_in_the_prompt_is_compared_with_all_modes_and_counts_layers_of_new_tokens(endless):
+    with TIDE(endless, Settled(2), TIDEConfig(mode="fast", prefill_exits=True)) as engine:
+        found = measured(engine, ["generate", "off", "exact", "fast"], [[*range(5, 30)]])
+    assert found.absent == {} and found.wrong_layers == {}
+    assert [row(found, name)["same_texts"] for name in ("off", "exact")] == [1, 1]
+    assert row(found, "fast")["layers_per_token"] == LAYERS  # no new token exits
+    assert found.measured["fast"].stats.settled_tokens == 12  # at the odd places of 25, the last one is even
+
+
+def test_a_model_of_two_layers_has_one_early_exit_and_one_of_a_single_layer_none():
+    for layers in (2, 1):
+        model = build("llama", num_hidden_layers=layers)
+        model.generation_config.eos_token_id = None
+        with TIDE(model) as engine:
+            found = measured(engine, ["generate", "early-exit"])
+        if layers == 2:
+            assert found.absent == {} and row(found, "early-exit")["setting"] == "layer 1"
+        else:
+            assert found.absent == {"early-exit": "the model has one layer: there is nothing to exit from"}
+
+
+def test_layers_of_an_early_exit_leave_out_both_passes_over_the_prompt(endless, monkeypatch):
+    monkeypatch.setattr("TIDE.bench.contenders.exit_layers", lambda layers: [2])
+    with TIDE(endless) as engine:
+        short, long = (measured(engine, ["early-exit"], [[7] * n], max_new_tokens=4).measured["early-exit"] for n in (1, 41))
+    for own in (short, long):
+        drafts, passes = own.layers.drafted, own.layers.new_tokens - own.layers.accepted
+        most = 2 * (drafts + passes) + LAYERS * (drafts + passes - 1)  # drafting, and checking drafts and their own token
+        assert own.layers.per_token * (own.layers.new_tokens - 1) <= most

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,15 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
+def other_data(data, tmp_path):
+    """The same folder with other prompts and texts."""
+    copied = Path(shutil.copytree(data, tmp_path / "other"))
+    for path in (copied / "spec_bench" / "question.jsonl", copied / "wikitext2" / "test.txt"):
+        path.write_text(path.read_text().replace("Say the", "Name the").replace("Some", "More"))
+    return copied
+
+
+@pytest.fixture
 def settling_router(shared_router, tmp_path):
     """A router file with exits in the prompt, half of whose tokens settle at depth 2."""
     file = TIDE.RouterFile.load(shared_router)
@@ -138,10 +148,10 @@ def settling_router(shared_router, tmp_path):
     return path
 
 
-def test_the_curve_has_every_way_and_goes_on(warm, folder, shared_router, settling_router, data, tmp_path):
+def test_the_curve_has_every_way_and_goes_on(warm, folder, shared_router, settling_router, data, other_data, tmp_path):
     asked = ("--model", folder, "--memory", shared_router, "--data", data, "--prompts", 2, "--new-tokens", 4)
     asked += ("--threshold", 0.5, "--router", f"lens={tmp_path / 'none.safetensors'}", "--router", f"own={settling_router}")
-    places = ("--work", tmp_path / "work", "--out", tmp_path, "--figure", tmp_path / "curve.svg")
+    places = ("--work", tmp_path / "work", "--out", tmp_path, "--figure", tmp_path / "new" / "curve.svg")
     for _ in range(2):
         done = warm.run(FOLDER / "curve.py", *asked, *places)
         assert done.returncode == 0, done.stderr
@@ -152,9 +162,16 @@ def test_the_curve_has_every_way_and_goes_on(warm, folder, shared_router, settli
     assert table["exact"]["quality"] == 1.0 and table["exits off"]["layers"] == 4.0
     settled = table["prefill exits, own, 50%"]  # with a threshold of 0 all do but the first and the last
     assert settled["settled"] > 0.5 and settled["layers"] == 4.0 and settled["exits"] == 0 and table["exact"]["settled"] == 0
-    assert "fast, lens: not measured" in done.stdout and (tmp_path / "curve.svg").exists()
+    assert "fast, lens: not measured" in done.stdout and (tmp_path / "new" / "curve.svg").exists()
     answers = (tmp_path / "work" / "curve.jsonl").read_text().splitlines()
     assert len(answers) == 1 + 2 * len(table)
+    of_memory = [name for name in table if name == "exact" or name.startswith("fast, memory")]
+    done = warm.run(FOLDER / "curve.py", *(settling_router if word is shared_router else word for word in asked), *places)
+    assert done.returncode == 0, done.stderr
+    more = (tmp_path / "work" / "curve.jsonl").read_text().splitlines()[len(answers) :]
+    assert len(more) == 2 * (len(of_memory) + 1), "those of the other memory file, which has exits in the prompt besides"
+    done = warm.run(FOLDER / "curve.py", *(other_data if word is data else word for word in asked), *places)
+    assert done.returncode != 0 and "begun with other settings: found asked" in done.stderr
 
 
 STUDIES = {
@@ -185,6 +202,24 @@ def test_a_study_writes_its_figures(warm, folder, shared_router, data, tmp_path,
     else:
         assert found["table"]["all"]["tokens"] == figures["tokens"] > 50
         assert found["table"]["all"]["depth 1"] <= found["table"]["all"]["depth 3"] <= 1
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_does_not_go_on_with_other_exits_or_data(
+    warm, folder, shared_router, settling_router, data, other_data, tmp_path, name
+):
+    def run(router, data):
+        asked = (name, "--model", folder, "--router", router, "--data", data, *STUDIES[name])
+        return warm.run(FOLDER / "study.py", *asked, "--work", tmp_path / "work", "--out", tmp_path)
+
+    assert run(shared_router, data).returncode == 0
+    if name != "convergence":
+        done = run(settling_router, data)
+        assert done.returncode != 0 and "begun with other settings: found router " in done.stderr
+    if name not in ("determinism", "thresholds"):  # which have prompts of their own
+        done = run(shared_router, other_data)
+        changed = "texts" if name == "convergence" else "asked"
+        assert done.returncode != 0 and f"begun with other settings: found {changed} " in done.stderr
 
 
 def test_a_study_names_data_that_is_missing(warm, folder, shared_router, tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from eval_data import HUMANEVAL, PAGES, data_folder
+from eval_data import HUMANEVAL, MMLU, PAGES, data_folder
 from TIDE.evals import data
 from TIDE.evals.tasks import LOCAL, check_tasks, passes_tests, value_found
 
@@ -55,10 +57,10 @@ def test_a_data_set_that_is_not_there_is_named(name, tmp_path):
             '{"question": "Why?"}',
             "line 1: .* question, answer, found none of answer",
         ),
-        ("gsm8k", "gsm8k/test.jsonl", '{"question": "Why?", "answer": "so"}', "expected an answer with its value after ####"),
+        ("gsm8k", "gsm8k/test.jsonl", '{"question": "Why?", "answer": "so"}', "expected a text with its value after ####"),
         ("gsm8k", "gsm8k/test.jsonl", "Why?", "line 1: .* found no JSON object"),
         ("gsm8k", "gsm8k/test.jsonl", "", "is empty"),
-        ("mmlu", "mmlu/test.jsonl", '{"subject": "x", "question": "?", "choices": ["a"], "answer": 0}', "expected 4 choices"),
+        ("mmlu", "mmlu/test.jsonl", '{"subject": "x", "question": "?", "choices": ["a"], "answer": 0}', "a list of 4 texts"),
         ("humaneval", "humaneval/humaneval.jsonl", '{"prompt": "def f():"}', "found none of test, entry_point"),
         ("wikitext", "wikitext2/test.txt", "no heading", "expected articles below headings"),
     ],
@@ -67,6 +69,55 @@ def test_what_a_line_lacks_is_named(folder, name, file, line, said):
     (folder / file).write_text(line)
     with pytest.raises(ValueError, match=said):
         LOCAL[name].rows(folder, 0)
+
+
+def line(**changes):
+    return json.dumps(MMLU[0] | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "text", "said"),
+    [
+        ("gsm8k", "gsm8k/test", '{"question": ["a"], "answer": "#### 4"}', r'a text as question, found \["a"\]'),
+        ("gsm8k", "gsm8k/test", '{"question": "a", "answer": 4}', "a text with its value after #### as answer, found 4"),
+        ("gsm8k", "gsm8k/train", '{"question": 1, "answer": "#### 4"}', "a text as question, found 1"),
+        ("humaneval", "humaneval/humaneval", '{"prompt": 3, "test": "x", "entry_point": "f"}', "a text as prompt, found 3"),
+        ("humaneval", "humaneval/humaneval", '{"prompt": "p", "test": ["x"], "entry_point": "f"}', "a text as test, found"),
+        ("mmlu", "mmlu/test", line(subject=3), "a text as subject, found 3"),
+        ("mmlu", "mmlu/test", line(question=7), "a text as question, found 7"),
+        ("mmlu", "mmlu/test", line(choices=5), "a list of 4 texts as choices, found 5"),
+        ("mmlu", "mmlu/test", line(choices="abcd"), 'as choices, found "abcd"'),
+        ("mmlu", "mmlu/test", line(choices=dict(a="1", b="2", c="3", d="4")), 'as choices, found {"a"'),
+        ("mmlu", "mmlu/test", line(choices=[1, 2, 3, 4]), r"as choices, found \[1, 2, 3, 4\]"),
+        ("mmlu", "mmlu/test", line(answer=True), "a place from 0 to 3 as answer, found true"),
+        ("mmlu", "mmlu/test", line(answer=1.0), "a place from 0 to 3 as answer, found 1.0"),
+        ("mmlu", "mmlu/dev", line(choices=["a", "b", "c"]), "a list of 4 texts as choices, found"),
+        ("mmlu", "mmlu/dev", line(answer=7), "a place from 0 to 3 as answer, found 7"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named_with_its_file_and_line(folder, name, file, text, said):
+    path = folder / f"{file}.jsonl"
+    path.write_text(path.read_text() + text)
+    last = len(path.read_text().split("\n"))
+    with pytest.raises(ValueError, match=f"{path}, line {last}: expected .*{said}.*Mend this line"):
+        LOCAL[name].rows(folder, 0 if "test" in file or name == "humaneval" else 1)
+
+
+def test_blank_lines_and_characters_that_end_lines_elsewhere_are_no_new_lines(folder):
+    rows = [{"question": f"a{character}b", "answer": "#### 4"} for character in "\u2028\u2029\x85"]
+    (folder / "gsm8k/test.jsonl").write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n", "utf-8")
+    found = data.gsm8k(folder, 0)
+    assert [row["prompt"] for row in found] == [f"Question: {row['question']}\nAnswer:" for row in rows]
+
+
+def test_a_title_of_one_letter_is_a_heading_and_text_above_the_first_one_is_named(folder):
+    path = folder / "wikitext2/test.txt"
+    path.write_text(" \n = A = \n x\n = = B = = \n y\n = C = D = \n z\n =  = \n = \n = \n")
+    pages = [row["page"] for row in data.wikitext(folder, 0)]
+    assert [page.split()[1] for page in pages] == ["A", "C"]
+    path.write_text("an introduction\n = A = \n x\n")
+    with pytest.raises(ValueError, match="expected a heading like ' = Title = ' first, found 'an introduction'"):
+        data.wikitext(folder, 0)
 
 
 def test_too_few_examples_are_named(folder):
@@ -98,10 +149,15 @@ def test_examples_where_a_task_takes_none_are_refused(folder):
         ("six", 0),
         ("", 0),
         ("-6", 0),
+        ("between 10-6", 1),
+        ("#### 6\n#### ...", 1),
+        ("#### -6", 0),
+        ("#### 6.", 1),
     ],
 )
 def test_an_answer_is_scored_by_its_value(said, right):
     assert value_found({"value": "6"}, [said]) == {"exact_match": right}
+    assert value_found({"value": "-6"}, ["so 3 - 9 is -6"]) == value_found({"value": ".5"}, ["#### .5"]) == {"exact_match": 1}
     assert value_found({"value": "1,600"}, ["1600"]) == {"exact_match": 1}
 
 

@@ -139,6 +139,43 @@ def test_no_signal_is_sent():
     assert REFUSED in run_code(code).said
 
 
+def test_no_signal_is_sent_by_way_of_a_file(tmp_path):
+    received = []
+    held = signal.signal(signal.SIGUSR1, lambda *_: received.append(1))
+    try:
+        code = (
+            f"import fcntl, os\nplace = os.open({str(tmp_path)!r}, os.O_RDONLY)\n"
+            f"fcntl.fcntl(place, fcntl.F_SETSIG, {int(signal.SIGUSR1)})\nfcntl.fcntl(place, fcntl.F_SETOWN, os.getppid())\n"
+            "fcntl.fcntl(place, fcntl.F_NOTIFY, fcntl.DN_ACCESS)\nos.listdir(place)"
+        )
+        assert REFUSED in run_code(code).said
+    finally:
+        signal.signal(signal.SIGUSR1, held)
+    assert received == []
+
+
+@pytest.mark.parametrize("command", ["F_SETSIG", "F_SETOWN", "F_NOTIFY", "F_SETFL", "F_SETLK", "F_SETLEASE"])
+def test_what_is_not_about_a_descriptor_alone_is_refused(command, tmp_path):
+    code = f"import fcntl, os\nfcntl.fcntl(os.open({str(tmp_path)!r}, os.O_RDONLY), fcntl.{command}, 0)"
+    assert REFUSED in run_code(code).said
+
+
+def test_descriptors_can_be_copied_and_kept_to_oneself(tmp_path):
+    code = (
+        f"import fcntl, os\nplace = os.open({str(tmp_path)!r}, os.O_RDONLY)\nos.set_inheritable(place, True)\n"
+        "os.set_inheritable(place, False)\nother = fcntl.fcntl(place, fcntl.F_DUPFD_CLOEXEC, 0)\n"
+        "assert other != place and not os.get_inheritable(other) and not os.isatty(other)"
+    )
+    assert run_code(code) == Verdict(True)
+
+
+def test_a_file_s_attributes_are_not_changed(tmp_path):
+    (kept := tmp_path / "kept").write_text("as it was")
+    for request in (0x80086601, 0x40086602):  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS
+        code = f"import fcntl, os\nfcntl.ioctl(os.open({str(kept)!r}, os.O_RDONLY), {request}, bytearray(8))"
+        assert REFUSED in run_code(code).said
+
+
 def test_limits_cannot_be_raised():
     code = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))"
     assert not run_code(code).passed

@@ -55,8 +55,8 @@ class Benchmark:
         self.engine, self.rounds, self._after_group = engine, rounds, after_group
         self.groups = groups(prompts, rows, max_new_tokens, engine.model)
         self.meter = EnergyMeter(engine.adapter.device)
-        self.results = Results(len(self.groups), rows, max_new_tokens, rounds, self.meter.why_not)
         self._names, self._rows = list(dict.fromkeys(names)), rows
+        self.results = Results(self._names[0], len(self.groups), rows, max_new_tokens, rounds, self.meter.why_not)
         self._running: dict[str, Contender] = {}
 
     def run(self) -> Results:
@@ -96,10 +96,11 @@ class Benchmark:
     def _choose(self, contender: Contender) -> None:
         """Keep the fastest setting of a contender, and warm it up."""
         short, seconds, variants = self.groups[0].first_row(TRIED), dict[str, float](), contender.variants
-        if len(variants) > 1:
+        (setting, *others) = variants
+        if others:
             for words, run in variants.items():
                 seconds[words] = min(self._timed(run, short).seconds for _ in range(3))  # the first one warms up
-        setting = min(seconds, key=seconds.__getitem__) if seconds else ""
+            setting = min(seconds, key=seconds.__getitem__)
         own = self.results.measured[contender.name]
         own.setting, own.tried = setting, seconds
         self._running[contender.name] = replace(contender, variants={setting: variants[setting]})
@@ -152,15 +153,20 @@ class Benchmark:
                 self.results.uncounted[name] = _said(problem)
 
     def _count(self, name: str, asked: Asked) -> None:
-        (run,) = self._running[name].variants.values()
+        ((setting, run),) = self._running[name].variants.items()
         with counted_layers(self.engine.adapter.layers) as found:
             (text,) = asked.texts(run(asked, None))
         told: ExitStats | None = self.engine.last_stats if name in OURS else None
+        layers, settles_at = self.engine.adapter.num_layers, self.engine.plan.settles_at
+        drafting = self._running[name].draft_layers.get(setting, 0) if asked.max_new_tokens > 1 else 0
+        of_prompt = asked.width * (layers + drafting)
+        if told is not None and settles_at is not None:
+            of_prompt -= told.settled_tokens * (layers - settles_at)
         self.results.measured[name].layers = Layers(
             new_tokens=len(text),
-            per_token=(found.pairs - asked.width * self.engine.adapter.num_layers) / max(1, len(text) - 1),
+            per_token=(found.pairs - of_prompt) / max(1, len(text) - 1),
             tokens_per_pass=len(text) / max(1, found.last_calls),
-            of=self.engine.adapter.num_layers,
+            of=layers,
             drafted=found.last_tokens - asked.width - (found.last_calls - 1),
             accepted=len(text) - found.last_calls,
             wrong=None if told is None else wrong_with(found, told),

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from TIDE.bench.asked import Asked
+from TIDE.bench.layer_count import counted_layers
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.prefixes import new_salt
 from TIDE.engine.engine import TIDE
@@ -46,6 +48,7 @@ class Contender:
         variants: the settings that may be tried, in words -> the run; one: there is nothing to try.
         streams: its tokens can be seen arriving.
         is_counted: it runs the layers of the engine's model, one by one, so that hooks can count them.
+        draft_layers: setting -> layers in which drafts run the prompt once more, on a cache of their own.
         close: lets go what it holds.
     """
 
@@ -54,6 +57,7 @@ class Contender:
     variants: dict[str, Run]
     streams: bool = True
     is_counted: bool = True
+    draft_layers: Mapping[str, int] = field(default_factory=dict)
     close: Callable[[], None] = lambda: None
 
 
@@ -72,11 +76,7 @@ def make(name: str, engine: TIDE, rows: int) -> Contender:
     if name == "lookup":
         return Contender(name, "prompt lookup", {f"{n} tokens": _generate(engine, prompt_lookup_num_tokens=n) for n in LOOKUPS})
     assert name == "early-exit", name
-    return Contender(
-        name,
-        "assistant_early_exit",
-        {f"layer {n}": _generate(engine, assistant_early_exit=n) for n in exit_layers(engine.adapter.num_layers)},
-    )
+    return _early_exit(engine)
 
 
 def exit_layers(layers: int) -> list[int]:
@@ -92,6 +92,43 @@ def _generate(engine: TIDE, **more: Any) -> Run:
     return run
 
 
+def _early_exit(engine: TIDE) -> Contender:
+    if engine.adapter.num_layers == 1:
+        raise Unavailable("the model has one layer: there is nothing to exit from")
+    with _held_layer_count(engine) as config, counted_layers(engine.adapter.layers) as found, torch.inference_mode():
+        config.num_hidden_layers = 1
+        engine.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=engine.model.device), use_cache=False)
+    if found.last_calls:
+        family = getattr(config, "model_type", type(config).__name__)
+        raise Unavailable(
+            f"transformers exits by config.num_hidden_layers, and {family} runs all of its layers whatever it says"
+        )
+    layers = {f"layer {n}": n for n in exit_layers(engine.adapter.num_layers)}
+    variants = {words: _exiting(engine, n) for words, n in layers.items()}
+    return Contender("early-exit", "assistant_early_exit", variants, draft_layers=layers)
+
+
+def _exiting(engine: TIDE, layer: int) -> Run:
+    generate = _generate(engine, assistant_early_exit=layer)
+
+    def run(asked: Asked, streamer: BaseStreamer | None) -> torch.Tensor:
+        with _held_layer_count(engine):
+            return generate(asked, streamer)
+
+    return run
+
+
+@contextmanager
+def _held_layer_count(engine: TIDE) -> Iterator[Any]:
+    """Yield the config whose layer count transformers lowers while it drafts, and leaves low if a draft fails."""
+    config = getattr(engine.model, engine.model.base_model_prefix, engine.model).config
+    count = config.num_hidden_layers
+    try:
+        yield config
+    finally:
+        config.num_hidden_layers = count
+
+
 def _compiled(engine: TIDE) -> dict[str, Any]:
     how: dict[str, Any] = {"cache_implementation": "static"}
     if engine.model.device.type == "cpu":  # on a GPU transformers compiles without being told
@@ -104,8 +141,8 @@ def _compiled(engine: TIDE) -> dict[str, Any]:
 def _ours(name: str, engine: TIDE) -> Contender:
     if name != "off" and engine.policy is None:
         raise Unavailable("it needs exits, found none. Give --router FILE")
-    held = engine.config
-    config = replace(held, mode="fast") if name == "fast" else replace(held, mode="exact", kv_cache_strategy="exact")
+    exact = replace(engine.config, mode="exact", kv_cache_strategy="exact", prefill_exits=False)
+    config = replace(engine.config, mode="fast") if name == "fast" else exact
     titles = {"off": "TIDE, exits off", "exact": "TIDE, exact", "fast": "TIDE, fast"}
     return Contender(name, titles[name], {"": _tide(engine, config, exits=name != "off")})
 

@@ -102,7 +102,7 @@ class Measured:
         """The share of drafts accepted: by an engine's counts, or by hooks where transformers drafts."""
         if self.stats is not None:
             return self.stats.accepted / self.stats.drafted if self.stats.drafted else None
-        drafts = self.layers is not None and self.tried and self.layers.drafted > 0
+        drafts = self.layers is not None and self.setting and self.layers.drafted > 0
         return self.layers.accepted / self.layers.drafted if drafts and self.layers is not None else None
 
     def joules_per_token(self) -> float | None:
@@ -112,8 +112,13 @@ class Measured:
 
 @dataclass
 class Results:
-    """All measurements; contenders that could not run, or whose layers could not be counted, with the reason."""
+    """All measurements; contenders that could not run, or whose layers could not be counted, with the reason.
 
+    Attributes:
+        wanted_first: the contender that the others were to be compared with; if it is lost, the next one takes its place.
+    """
+
+    wanted_first: str
     groups: int
     rows: int
     max_new_tokens: int
@@ -136,6 +141,7 @@ class Results:
     def as_dict(self) -> dict[str, Any]:
         facts = {"groups": self.groups, "rows": self.rows, "max_new_tokens": self.max_new_tokens, "rounds": self.rounds}
         missing = {"absent": self.absent, "uncounted": self.uncounted, "without_joules": self.without_joules}
+        facts["first"] = self.timed[0].name if self.timed else None
         return facts | {"contenders": [self._row(own) for own in self.timed]} | missing
 
     def _row(self, own: Measured) -> dict[str, Any]:
@@ -180,7 +186,13 @@ class Results:
         missing = [f"{name}: not measured: {reason}." for name, reason in self.absent.items()]
         missing += [f"{name}: layers were not counted: {reason}." for name, reason in self.uncounted.items()]
         wrong = [f"{name}: layers did NOT run as reported: {how}." for name, how in self.wrong_layers.items()]
-        return "\n".join([*lines, *missing, *wrong])
+        return "\n".join([*lines, *self._instead_of_the_first(), *missing, *wrong])
+
+    def _instead_of_the_first(self) -> list[str]:
+        if not self.timed or self.timed[0].name == self.wanted_first:
+            return []
+        found = f"compared with {self.timed[0].title}, since {self.wanted_first} was not measured"
+        return [f"x first and same text: {found}."]
 
     def _cells(self, row: dict[str, Any]) -> list[str]:
         title = f"{row['title']}, {row['setting']}" if row["setting"] else row["title"]

@@ -11,14 +11,34 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 LETTERS = "ABCD"
-HEADING = re.compile(r"^ ?= [^=].*[^=] = ?$", re.MULTILINE)
-FINAL = re.compile(r"####\s*(-?[\d.,]+)")
+HEADING = re.compile(r"^ ?= [^=\s](?:.*[^=\s])? = ?$", re.MULTILINE)
+FINAL = re.compile(r"####\s*(-?\.?\d[\d.,]*)")
+
+
+class Kind(NamedTuple):
+    """A kind of value that a field may have."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+Fields = Mapping[str, Kind]
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+SOLUTION = Kind("a text with its value after ####", lambda value: isinstance(value, str) and FINAL.search(value) is not None)
+CHOICES = Kind(
+    f"a list of {len(LETTERS)} texts",
+    lambda value: isinstance(value, list) and len(value) == len(LETTERS) and all(isinstance(one, str) for one in value),
+)
+PLACE = Kind(f"a place from 0 to {len(LETTERS) - 1}", lambda value: type(value) is int and value in range(len(LETTERS)))
+GSM8K: Fields = {"question": TEXT, "answer": SOLUTION}
+HUMANEVAL: Fields = {"prompt": TEXT, "test": TEXT, "entry_point": TEXT}
+MMLU: Fields = {"subject": TEXT, "question": TEXT, "choices": CHOICES, "answer": PLACE}
 
 
 def gsm8k(folder: Path, examples: int) -> list[Row]:
@@ -27,33 +47,23 @@ def gsm8k(folder: Path, examples: int) -> list[Row]:
     def shown(row: Row, answer: str = "") -> str:
         return f"Question: {row['question']}\nAnswer:{answer and ' ' + answer}"
 
-    path = folder / "gsm8k" / "test.jsonl"
-    before = _few(folder / "gsm8k" / "train.jsonl", ("question", "answer"), examples)
-    shots = "".join(f"{shown(row, row['answer'])}\n\n" for row in before)
-    rows = []
-    for number, row in enumerate(json_rows(path, ("question", "answer")), 1):
-        if (value := FINAL.search(str(row["answer"]))) is None:
-            raise ValueError(f"{path}, line {number}: expected an answer with its value after ####, found none.")
-        rows.append({"prompt": shots + shown(row), "value": value[1]})
-    return rows
+    shots = "".join(f"{shown(row, row['answer'])}\n\n" for row in _few(folder / "gsm8k" / "train.jsonl", GSM8K, examples))
+    rows = json_rows(folder / "gsm8k" / "test.jsonl", GSM8K)
+    return [{"prompt": shots + shown(row), "value": FINAL.findall(row["answer"])[0]} for row in rows]
 
 
 def humaneval(folder: Path, examples: int) -> list[Row]:
     """Return prompts with their tests. A prompt ends with its last word: after a new line small models take it for finished."""
-    fields = ("prompt", "test", "entry_point")
-    rows = json_rows(folder / "humaneval" / "humaneval.jsonl", fields)
-    return [{name: row[name] for name in fields} | {"prompt": row["prompt"].rstrip()} for row in rows]
+    rows = json_rows(folder / "humaneval" / "humaneval.jsonl", HUMANEVAL)
+    return [{name: row[name] for name in HUMANEVAL} | {"prompt": row["prompt"].rstrip()} for row in rows]
 
 
 def mmlu(folder: Path, examples: int) -> list[Row]:
     """Return questions with their prompt, below examples of their subject, and the place of the right choice."""
-    fields = ("subject", "question", "choices", "answer")
-    path, dev = folder / "mmlu" / "test.jsonl", folder / "mmlu" / "dev.jsonl"
-    before = json_rows(dev, fields) if examples else []
+    dev = folder / "mmlu" / "dev.jsonl"
+    before = json_rows(dev, MMLU) if examples else []
     rows = []
-    for number, row in enumerate(json_rows(path, fields), 1):
-        if len(row["choices"]) != len(LETTERS) or row["answer"] not in range(len(LETTERS)):
-            raise ValueError(f"{path}, line {number}: expected {len(LETTERS)} choices and the place of one as answer.")
+    for row in json_rows(folder / "mmlu" / "test.jsonl", MMLU):
         shots = [one for one in before if one["subject"] == row["subject"]][:examples]
         if len(shots) < examples:
             raise ValueError(f"{dev}: expected {examples} examples of {row['subject']}, found {len(shots)}. Ask for fewer.")
@@ -70,6 +80,10 @@ def wikitext(folder: Path, examples: int) -> list[Row]:
     starts = [found.start() for found in HEADING.finditer(text)]
     if not starts:
         raise ValueError(f"{path}: expected articles below headings like ' = Title = ', found none.")
+    if before := text[: starts[0]].split():
+        raise ValueError(
+            f"{path}: expected a heading like ' = Title = ' first, found {' '.join(before)[:60]!r}. Put one above it."
+        )
     pages = (text[start:stop] for start, stop in zip(starts, [*starts[1:], None], strict=True))
     return [{"page": page} for page in pages if page.strip()]
 
@@ -79,24 +93,32 @@ def shuffled(rows: Sequence[Row]) -> list[Row]:
     return random.Random(0).sample(rows, len(rows))
 
 
-def json_rows(path: Path, fields: Sequence[str]) -> list[Row]:
-    """Return the objects of a .jsonl file; each has these fields."""
-    rows = []
-    for number, line in enumerate(_read(path).splitlines(), 1):
-        try:
-            row = json.loads(line) if line.strip() else {}
-        except ValueError:
-            row = None
-        if not isinstance(row, dict) or (missing := [name for name in fields if row.get(name) in (None, "")]):
-            said = "no JSON object" if not isinstance(row, dict) else f"none of {', '.join(missing)}"
-            raise ValueError(f"{path}, line {number}: expected an object with {', '.join(fields)}, found {said}.")
-        rows.append(row)
+def json_rows(path: Path, fields: Fields) -> list[Row]:
+    """Return the objects of a .jsonl file; each has these fields, of their kinds. Blank lines are skipped."""
+    lines = enumerate(_read(path).split("\n"), 1)  # a text may hold other characters that end lines elsewhere
+    rows = [_row(line, fields, f"{path}, line {number}") for number, line in lines if line.strip()]
     if not rows:
         raise ValueError(f"{path} is empty: expected a question a line.")
     return rows
 
 
-def _few(path: Path, fields: Sequence[str], count: int) -> list[Row]:
+def _row(line: str, fields: Fields, place: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: expected an object with {', '.join(fields)}, found no JSON object. Mend this line.")
+    if missing := [name for name in fields if row.get(name) in (None, "")]:
+        found = f"none of {', '.join(missing)}"
+        raise ValueError(f"{place}: expected an object with {', '.join(fields)}, found {found}. Mend this line.")
+    for name, kind in fields.items():
+        if not kind.fits(row[name]):
+            raise ValueError(f"{place}: expected {kind.words} as {name}, found {json.dumps(row[name])[:60]}. Mend this line.")
+    return row
+
+
+def _few(path: Path, fields: Fields, count: int) -> list[Row]:
     rows = json_rows(path, fields) if count else []
     if len(rows) < count:
         raise ValueError(f"{path}: expected {count} examples, found {len(rows)}. Ask for fewer with --fewshot.")

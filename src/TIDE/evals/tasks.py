@@ -12,7 +12,7 @@ from TIDE.evals import data
 from TIDE.evals.sandbox import check_sandbox, run_code
 from TIDE.hub import hub_trouble
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"(?:(?<![\w)])-)?\d[\d,]*(?:\.\d+)?")  # the sign of 10-20 is none
 CODE_ENDS = ["\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```", "\nassert"]
 
 

@@ -1,0 +1,17 @@
+"""The settings of one engine that an evaluation compares."""
+
+from __future__ import annotations
+
+from families import build
+from policies import Settled
+from TIDE import TIDE, TIDEConfig
+from TIDE.evals.contenders import contenders
+
+
+def test_exits_in_the_prompt_are_those_of_mode_fast_alone():
+    with TIDE(build("llama"), Settled(2), TIDEConfig(mode="fast", prefill_exits=True)) as engine:
+        found = contenders(engine, thresholds=[0.5])
+        for one in found:
+            with engine.using(one.config, one.exits):
+                assert (engine.plan.settles_at is not None) == (one.mode == "fast")
+    assert [one.name for one in found] == ["off", "exact", "fast 0.5"]
