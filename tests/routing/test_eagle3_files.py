@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from eagle_heads import a_head, config_of, fitted, original, tensors_of, tried, with_vocabulary, write
 from families import build
 from TIDE import TIDE, RouterFile, TIDEConfig
-from TIDE.routing.eagle3.imported import read_folder
 from TIDE.routing.eagle3.head import frequencies
+from TIDE.routing.eagle3.imported import read_folder
 from TIDE.routing.source import load_router
 
 IDS = "eagle_aux_hidden_state_layer_ids"
