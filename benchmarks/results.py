@@ -7,7 +7,8 @@
 
 DIR has the data sets as `tide eval --data` reads them, and spec_bench/question.jsonl. Every part is a process of its own; what
 it prints at the end goes to OUT/PART.done.json with command, commit, hardware and date as soon as it is done. A part that is
-there is not run again (--again PART: it is). A part that fails, or whose data is missing, is named, and the others go on.
+there is not run again (--again PART: it is). A part that fails, or whose data is missing, is named, and the others go on; the
+exit code is 1 then, and where a figure or a text is not as in the README.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 HERE = Path(__file__).parent
 TIDE = ["-m", "TIDE.cli.app"]
@@ -142,11 +143,14 @@ def main() -> int:
             missing[part.name] = f"{options.minutes:g} minutes are over. The same command goes on"
         elif why := measured(part, options.data, options.out, path):
             missing[part.name] = why
-    if options.set == "cpu":
-        print(compared(options.out))
+    comparison = compared(options.out) if options.set == "cpu" else Comparison([], [])
+    for line in comparison.lines:
+        print(line)
     for name, why in missing.items():
         print(f"{name}: not measured: {why}.")
-    return bool(missing)
+    for title in comparison.failed:
+        print(f"not as in the README: {title}.")
+    return bool(missing or comparison.failed)
 
 
 def measured(part: Part, data: Path, out: Path, path: Path) -> str | None:
@@ -203,10 +207,24 @@ def keep(path: Path, found: dict[str, Any]) -> None:
     write_atomically(path, json.dumps(circumstances() | found, indent=1).encode())
 
 
-def compared(out: Path) -> str:
-    """Return the CPU's ratios beside those of the README, and whether they are within the spread."""
+class Comparison(NamedTuple):
+    """A table for the terminal, and the titles of the lines that do not hold."""
+
+    lines: list[str]
+    failed: list[str]
+
+    def add(self, title: str, line: str, holds: bool) -> None:
+        self.lines.append(f"{line}   {'yes' if holds else 'NO'}")
+        self.failed.extend([] if holds else [title])
+
+    def ratio(self, title: str, readme: float, found: float) -> None:
+        self.add(title, f"{title:34}{readme:9.2f}{found:9.2f}", abs(found / readme - 1) <= SPREAD)
+
+
+def compared(out: Path) -> Comparison:
+    """Return the CPU's ratios beside those of the README, and which are not within the spread."""
     docs = HERE.parent / "docs" / "results"
-    lines = [f"{'':34}{'README':>9}{'here':>9}   within {SPREAD:.0%}"]
+    comparison = Comparison([f"{'':34}{'README':>9}{'here':>9}   within {SPREAD:.0%}"], [])
     if (path := out / "exact.done.json").exists():
         found, readme = json.loads(path.read_text("utf-8"))["result"], json.loads((docs / "exact-arm.json").read_text("utf-8"))
         for title, key in (
@@ -214,22 +232,18 @@ def compared(out: Path) -> str:
             ("exact / off", "exact/off"),
             ("exact / generate", "exact/generate"),
         ):
-            lines.append(_beside(f"Spec-Bench, {title}", readme["table"]["all"][title], found["tok/s"]["all"][key]))
+            comparison.ratio(f"Spec-Bench, {title}", readme["table"]["all"][title], found["tok/s"]["all"][key])
         same = found["exact_is_exits_off"] == found["prompts"] and found["all_the_same"] == found["with_generate"]
         off, generate = (
             f"{found['exact_is_exits_off']} of {found['prompts']}",
             f"{found['all_the_same']} of {found['with_generate']}",
         )
-        lines.append(f"texts: {off} are those of exits off, {generate} those of model.generate: {'yes' if same else 'NO'}")
+        comparison.add("texts", f"texts: {off} are those of exits off, {generate} those of model.generate", same)
     if (path := out / "exits-off.done.json").exists():
         found = json.loads(path.read_text("utf-8"))["result"]["results"]["TIDE, exits off"]["ratio"]
         (readme,) = json.loads((docs / "exits-off-arm.json").read_text("utf-8"))["table"].values()
-        lines.append(_beside("random prompt, off / generate", readme["× model.generate"], found))
-    return "\n".join(lines)
-
-
-def _beside(title: str, readme: float, found: float) -> str:
-    return f"{title:34}{readme:9.2f}{found:9.2f}   {'yes' if abs(found / readme - 1) <= SPREAD else 'NO'}"
+        comparison.ratio("random prompt, off / generate", readme["× model.generate"], found)
+    return comparison
 
 
 if __name__ == "__main__":

@@ -118,5 +118,20 @@ def test_ratios_stand_beside_those_of_the_readme(benchmarks, tmp_path):
     counts = dict(prompts=20, exact_is_exits_off=20, with_generate=20, all_the_same=19)
     found = {"result": {**counts, "tok/s": {"all": ratios}}}
     (tmp_path / "exact.done.json").write_text(json.dumps(found))
-    lines = results.compared(tmp_path).splitlines()
+    lines, failed = results.compared(tmp_path)
     assert [line.split()[-1] for line in lines[1:5]] == ["yes", "NO", "yes", "NO"] and "19 of 20" in lines[4]
+    assert failed == ["Spec-Bench, exact / off", "texts"]
+
+
+def test_figures_that_do_not_hold_are_no_success(benchmarks, tmp_path, monkeypatch, capfd):
+    _, results = benchmarks
+    readme = json.loads((FOLDER.parent / "docs/results/exact-arm.json").read_text())["table"]["all"]
+    ratios = {key.replace(" ", ""): value for key, value in readme.items() if " / " in key}
+    for same, code in ((20, 0), (1, 1)):
+        found = dict(prompts=20, exact_is_exits_off=same, with_generate=20, all_the_same=20) | {"tok/s": {"all": ratios}}
+        part = results.Part("exact", ["-c", f"print({json.dumps(found)!r})"])
+        monkeypatch.setattr(results, "parts", lambda *_, part=part: [part])
+        words = ["results.py", "cpu", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--again", "exact"]
+        monkeypatch.setattr(sys, "argv", words)
+        assert results.main() == code
+    assert "not as in the README: texts." in capfd.readouterr().out

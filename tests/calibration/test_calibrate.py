@@ -73,6 +73,15 @@ def test_exits_in_the_prompt_are_fitted_if_asked_for(llama, chatty, tmp_path):
         assert (engine.last_stats.settled_tokens > 0) == (file.settling.threshold is not None)
 
 
+@pytest.mark.parametrize(("family", "why"), [("bloom", "alone"), ("lfm2", "running state"), ("gemma4-shared", "share")])
+def test_a_model_that_cannot_have_exits_in_the_prompt_is_refused_before_any_text(family, why, chatty, tmp_path, monkeypatch):
+    monkeypatch.setattr("TIDE.calibration.calibrate.load_texts", lambda *_, **__: pytest.fail("texts were collected"))
+    path = tmp_path / "router.safetensors"
+    with pytest.raises(ValueError, match=rf"{why}.*Calibrate without prefill_exits"):
+        calibrated(build(family), chatty, path, config={"exit_strategy": "identity", "prefill_exits": True})
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.usefixtures("short_answers")
 def test_the_same_seed_gives_the_same_file_and_another_seed_another(llama, chatty, tmp_path):
     paths = [tmp_path / f"{name}.safetensors" for name in "abc"]

@@ -199,6 +199,9 @@ def test_the_harness_makes_the_model_by_its_name(harness, model, router, plain, 
     found = harness.simple_evaluate(model="tide", model_args=arguments, tasks=[tasks["gsm8k"].task], bootstrap_iters=0, limit=2)
     assert found["results"]["gsm8k"]["exact_match,none"] in (0, 0.5, 1)
     assert TIDE.evals.model.Registered(pretrained=str(tmp_path), mode="off").shown.name == "off"
+    assert TIDE.evals.model.Registered(pretrained=str(tmp_path)).shown.name == "off"
+    with pytest.raises(ValueError, match="modes exact and fast need exits"):
+        TIDE.evals.model.Registered(pretrained=str(tmp_path), mode="exact")
 
 
 def test_options_that_the_engine_does_not_know_are_named(compared, engine):

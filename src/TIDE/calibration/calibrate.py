@@ -33,7 +33,7 @@ from TIDE.calibration.clock import MOST, MOST_EPOCHS, Clock, room
 from TIDE.calibration.collect import Budget, collect, collecting_seconds, extended
 from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, agreement, fit_head, measure, step_seconds
 from TIDE.calibration.fit_router import FittedRouter, fit_router, fresh_router
-from TIDE.calibration.fit_settling import fit_settling
+from TIDE.calibration.fit_settling import check_settling, fit_settling
 from TIDE.calibration.placement import Candidate, Placed, best_setting, is_worth_going_deeper, place
 from TIDE.calibration.self_texts import ANSWER, TYPICAL, answering_seconds, writing_seconds
 from TIDE.calibration.start import Start
@@ -106,6 +106,8 @@ def calibrate(
     if epochs is not None:
         effort = replace(effort, schedule=replace(effort.schedule, epochs=epochs, least_steps=0))
     with _open(model) as adapter, tempfile.TemporaryDirectory(prefix="tide-states-") as folder:
+        if config.prefill_exits:
+            check_settling(adapter)
         made_for = fingerprint(model, tokenizer)
         begin = Start(adapter, config, seed, start)
         settings = {"config": asdict(config), "seed": seed, "effort": asdict(effort), "model": asdict(made_for)}

@@ -26,6 +26,7 @@ from TIDE.calibration.fit import Split
 from TIDE.calibration.fit_router import platt, train_router
 from TIDE.calibration.settled_texts import Predict, SettledTexts, batches
 from TIDE.calibration.state_maps import fit_maps
+from TIDE.engine.runners.gathering import why_no_gathering
 from TIDE.routing.router import Router
 from TIDE.routing.settling import SIGNALS, FittedSettling, features
 
@@ -52,6 +53,19 @@ def settle_depths(layers: int) -> list[int]:
     return sorted({max(1, min(layers - 1, int(part * layers))) for part in DEPTHS})
 
 
+def check_settling(adapter: ModelAdapter) -> None:
+    """Raise where a model cannot have exits in the prompt."""
+    if adapter.num_layers < 2:
+        raise ValueError("exits in the prompt need a model of 2 layers or more, found 1. Calibrate without prefill_exits.")
+    if any(store is not Store.KV for store in adapter.stores):
+        raise ValueError(
+            "exits in the prompt are fitted for models whose layers all have K/V of their own; this one has layers that share "
+            "them or keep a running state. Calibrate without prefill_exits."
+        )
+    if reason := why_no_gathering(adapter):
+        raise ValueError(f"exits in the prompt cannot be used with this model: {reason}. Calibrate without prefill_exits.")
+
+
 def fit_settling(adapter: ModelAdapter, split: Split, bottleneck: int, seed: int) -> FittedSettling:
     """Return exits in the prompt at the depth where they save most layers at no more than `MOST_RISE` of perplexity."""
     found = [_fit_at(adapter, split, depth, bottleneck, seed) for depth in settle_depths(adapter.num_layers)]
@@ -67,11 +81,7 @@ def fit_settling(adapter: ModelAdapter, split: Split, bottleneck: int, seed: int
 
 def fit_at(adapter: ModelAdapter, split: Split, depth: int, bottleneck: int, seed: int) -> tuple[FittedSettling, list[Point]]:
     """Return exits in the prompt at a depth, without a threshold, and the curve measured on held-out texts."""
-    if any(store is not Store.KV for store in adapter.stores):
-        raise ValueError(
-            "exits in the prompt are fitted for models whose layers all have K/V of their own; this one has layers that share "
-            "them or keep a running state. Calibrate without prefill_exits."
-        )
+    check_settling(adapter)
     found, unexplained = fit_maps(adapter, split.train, depth)
     maps = {deeper: own.to(torch.bfloat16) for deeper, own in found.items()}  # rounded as they will be stored
     with torch.random.fork_rng(devices=[]):

@@ -141,8 +141,8 @@ class Registered(Compared):
 
     Args:
         pretrained: a hub id, a local path, or "default".
-        router: a router file; for the default model the shipped one unless given, otherwise exits off.
-        mode: "off", "exact" or "fast".
+        router: a router file; None: the shipped one for the default model, none for others.
+        mode: "off", "exact" or "fast"; None: exact where there is a router file, otherwise off.
         exit_threshold: of mode fast.
     """
 
@@ -150,7 +150,7 @@ class Registered(Compared):
         self,
         pretrained: str = "default",
         router: str | None = None,
-        mode: str = EXACT,
+        mode: str | None = None,
         exit_threshold: float | None = None,
         batch_size: int | str | None = 1,
         max_new_tokens: int | None = None,
@@ -158,6 +158,7 @@ class Registered(Compared):
         max_batch_size: int | None = None,
     ) -> None:
         source = Path(router) if router else default_router() if pretrained == "default" else None
+        mode = mode or (OFF if source is None else EXACT)
         loaded = load_model(pretrained, device=device)
         engine = TIDE(loaded.model, None if mode == OFF else source, TIDEConfig())
         compared = contenders(engine, [mode], [] if exit_threshold is None else [float(exit_threshold)])
