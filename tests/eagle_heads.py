@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -225,3 +226,12 @@ def fitted(
         loss.backward()
         optimizer.step()
     return _tensors(head)
+
+
+def tried(folder: Path, model):
+    """The head of a folder as it is read for a model."""
+    from TIDE.adapters.adapter import ModelAdapter
+    from TIDE.routing.source import load_router
+
+    with closing(ModelAdapter(model)) as adapter:
+        return load_router(folder).for_model(adapter)

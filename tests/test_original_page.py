@@ -93,14 +93,12 @@ def test_tuning_the_threshold(page, caplog):
 
     engine = TIDE.TIDE(model, "router.pt", config=TIDEConfig(exit_threshold=0.95))
     assert torch.equal(engine.generate(ids, **GREEDY), expected)
-    engine.close()
     engine = TIDE.TIDE(model, "router.pt", config=TIDEConfig(exit_threshold=0.70))
     assert torch.equal(engine.generate(ids, **GREEDY), expected)
-    engine.close()
 
     caplog.clear()
     config = TIDEConfig(exit_threshold=0.85, min_layers=16)
-    TIDE.TIDE(model, "router.pt", config=config).close()
+    engine = TIDE.TIDE(model, "router.pt", config=config)
     assert "min_layers is 16 and all exits are at smaller depths (1, 3)" in caplog.text
 
 

@@ -15,7 +15,7 @@ from transformers import BartConfig, BartForConditionalGeneration, DynamicCache
 
 from families import FAMILIES, LAYERS, build
 from policies import Everyone
-from TIDE import TIDE
+from TIDE import TIDE, TIDEConfig
 from TIDE.adapters.adapter import ModelAdapter, PassInputs
 from TIDE.adapters.probe import Store, known_family, probe_family
 from TIDE.adapters.table import FAMILIES as TABLE
@@ -188,13 +188,46 @@ def test_a_second_engine_works_after_the_first(llama, text):
     assert torch.equal(*texts)
 
 
-def test_two_engines_on_one_model_are_refused_and_the_first_goes_on(llama, text):
+def test_an_engine_that_is_at_work_keeps_its_model(llama, text):
+    text = text[:1]
     expected = llama.generate(text, max_new_tokens=6, do_sample=False)
     with TIDE(llama) as engine:
-        with pytest.raises(RuntimeError, match="already belongs to another TIDE engine. Close that one first"):
+        stream = engine.stream(text, max_new_tokens=6, do_sample=False)
+        first = next(stream)
+        with pytest.raises(RuntimeError, match="already belongs to another TIDE engine, which is at work"):
             TIDE(llama)
-        assert torch.equal(engine.generate(text, max_new_tokens=6, do_sample=False), expected)
+        assert [first, *stream] == expected[0, text.shape[1] :].tolist()
+        row = engine.add(text, max_new_tokens=6, do_sample=False)
+        with pytest.raises(RuntimeError, match="already belongs to another TIDE engine, which is at work"):
+            TIDE(llama)
+        while not row.finished:
+            engine.step()
+        assert row.tokens == expected[0].tolist()
     assert torch.equal(llama.generate(text, max_new_tokens=6, do_sample=False), expected)
+
+
+def test_an_idle_engine_gives_its_model_up_to_another(llama, text):
+    asked = dict(max_new_tokens=6, do_sample=False)
+    expected = llama.generate(text, **asked)
+    first = TIDE(llama, Everyone(1))
+    assert torch.equal(first.generate(text, **asked), expected)
+    second = TIDE(llama)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed: another one was made for its model"):
+            first.generate(text, **asked)
+        assert torch.equal(second.generate(text, **asked), expected)
+        first.close()  # is nothing to the second
+    second.close()
+    assert torch.equal(llama.generate(text, **asked), expected)
+
+
+def test_an_engine_that_cannot_be_made_leaves_the_one_before_it_usable(llama, text):
+    asked = dict(max_new_tokens=6, do_sample=False)
+    with TIDE(llama, Everyone(1)) as engine:
+        with pytest.raises(ValueError, match="prefill_exits"):
+            TIDE(llama, Everyone(1), TIDEConfig(mode="fast", prefill_exits=True))
+        expected = engine.generate(text, **asked)
+    assert torch.equal(llama.generate(text, **asked), expected)
 
 
 def test_an_engine_that_is_dropped_closes(llama, text):

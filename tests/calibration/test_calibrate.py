@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from contextlib import closing
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import TIDE
+from eagle_heads import config_of, original, tensors_of, write
 from families import build
+from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration import calibrate as module
+from TIDE.calibration import fit
+from TIDE.calibration.collect import collecting_seconds
+from TIDE.calibration.timing import measure_costs
 from TIDE.calibration.work import Work
+from TIDE.routing.source import load_router
 
 SMALL = dict(calibration_samples=20, checkpoint_interval=2)
 
@@ -96,6 +105,50 @@ def test_the_clock_decides_and_the_same_seed_gives_the_same_file_again(llama, ch
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(("answered", "texts"), [(0, 48), (30, 96), (60, 400)])
+def test_the_time_for_answers_to_prompts_of_a_file_is_planned(answered, texts, llama, chatty, tmp_path, monkeypatch):
+    """An answer takes a second, and 0.4 of two minutes are for texts."""
+    lines = [{"prompt": f"Tell me about {n}, please"} | ({"response": "It is one."} if n < answered else {}) for n in range(60)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr(module, "collecting_seconds", lambda adapter: 0.0)
+    monkeypatch.setattr(module, "answering_seconds", lambda *_: float)
+    asked = []
+
+    def stopped(*args):
+        asked.append(args[3])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "load_texts", stopped)
+    source = dict(calibration_dataset=str(tmp_path / "texts.jsonl"), calibration_samples=400, calibration_minutes=2)
+    with pytest.raises(KeyboardInterrupt):
+        TIDE.calibrate(llama, chatty, tmp_path / "router.safetensors", TIDE.TIDEConfig(**source))
+    assert asked == [texts]
+
+
+@pytest.mark.usefixtures("short_answers")
+def test_the_facts_tell_the_schedule_and_the_steps_that_were_run(llama, chatty, tmp_path, monkeypatch):
+    fit_head, given = module.fit_head, []
+    monkeypatch.setattr(module, "fit_head", lambda *args: given.append(args[4]) or fit_head(*args))
+    step, steps = fit._backward, []
+    monkeypatch.setattr(fit, "_backward", lambda *args: steps.append(1) or step(*args))
+    facts = calibrated(llama, chatty, tmp_path / "a.safetensors", config={"exit_strategy": "lens", "min_layers": 2}).facts
+    assert facts["schedule"] == asdict(given[0]) and facts["schedule"]["epochs"] == 3, "three times one, for a lens"
+    assert facts["steps"] == {2: len(steps)}
+
+
+def test_exits_of_other_sizes_are_timed_again(llama, tmp_path, monkeypatch):
+    """Two EAGLE-3 heads may differ in all but the model."""
+    keys = []
+    monkeypatch.setattr(module, "measure_head", lambda adapter, policy, depth, key: keys.append(key) or 1.0)
+    with closing(ModelAdapter(llama)) as adapter:
+        job = SimpleNamespace(adapter=adapter, key="k", start=SimpleNamespace(strategy="eagle3"))
+        for inner in (96, 32):
+            tensors, config = tensors_of(inner=inner), config_of("original", eagle_aux_hidden_state_layer_ids=[1, 2, 4])
+            file = load_router(write(tmp_path / str(inner), config, original(tensors))).for_model(adapter)
+            module._Job._head_seconds(job, file.exits[0], 0, None)
+    assert len(set(keys)) == 2
+
+
 @pytest.mark.parametrize(("lost", "packed"), [(0.001, True), (0.003, False)])
 @pytest.mark.usefixtures("short_answers")
 def test_heads_are_stored_in_8_bits_unless_that_costs_agreement(llama, chatty, tmp_path, monkeypatch, lost, packed):
@@ -169,3 +222,14 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(llama, chatty
         calibrated(llama, chatty, tmp_path / "nowhere" / "router.pt")
     with pytest.raises(ValueError, match="safetensors"):
         calibrated(llama, chatty, tmp_path / "router.bin")
+
+
+@pytest.mark.usefixtures("short_answers")
+def test_a_model_with_few_learned_positions_is_timed_and_calibrated(plain, tmp_path):
+    """Nothing is asked of positions that it does not have: GPT-2's are a table."""
+    for positions in (40, 128, 144, 256):
+        with closing(ModelAdapter(build("gpt2", n_positions=positions))) as adapter:
+            assert collecting_seconds(adapter) > 0
+            assert measure_costs(adapter, f"{positions} positions").full_step > 0
+    model = build("gpt2", n_positions=40)
+    assert calibrated(model, plain, tmp_path / "router.safetensors", config={"exit_strategy": "lens"}).exits

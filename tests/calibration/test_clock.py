@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from TIDE.calibration import timing
 from TIDE.calibration.clock import ENOUGH, FEWEST, HEAD_SHARE, MORE_SHARE, TEXTS_SHARE, Clock
 
 
@@ -47,6 +48,22 @@ def test_too_few_minutes_are_said_before_it_starts(caplog):
     said = "3 minutes are too few on this machine: there is time for 72 texts."
     assert f"{said} Exits learn little from fewer than {ENOUGH}" in caplog.text
     assert "which take about 83 minutes" in caplog.text
+
+
+def test_the_plan_and_too_few_minutes_are_said_before_every_start(caplog):
+    with caplog.at_level(logging.INFO):
+        Clock(3, "a").texts(per_text(1.0), room=10**9)
+        first = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        Clock(3, "a").texts(lambda: pytest.fail("measured again"), room=10**9)
+    assert "72 texts: about 72 s of 180" in first and len(first) == 2
+    assert [record.getMessage() for record in caplog.records] == first
+
+
+def test_a_number_of_texts_that_an_older_version_kept_is_used(caplog):
+    timing.keep("a|3 minutes|texts", {"count": 50})
+    assert Clock(3, "a").texts(lambda: pytest.fail("measured again"), room=10**9) == 50
+    assert not caplog.records
 
 
 def test_each_head_takes_its_share_of_what_is_left(now):

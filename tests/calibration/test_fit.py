@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,35 @@ def test_the_same_seed_gives_the_same_head(adapter, tmp_path):
     found = [fit_head(adapter, a_head(adapter, "memory"), split, Exits(DEPTH, None), schedule, 7, "").head for _ in range(2)]
     for one, other in zip(found[0].parameters(), found[1].parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def rates_of(make, steps: int) -> list[float]:
+    """The learning rate at each step."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    scheduler, found = make(optimizer), []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("steps", range(1, 25))
+def test_any_number_of_steps_has_learning_rates(steps):
+    found = rates_of(lambda optimizer: fit._one_cycle(optimizer, 1e-3, steps), steps)
+    assert all(0 <= rate <= 1.0001e-3 for rate in found) and found[-1] < 1e-6
+    if steps != 10:  # where torch's own divides by zero
+        cycle = partial(
+            torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-3, total_steps=steps, pct_start=0.1, cycle_momentum=False
+        )
+        assert found == rates_of(cycle, steps), "runs that worked stay as they were"
+
+
+def test_ten_steps_train_a_head(adapter, tmp_path):
+    split, head = a_split(adapter, tmp_path), a_head(adapter, "memory")
+    before = {name: weight.clone() for name, weight in head.state_dict().items()}
+    fitted = fit_head(adapter, head, split, Exits(DEPTH, None), Schedule(steps=10, batch_tokens=128), 0, "")
+    assert any(not torch.equal(weight, before[name]) for name, weight in fitted.head.state_dict().items())
 
 
 def test_states_on_disk_are_those_in_memory(adapter, tmp_path):

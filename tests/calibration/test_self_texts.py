@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from families import build
-from TIDE.calibration.self_texts import _Author, answer_prompts, builtin_prompts, chat_frame, write_texts, writing_seconds
+from TIDE.calibration.self_texts import (
+    CPU_TOKENS,
+    TYPICAL,
+    _Author,
+    answer_prompts,
+    answering_seconds,
+    builtin_prompts,
+    chat_frame,
+    write_texts,
+    writing_seconds,
+)
 from TIDE.calibration.text import Text
 
 PROMPTS = ["Where is the sea?", "Count to three.", "Hi"]
@@ -119,6 +129,20 @@ def test_a_template_that_hides_the_user_is_refused(chatty):
         patch.setattr(chatty, "chat_template", "<s>hello")
         with pytest.raises(ValueError, match=r"does not show what the user says.*chat_template = None"):
             chat_frame(chatty)
+
+
+def test_a_template_that_refuses_the_user_is_explained_in_a_line(chatty, monkeypatch):
+    monkeypatch.setattr(chatty, "chat_template", "{{ raise_exception('a system\nmessage is needed') }}")
+    with pytest.raises(ValueError, match=r"refuses a message of the user \(a system message is needed\).*None") as error:
+        chat_frame(chatty)
+    assert "\n" not in str(error.value)
+
+
+def test_answers_take_one_pass_over_their_prompts(llama, chatty):
+    seconds = answering_seconds(llama, chatty, seed=0, answer=16)
+    fit = CPU_TOKENS // (TYPICAL + 16)
+    assert 0 < seconds(1) <= seconds(fit) < seconds(fit + 1)
+    assert seconds(10 * fit) == pytest.approx(10 * seconds(fit)), "batches that are full take as long as each other"
 
 
 def test_more_texts_take_longer_to_write(llama, chatty):

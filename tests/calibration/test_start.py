@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -9,16 +10,17 @@ import torch
 
 import TIDE
 from eagle_heads import a_head, config_of, tensors_of, with_vocabulary, write
-from families import build
+from families import FAMILIES, build
 from router_files import a_file, original_file
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration import calibrate as module
 from TIDE.calibration.fit import Fitted
 from TIDE.calibration.start import Start
 from TIDE.config import TIDEConfig
-from TIDE.routing.eagle3.fresh import fresh_depths
+from TIDE.routing.eagle3.fresh import check_model, fresh_depths, fresh_eagle_head
 from TIDE.routing.eagle3.head import EagleHead
 from TIDE.routing.router import Router
+from TIDE.routing.source import load_router
 
 IDS = torch.tensor([[1, 20, 30, 40, 50]])
 
@@ -138,7 +140,56 @@ def test_what_cannot_be_trained_on_from_is_refused_in_one_line(what, config, sai
     adapter.close()
 
 
-@pytest.mark.parametrize(("name", "said"), [("gpt2", "before its first layer"), ("stablelm", "an RMS norm and a product")])
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (dict(num_hidden_layers=4), "it was made for 8 layers and this model has 4"),
+        (dict(num_hidden_layers=10), "it was made for 8 layers and this model has 10"),
+        (dict(num_hidden_layers=8, vocab_size=200), "a vocabulary of 128 tokens, this model has 200"),
+        (dict(num_hidden_layers=8, hidden_size=32), "it has states of 64, this model has states of 32"),
+        (dict(name="gpt2", n_layer=8), "this model changes them before its first layer"),
+    ],
+)
+@pytest.mark.parametrize("has_vocabulary", [True, False])
+def test_a_saved_eagle3_file_is_compared_with_the_model_before_any_work(other, said, has_vocabulary, tmp_path):
+    tensors = with_vocabulary(tensors_of(48), torch.arange(0, 96, 2)) if has_vocabulary else tensors_of()
+    write(tmp_path / "head", config_of("original", eagle_aux_hidden_state_layer_ids=[2, 4, 5]), tensors)
+    with closing(ModelAdapter(build("llama", num_hidden_layers=8))) as adapter:
+        load_router(tmp_path / "head").for_model(adapter).save(tmp_path / "router.pt")
+    with closing(ModelAdapter(build(**{"name": "llama"} | other))) as adapter:
+        with pytest.raises(ValueError, match=said) as error:
+            Start(adapter, TIDEConfig(), 0, tmp_path / "router.pt")
+        assert len(str(error.value).splitlines()) == 1 and "router.pt" in str(error.value)
+    with closing(ModelAdapter(build("qwen2", num_hidden_layers=8))) as adapter:
+        assert Start(adapter, TIDEConfig(), 0, tmp_path / "router.pt").depths() == [0], "another model of the same sizes"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_fresh_eagle3_head_has_the_models_logits_or_is_refused(name):
+    model, dice = build(name), torch.Generator().manual_seed(0)
+    for own, weight in model.named_parameters():
+        if "norm" in own:
+            weight.data += 0.3 * torch.randn(weight.shape, generator=dice)
+    with closing(ModelAdapter(model)) as adapter, torch.no_grad():
+        try:
+            check_model(adapter)
+        except ValueError:
+            assert name not in ("llama", "qwen3", "qwen3_next", "gemma2", "gemma3", "granite", "mixtral", "gpt_oss")
+            return
+        states = torch.randn(200, adapter.hidden_dim, generator=dice) + 0.7
+        expected, found = adapter.head(states), fresh_eagle_head(adapter, None, 0).logits(states)
+    assert torch.equal(expected.argmax(-1), found.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gpt2", "before its first layer"),
+        ("stablelm", "an RMS norm and a product"),
+        ("cohere2", "an RMS norm and a product"),
+        ("nemotron", "an RMS norm and a product"),
+    ],
+)
 def test_models_that_no_eagle3_head_is_made_for_are_named(name, said):
     adapter = ModelAdapter(build(name))
     with pytest.raises(ValueError, match=f"no EAGLE-3 head can be trained for .*{said}.*Use exit_strategy='memory'"):

@@ -8,6 +8,7 @@ import pytest
 
 import TIDE
 from commands import tide
+from eagle_heads import a_head
 from TIDE.routing.router_file import RouterFile
 
 
@@ -35,6 +36,32 @@ def test_the_shipped_file_is_not_written_over(folder, router, monkeypatch):
     assert done.exit_code == 0, done.output
     assert "not written: the shipped file stays as it is. Keep it with -o FILE." in done.stderr
     assert router.read_bytes() == before
+
+
+def test_exits_of_a_folder_are_certified_into_a_file(folder, router, tmp_path):
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "router.safetensors").write_bytes(router.read_bytes())
+    for name, strategy in ((a_head(tmp_path / "head", [1, 2, 3]), "eagle3"), (tmp_path / "hub", "memory")):
+        done = tide("certify", *options(folder, name), *LENIENT)
+        assert done.exit_code == 2 and done.stdout == "", "found before any work"
+        assert f"expected -o FILE to write to: {name} is no router file" in done.stderr
+        path = tmp_path / f"{strategy}.safetensors"
+        done = tide("certify", *options(folder, name), *LENIENT, "-o", path)
+        assert done.exit_code == 0, done.output
+        assert "mean rouge_l loss" in done.stdout and f"written: {path}" in done.stderr
+        found = RouterFile.load(path)
+        assert found.strategy == strategy and found.certificate.prompts == 20
+        with TIDE.TIDE(TIDE.load_model(folder).model, path, TIDE.TIDEConfig(mode="fast")) as engine:
+            assert engine.policy.certificate == found.certificate
+
+
+def test_a_certificate_that_cannot_be_written_is_printed(folder, router, monkeypatch):
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("TIDE.routing.router_file.add_certificate", full)
+    done = tide("certify", *options(folder, router), *LENIENT)
+    assert done.exit_code == 1 and "mean rouge_l loss" in done.stdout and "no space left" in done.stderr
 
 
 def test_tune_prints_a_table_and_draws(folder, router, tmp_path):

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 
 import pytest
 
+import TIDE
+from characters import TEMPLATE, characters
 from commands import fits, tide
 from eagle_heads import a_head
+from families import build
+from TIDE.adapters.adapter import ModelAdapter
+from TIDE.routing.source import load_router
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -56,6 +62,19 @@ def test_what_cannot_be_exported_is_a_line(head, folder, router, tmp_path):
         assert done.exit_code == 1 and len(done.stderr.splitlines()) == 1
         assert "cannot be exported for vllm" in done.stderr and said in done.stderr
     assert not (tmp_path / "new").exists()
+
+
+def test_a_saved_head_is_exported_for_its_own_model_only(head, folder, tmp_path):
+    """Its depths and its vocabulary exist in the other model, too."""
+    with closing(ModelAdapter(TIDE.load_model(folder).model)) as adapter:
+        load_router(head).for_model(adapter).save(tmp_path / "head.safetensors")
+    build("llama", num_hidden_layers=6).save_pretrained(tmp_path / "other")
+    characters(TEMPLATE).save_pretrained(tmp_path / "other")
+    done = tide("export", tmp_path / "head.safetensors", "--model", tmp_path / "other", "--to", tmp_path / "new")
+    assert done.exit_code == 1 and not (tmp_path / "new").exists()
+    assert "head.safetensors was made for" in done.stderr and "They differ in num_layers, weights." in done.stderr
+    done = tide("export", tmp_path / "head.safetensors", "--model", folder, "--to", tmp_path / "new")
+    assert done.exit_code == 0, done.output
 
 
 def test_names_that_nothing_has_are_wrong_usage():

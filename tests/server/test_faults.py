@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -11,18 +12,22 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from families import build
 from properties import IS_LONG
 from servers import SPECIAL, Running, bytewise, tiny
 from TIDE.server import ServerSettings
+from TIDE.server.errors import INTERNAL
 from TIDE.server.job import Job
+from TIDE.server.parsing import MessageParser
 
 LONG = dict(prompt="Hello", max_tokens=900, ignore_eos=True, temperature=0)
 
@@ -111,6 +116,42 @@ def test_a_request_past_its_time_ends_with_an_error(another, monkeypatch):
     assert hasty.is_idle() and hasty.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
 
 
+@pytest.mark.parametrize(("asked", "param"), [(dict(prompt=["a"] * 4), "prompt"), (dict(prompt="a", n=4), "n")])
+def test_more_answers_than_there_can_ever_be_are_refused_before_anything_is_tokenized(another, monkeypatch, asked, param):
+    small = another(ServerSettings(max_rows=1, max_queue=2), router=None)
+    monkeypatch.delattr(type(small.app.state.service.prompts), "of_text")
+    error = small.post("/v1/completions", **asked).json()["error"]
+    assert error["code"] == 400 and error["param"] == param
+    assert error["message"] == "one request may ask for 3 answers at most, found 4. Ask for fewer."
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", dict(prompt="Hello", max_tokens=1)),
+        ("/v1/chat/completions", dict(messages=[{"role": "user", "content": "Hello"}], max_tokens=1)),
+        ("/tokenize", dict(prompt="Hello")),
+        ("/detokenize", dict(tokens=[70, 71])),
+    ],
+)
+def test_a_text_that_takes_long_to_tokenize_holds_up_nobody(server, monkeypatch, path, asked):
+    prompts, is_tokenizing, may_go_on = server.app.state.service.prompts, threading.Event(), threading.Event()
+
+    def slow(plain, *given):
+        is_tokenizing.set()
+        assert may_go_on.wait(60)
+        return plain(*given)
+
+    for name in ("of_text", "of_messages"):
+        monkeypatch.setattr(prompts, name, functools.partial(slow, getattr(prompts, name)))
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(server.post, path, **asked)
+        assert is_tokenizing.wait(60)
+        assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200 and not answer.done()
+        may_go_on.set()
+        assert answer.result().status_code == 200
+
+
 def failing(after: int, kind: type[Exception] = RuntimeError):
     """A model whose layers fail after so many passes; the engine runs them by its own modules."""
     loaded = tiny(attention_dropout=0.0)
@@ -163,6 +204,59 @@ def test_an_answer_that_breaks_a_step_fails_alone(another, monkeypatch, backend)
     assert server.http.get("/health").status_code == 200 and server.post("/v1/completions", prompt="x").status_code == 200
 
 
+@pytest.mark.parametrize("others", [True, False], ids=["among others", "alone"])
+@pytest.mark.parametrize("fault", ["add", "read"])
+def test_an_answer_that_fails_outside_of_a_step_fails_alone(another, monkeypatch, fault, others):
+    """There is no memory for one answer's row, or the tokens of one cannot be read."""
+    server = another(router=None)
+    engine, bad_ids = server.worker.engine, [50, 51, 52]
+    add, read = engine.add, Job.read
+
+    def failing_add(prompt, **options):
+        if prompt["input_ids"].tolist() == [bad_ids]:
+            raise torch.OutOfMemoryError("no memory on /dev/card")
+        return add(prompt, **options)
+
+    def failing_read(job):
+        if job.ask.ids == bad_ids:
+            raise KeyError("/usr/lib/tokenizer")
+        return read(job)
+
+    monkeypatch.setattr(*(engine, "add", failing_add) if fault == "add" else (Job, "read", failing_read))
+    with ThreadPoolExecutor(1) as threads:
+        good = threads.submit(server.post, "/v1/completions", **LONG | {"max_tokens": 100 if others else 1})
+        while others and not server.worker._running:
+            time.sleep(0.005)
+        bad = server.post("/v1/completions", prompt=bad_ids, max_tokens=4)
+    assert bad.status_code == 500 and bad.json()["error"]["message"] == INTERNAL
+    assert good.result().status_code == 200 and server.is_idle()
+    assert server.http.get("/health").status_code == 200
+    assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+
+
+def test_an_answer_that_cannot_be_parsed_in_mid_stream_ends_with_an_error(another, monkeypatch):
+    server = another(router=None)
+    feed, fed = MessageParser.feed, []
+
+    def failing_feed(parser, text, is_last=False):
+        fed.append(text)
+        if len(fed) == 3:
+            raise TypeError("/usr/lib/parser")
+        return feed(parser, text, is_last)
+
+    monkeypatch.setattr(MessageParser, "feed", failing_feed)
+    asked = dict(messages=[{"role": "user", "content": "Hello"}], max_tokens=900, ignore_eos=True, stream=True)
+    with server.http.stream("POST", "/v1/chat/completions", json=asked) as answer:
+        *chunks, error, done = events(answer)
+    assert chunks and error["error"]["code"] == 500 and error["error"]["message"] == INTERNAL and done == "[DONE]"
+    assert server.is_idle() and json.loads(server.lines(1)[-1])["error"] == INTERNAL
+
+
+def test_health_is_told_without_a_body_too(server):
+    answer = server.http.head("/health")
+    assert answer.status_code == 200 and answer.content == b""
+
+
 @pytest.mark.parametrize(
     "extreme",
     [dict(temperature=5e-324), dict(temperature=100), dict(top_p=5e-324), dict(min_p=1), dict(repetition_penalty=0.01)],
@@ -193,7 +287,7 @@ def test_a_signal_under_load_drains_and_ends_the_process(tmp_path):
     model.save_pretrained(tmp_path)
     bytewise().save_pretrained(tmp_path)
     command = [sys.executable, "-m", "TIDE.cli.app", "serve", str(tmp_path), "--no-exits", "--port", "0", "--json"]
-    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"TIDE_API_KEY": "k"})
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"TIDE_API_KEY": "other, k"})
     with subprocess.Popen([*command, "--drain-seconds", "4"], **options) as process:
         told = json.loads(process.stdout.readline())
         assert told["model"] == str(tmp_path)
@@ -233,4 +327,4 @@ def test_many_short_requests_leave_nothing_behind(server, monkeypatch):
     assert server.is_idle()
     gc.collect()
     assert sum(type(one) is Job for one in gc.get_objects()) < 10
-    assert not server.worker._outbox and not server.worker._asked
+    assert not server.worker._outbox and not server.worker._scoring

@@ -14,7 +14,7 @@ NAMES = """num_requests_running num_requests_waiting kv_cache_usage_perc prompt_
 time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds
 request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds request_inference_time_seconds
 iteration_tokens_total request_prompt_tokens request_generation_tokens spec_decode_num_drafts spec_decode_num_draft_tokens
-spec_decode_num_accepted_tokens spec_decode_num_accepted_tokens_per_pos"""
+spec_decode_num_accepted_tokens spec_decode_num_accepted_tokens_per_pos prefix_cache_queries prefix_cache_hits"""
 
 
 def read(server) -> dict[str, dict[tuple, float]]:
@@ -52,6 +52,18 @@ def test_everything_that_happened_is_counted(another):
     assert total(whole, "tide:e2e_request_latency_seconds_count") == 5
     assert {dict(labels)["model_name"] for _, *labels in whole} == {"tiny"}
     assert total(after["tide:num_requests_running"], "tide:num_requests_running") == 0
+
+
+def test_tokens_of_prompts_that_were_there_already_are_counted(another):
+    server = another()
+    prompt = "a prompt that is longer than what is worth a copy"
+    for _ in range(2):
+        assert server.post("/v1/completions", prompt=prompt, max_tokens=2).status_code == 200
+    assert server.is_idle()
+    queries, hits = (
+        total(read(server)[f"tide:{name}"], f"tide:{name}_total") for name in ("prefix_cache_queries", "prefix_cache_hits")
+    )
+    assert queries == 2 * len(prompt) and hits == len(prompt) - 1
 
 
 def test_names_are_vllms_and_under_its_prefix_if_asked_for(server, another):

@@ -117,6 +117,14 @@ def test_an_echo_has_the_logprobs_that_the_same_tokens_had_when_they_were_writte
     assert both.text == f"Hello{written.text}" and len(both.logprobs.tokens) == len(prompt) + 12
 
 
+def test_stop_strings_wait_for_min_tokens(client, server):
+    token = server.post("/tokenize", prompt="x").json()["tokens"][0]
+    asked = dict(TEXT, logit_bias={str(token): 100}, stop=["x"])
+    assert client.completions.create(**asked).choices[0].text == ""
+    late = client.completions.create(**asked, extra_body={"min_tokens": 5})
+    assert late.choices[0].text == "x" * 5 and late.choices[0].finish_reason == "stop" and late.usage.completion_tokens == 6
+
+
 def test_a_bias_and_penalties_change_the_text(client, server):
     token = server.post("/tokenize", prompt="x").json()["tokens"][0]
     assert client.completions.create(**TEXT, logit_bias={str(token): 100}).choices[0].text == "x" * 12

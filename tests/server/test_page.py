@@ -120,6 +120,20 @@ def test_a_stop_in_the_middle_frees_the_row_and_the_chat_goes_on(page, server):
 
 
 @in_browser
+def test_a_new_chat_during_an_answer_forgets_the_old_one(page, server):
+    driver = page()
+    say(driver, "A question of the old chat", tokens=900)
+    wait(driver, "document.querySelectorAll('.token').length > 3")
+    driver.find_element("id", "reset").click()
+    assert server.is_idle() and not find(driver, ".said")
+    server.log.lines.clear()
+    say(driver, "Hello", tokens=4)
+    is_done(driver)
+    asked = server.post("/tokenize", messages=[{"role": "user", "content": "Hello"}]).json()["count"]
+    assert f'"prompt_tokens": {asked},' in server.lines(1)[0]
+
+
+@in_browser
 def test_an_error_is_shown_in_its_place(page, another):
     driver = page()
     say(driver, "x" * 2000, tokens=4)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -48,9 +51,96 @@ def test_a_key_comes_from_the_environment_and_errors_are_a_line(another, monkeyp
     [
         (("--url", "http://127.0.0.1:9"), 1, "there is no server at http://127.0.0.1:9"),
         (("--url", "nonsense"), 1, "there is no server at nonsense"),
+        (("--url", "http://127.0.0.1:abc"), 1, "there is no server at http://127.0.0.1:abc"),
         (("--url", "http://127.0.0.1:9", "--no-exits"), 2, "--url goes without options of an engine"),
     ],
 )
 def test_a_server_that_is_not_there_is_named(options, code, said):
     done = tide("chat", *options, stdin="Hello\n")
     assert done.exit_code == code and said in done.stderr
+
+
+PIECE = b'data: {"choices": [{"index": 0, "delta": {"content": "Hi"}}]}\n\n'
+USAGE = b'data: {"usage": {"completion_tokens": 3}}\n\n'
+END = b'data: {"choices": [{"index": 0, "finish_reason": "stop"}]}\n\n'
+NO_ERROR = PIECE.replace(b"{", b'{"error": null, ', 1)
+DONE = b"data: [DONE]\n\n"
+MODELS = b'{"data": [{"id": "m"}]}'
+
+
+@pytest.fixture
+def replying():
+    """Starts servers that say what they are told to."""
+    started = []
+
+    def start(models: bytes, events: bytes = b"", missing: int = 0) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply(models)
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.reply(events)
+
+            def reply(self, body: bytes) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body) + missing))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None: ...
+
+        started.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=started[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{started[-1].server_port}"
+
+    yield start
+    for server in started:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("events", [PIECE + DONE, PIECE + END, USAGE + PIECE + END + USAGE, NO_ERROR + DONE])
+def test_streams_that_end_as_they_should_are_answers(replying, events):
+    done = talk(replying(MODELS, events), "Hello", options=("--json",))
+    assert done.exit_code == 0 and json.loads(done.stdout)["answer"] == "Hi", done.output
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        (PIECE, "the server broke off before the answer was complete"),
+        (b"", "the server broke off before the answer was complete"),
+        (b"data: {oops\n\n", "expected a JSON object from the server, found '{oops'"),
+        (b'data: {"error": {"message": "no more"}}\n\n', "the server broke off: no more"),
+    ],
+)
+def test_a_stream_that_breaks_off_is_an_error_and_not_kept(replying, events, said):
+    done = talk(replying(MODELS, events), "Hello", "/stats", options=("--json",))
+    assert done.exit_code == 1 and said in done.stderr and "there is no answer yet" in done.stderr
+
+
+def test_a_connection_that_breaks_off_is_an_error(replying):
+    """Fewer bytes come than were announced."""
+    done = tide("chat", "m", "--url", replying(MODELS, PIECE, missing=100), "--json", stdin="Hello\n")
+    assert done.exit_code == 1 and "broke off" in done.stderr
+
+
+@pytest.mark.parametrize("models", [b"[1]", b"<html>", b'{"data": []}', b'{"data": null}', b"{}"])
+def test_a_server_that_names_no_model_is_an_error(replying, models):
+    done = talk(replying(models), "Hello")
+    assert done.exit_code == 1 and "names no model" in done.stderr and "tide chat MODEL --url" in done.stderr
+    assert "should not happen" not in done.stderr
+
+
+def test_a_port_that_speaks_something_else_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        done = talk(f"http://127.0.0.1:{server.getsockname()[1]}", "Hello")
+    assert done.exit_code == 1 and "there is no server at http://127.0.0.1" in done.stderr

@@ -25,6 +25,11 @@ def test_arguments_are_read_as_what_they_are():
     given = dict(model="m", api_keys="a,b", max_rows="3", drain_seconds="1.5", vllm_metrics="true", max_model_len="99")
     asked = ServerSettings(api_keys=("a", "b"), max_rows=3, drain_seconds=1.5, vllm_metrics=True, max_model_len=99)
     assert _settings(given) == asked
+    assert _settings(dict(api_keys="a, b", names=" m ,n", salted_keys="True", vllm_metrics="FALSE")) == ServerSettings(
+        api_keys=("a", "b"), names=("m", "n"), salted_keys=True
+    )
+    with pytest.raises(ValueError, match="salted_keys must be true or false, found 'yes'"):
+        _settings(dict(salted_keys="yes"))
     with pytest.raises(ValueError, match="there is no argument 'modle'"):
         app({"modle": "m"})
 

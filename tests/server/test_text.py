@@ -83,6 +83,16 @@ def _before_first(pieces: list[str], stops: list[str]) -> str:
     raise AssertionError("there is none")
 
 
+def test_a_stop_string_that_comes_too_early_is_text():
+    stops = StopStrings(["ab", "cab!"])
+    shown = [stops.add("ab", may_stop=False), stops.add("xcab", may_stop=False)]
+    assert shown == ["ab", "x"] and not stops.found, "what may yet become a stop string is held back"
+    assert stops.add("?") == "cab?" and not stops.found
+    assert stops.add("yab") == "y" and stops.found
+    across = StopStrings(["abc"])
+    assert [across.add("xa", may_stop=False), across.add("bcd")] == ["x", ""] and across.found
+
+
 @pytest.mark.parametrize(("text", "held"), [("xa", "a"), ("xab", "ab"), ("xb", ""), ("xaab", "ab")])
 def test_only_the_beginning_of_a_stop_string_is_held_back(text, held):
     stops = StopStrings(["abc"])

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from TIDE.adapters.patches import original_class, patch, unpatch
+from TIDE.adapters.patches import holder_of, original_class, patch, unpatch
 from TIDE.adapters.probe import Store, input_device, known_family, layer_stores, probe_family, shared_sources
 from TIDE.adapters.rope import rope_of
 from TIDE.adapters.weights import holds_numbers, version
@@ -84,10 +84,17 @@ class _Rows(NamedTuple):
 
 
 class ModelAdapter:
-    """A model whose decoder layers can be run span by span. A model has one adapter at a time."""
+    """A model whose decoder layers can be run span by span. A model has one adapter at a time.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    Args:
+        is_idle: returns True if another adapter may take the model over; None: none may.
+    """
+
+    def __init__(self, model: PreTrainedModel, is_idle: Callable[[], bool] | None = None) -> None:
         self._fitted: list[nn.Module] = []
+        self._is_idle = is_idle
+        self._before: ModelAdapter | None = None  # that had the model
+        self._was_replaced = False
         _refuse_what_cannot_work(model)
         self.model = model
         self.stores = layer_stores(model)
@@ -125,7 +132,12 @@ class ModelAdapter:
         return list(self.model.get_submodule(self.family.layers).children())
 
     def _patch_all(self) -> None:
-        """Patch every layer, and the LM head if it is a module of its own."""
+        """Patch every layer, and the LM head if it is a module of its own. An idle engine gives its model up."""
+        held = holder_of(self.layers[0])
+        if held is not None and held._is_idle is not None and held._is_idle():
+            held.close()
+            held._was_replaced = True
+            self._before = held
         head = self.model.get_output_embeddings()
         self._head_is_patched = head is not None and head is not self.model.get_input_embeddings()
         try:
@@ -160,8 +172,26 @@ class ModelAdapter:
         return bool(self._fitted)
 
     def check_open(self) -> None:
-        if not self.is_open:
-            raise RuntimeError("this engine is closed. Make a new one with TIDE.TIDE(model, ...).")
+        if self.is_open:
+            return
+        if self._was_replaced:
+            raise RuntimeError(
+                "this engine is closed: another one was made for its model. Use that one, or engine.using(config) for other "
+                "settings."
+            )
+        raise RuntimeError("this engine is closed. Make a new one with TIDE.TIDE(model, ...).")
+
+    def keep(self) -> None:
+        """Keep a model that was taken over."""
+        self._before = None
+
+    def give_back(self) -> None:
+        """Close, and let the engine have its model again that it was taken from."""
+        self.close()
+        if self._before is not None:
+            self._before._was_replaced = False
+            self._before._patch_all()
+            self.keep()
 
     def close(self) -> None:
         """Remove the patches, which leaves the model as it was before."""
@@ -238,8 +268,7 @@ class ModelAdapter:
         return logits[:, vocabulary]
 
     def _forward(self, task: _Task, inputs: dict[str, Any]) -> Any:
-        if not self.is_open:
-            raise RuntimeError("this engine is closed. Make a new one with TIDE.TIDE(model, ...).")
+        self.check_open()
         self._tasks.current = task
         try:
             with torch.enable_grad() if task.with_grad else self.grad_off():

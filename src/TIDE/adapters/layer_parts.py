@@ -79,7 +79,7 @@ ACTIVATIONS = {
     "GELUActivation": GELU,
 }
 ACTIVATIONS |= {"PytorchGELUTanh": GELU_TANH}  # its name in older transformers
-WITH_OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"}  # their weights are around 0
+WITH_OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm"}  # their weights are around 0
 
 
 class Projection(NamedTuple):
@@ -101,6 +101,7 @@ def norm_parts(norm: Any, like: torch.Tensor) -> Norm:
         return Norm(like.new_ones(norm.normalized_shape), 1e-5, 0.0, True, none)
     if name == "LayerNorm":
         return Norm(norm.weight, norm.eps, 0.0, True, none if norm.bias is None else norm.bias)
+    assert name.endswith("RMSNorm"), f"expected a norm of LAYERS, found {name}: add what it computes here"
     eps = float(getattr(norm, "variance_epsilon", None) or norm.eps)
     return Norm(norm.weight, eps, float(name in WITH_OFFSET), False, none)
 

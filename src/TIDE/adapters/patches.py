@@ -33,12 +33,18 @@ class LayerPatch:
         return adapter._layer(self._index, task, call, args, kwargs)
 
 
+def holder_of(module: nn.Module) -> ModelAdapter | None:
+    """Return the adapter that has patched a module; None: nobody has, or it was dropped."""
+    found = module.__dict__.get("_tide_patch")
+    return None if found is None else found._adapter()
+
+
 def patch(module: nn.Module, adapter: ModelAdapter, index: int | None) -> None:
     name = type(adapter.model).__name__
     if "_tide_patch" in module.__dict__:
         raise RuntimeError(
-            f"this {name} already belongs to another TIDE engine. Close that one first (engine.close(), or leave its `with` "
-            f"block)."
+            f"this {name} already belongs to another TIDE engine, which is at work. Let it finish, or close it "
+            f"(engine.close(), or leave its `with` block)."
         )
     try:
         module.__class__ = _patched(type(module))  # type: ignore[arg-type]

@@ -58,6 +58,12 @@ class RotaryTable:
             held = self._tables[kind] = self.at(every, kind)
         return held
 
+    def restart(self) -> None:
+        """Forget the texts before. "dynamic" keeps the frequencies of the longest one until it sees a short one again."""
+        if self.exists and not self.is_constant:
+            for kind in self.kinds:
+                self.at(torch.zeros(1, dtype=torch.long), kind)
+
     def at(self, positions: torch.Tensor, kind: str = "") -> CosSin:
         """Return cosines and sines of (n,) positions, which are all that a pass has: row i belongs to positions[i]."""
         assert self._rotary is not None and positions.ndim == 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,10 +35,10 @@ from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, agreement, fit_
 from TIDE.calibration.fit_router import FittedRouter, fit_router, fresh_router
 from TIDE.calibration.fit_settling import check_settling, fit_settling
 from TIDE.calibration.placement import Candidate, Placed, best_setting, is_worth_going_deeper, place
-from TIDE.calibration.self_texts import ANSWER, TYPICAL, writing_seconds
+from TIDE.calibration.self_texts import ANSWER, TYPICAL, answering_seconds, writing_seconds
 from TIDE.calibration.start import Start
 from TIDE.calibration.text import Text
-from TIDE.calibration.texts import load_texts
+from TIDE.calibration.texts import load_texts, unanswered
 from TIDE.calibration.timing import Costs, machine, measure_costs, measure_head
 from TIDE.calibration.vocabulary import Choice, choose_vocabulary, ranked, training_vocabulary
 from TIDE.calibration.work import Work
@@ -45,7 +46,7 @@ from TIDE.config import TIDEConfig
 from TIDE.engine.runners.check import check_unknown
 from TIDE.routing import storage
 from TIDE.routing.calibrated import CalibratedPolicy
-from TIDE.routing.exits import Exit
+from TIDE.routing.exits import EAGLE3, Exit
 from TIDE.routing.fingerprint import Fingerprint, fingerprint
 from TIDE.routing.heads import MEMORIES
 from TIDE.routing.router_file import RouterFile
@@ -162,6 +163,7 @@ class _Job:
         held = self.start.file if self.start.has_own_vocabulary else None
         self.trained_on = training_vocabulary(self.adapter, self.tokens) if held is None else _on(held.vocabulary, self.adapter)
         self.choice: Choice | None = None
+        self.steps: dict[int, int] = {}  # of training, by depth
         settling = None
         if self.config.prefill_exits:
             settling = fit_settling(self.adapter, self.split, self.config.router_bottleneck_dim, self.seed)
@@ -190,10 +192,15 @@ class _Job:
     def _texts_seconds(self) -> Callable[[int], float]:
         """Measure how long texts and their states take."""
         collecting = TEXT_TOKENS * collecting_seconds(self.adapter)
-        if self.config.calibration_dataset != "self":
+        source, told = self.config.calibration_dataset, (self.tokenizer, self.seed, self.effort.answer)
+        if source == "self":
+            writing = writing_seconds(self.adapter.model, *told)
+            return lambda count: writing(count) + count * collecting
+        share = unanswered(source, self.tokenizer, self.seed)
+        if not share:
             return lambda count: count * collecting
-        writing = writing_seconds(self.adapter.model, self.tokenizer, self.seed, self.effort.answer)
-        return lambda count: writing(count) + count * collecting
+        answering = answering_seconds(self.adapter.model, *told)
+        return lambda count: answering(math.ceil(share * count)) + count * collecting
 
     def _try_all(self) -> tuple[dict[int, Exit], dict[int, Candidate], list[Placed]]:
         exits: dict[int, Exit] = {}
@@ -202,6 +209,7 @@ class _Job:
         for depth in self.start.depths():
             with extended(self.adapter, self.split, self.start.inputs(depth), self.budget):
                 fitted = self._fit(depth, [*exits.values()])
+                self.steps[depth] = fitted.steps
                 if self.choice is None and not self.start.has_own_vocabulary:
                     self.choice = self._choose(fitted.head, depth)
                 if fitted.agreement and self.vocabulary is not self.trained_on:
@@ -228,7 +236,7 @@ class _Job:
             return Fitted(head.eval(), [])
         kept = self.work.head(depth, head)
         if kept is not None:
-            return Fitted(kept.head.to(self.adapter.device), kept.agreement)
+            return kept._replace(head=kept.head.to(self.adapter.device))
         where, schedule = Exits(depth, self.trained_on), self._schedule()
         begun = None
         if self.start.file is None:
@@ -301,7 +309,8 @@ class _Job:
         strategy = self.start.strategy
         policy = CalibratedPolicy(RouterFile(strategy, {depth: exit_}, (depth,), 1, vocabulary), self.adapter)
         size = "all" if vocabulary is None else len(vocabulary)
-        seconds = measure_head(self.adapter, policy, depth, f"{self.key}|{strategy}|{depth}|{size}")
+        sizes = f"|{exit_.sizes}" if strategy == EAGLE3 else ""  # others have those of the model
+        seconds = measure_head(self.adapter, policy, depth, f"{self.key}|{strategy}|{depth}|{size}{sizes}")
         exit_.head.to("cpu", torch.bfloat16)
         exit_.router.to("cpu")
         return seconds
@@ -319,7 +328,8 @@ class _Job:
             "positions": {"trained": self.split.train.tokens, "held_out": self.split.valid.tokens},
             "seed": self.seed,
             **({} if self.start.file is None else {"start": str(self.start.source)}),
-            "schedule": asdict(self.effort.schedule),
+            "schedule": asdict(self._schedule()),
+            "steps": self.steps,
             "machine": machine(self.adapter),
             "torch": torch.__version__,
             "transformers": transformers.__version__,

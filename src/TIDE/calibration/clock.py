@@ -13,6 +13,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
+from typing import Any
 
 from TIDE.calibration import timing
 from TIDE.calibration.collect import Budget
@@ -52,7 +53,9 @@ class Clock:
             measure: returns the time that a number of texts and their states take.
             room: texts whose states can be kept.
         """
-        return self._decided("texts", lambda: self._most_texts(measure(), max(FEWEST, min(room, MOST))))
+        kept = self._decided("texts", lambda: self._most_texts(measure(), max(FEWEST, min(room, MOST))))
+        self._tell(kept)
+        return int(kept["count"])
 
     def steps(self, depth: int, seconds: Callable[[], float], most: int) -> int:
         """Return a number of training steps for a head.
@@ -61,40 +64,46 @@ class Clock:
             seconds: measures the time of a step.
         """
 
-        def count() -> int:
-            found = max(1, min(int(HEAD_SHARE * self.left / seconds()), most))
-            logger.info("depth %d: %d steps, %.0f s are left", depth, found, self.left)
-            return found
+        kept = self._decided(
+            f"steps at depth {depth}", lambda: {"count": max(1, min(int(HEAD_SHARE * self.left / seconds()), most))}
+        )
+        logger.info("depth %d: %d steps, %.0f s are left", depth, kept["count"], self.left)
+        return int(kept["count"])
 
-        return self._decided(f"steps at depth {depth}", count)
-
-    def _most_texts(self, seconds: Callable[[int], float], most: int) -> int:
+    def _most_texts(self, seconds: Callable[[int], float], most: int) -> dict[str, Any]:
+        """Return the number of texts, their seconds, and the minutes that enough of them need if these are too few."""
         more = min(seconds(FEWEST) + MORE_SHARE * self.seconds, MOST_SHARE * self.seconds)
         within = max(TEXTS_SHARE * self.seconds, more)
         low, high = FEWEST, most
         while low < high:  # the largest number that fits
             middle = (low + high + 1) // 2
             low, high = (middle, high) if seconds(middle) <= within else (low, middle - 1)
-        logger.info("%d texts: about %.0f s of %.0f", low, seconds(low), self.seconds)
+        needed = None
         if low < min(ENOUGH, most):
             enough, few = seconds(ENOUGH), seconds(FEWEST)
             needed = min(enough / TEXTS_SHARE, max((enough - few) / MORE_SHARE, enough / MOST_SHARE)) / 60
+        return {"count": low, "seconds": seconds(low), "minutes_needed": needed}
+
+    def _tell(self, kept: dict[str, Any]) -> None:
+        """Say what was decided, now or before; older versions kept the number alone."""
+        if "seconds" in kept:
+            logger.info("%d texts: about %.0f s of %.0f", kept["count"], kept["seconds"], self.seconds)
+        if kept.get("minutes_needed") is not None:
             logger.warning(
                 "%g minutes are too few on this machine: there is time for %d texts. Exits learn little from fewer than %d, "
                 "which take about %.0f minutes. Give more minutes, or calibrate on a GPU.",
                 self.seconds / 60,
-                low,
+                kept["count"],
                 ENOUGH,
-                max(1, needed),
+                max(1, kept["minutes_needed"]),
             )
-        return low
 
-    def _decided(self, what: str, count: Callable[[], int]) -> int:
+    def _decided(self, what: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         kept = timing.kept(f"{self.key}|{what}")
         if kept is None:
-            kept = {"count": count()}
+            kept = decide()
             timing.keep(f"{self.key}|{what}", kept)
-        return int(kept["count"])
+        return kept
 
 
 def room(budget: Budget, bytes_per_text: int) -> int:

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from TIDE.adapters.adapter import ModelAdapter, PassInputs
 from TIDE.calibration.free_memory import free_memory
 from TIDE.calibration.grouped_attention import without_plans
+from TIDE.calibration.self_texts import context_length
 from TIDE.calibration.text import Text
 
 SHARD_TOKENS = 65536  # tokens of one pass, padding included
@@ -148,12 +149,13 @@ def extended(adapter: ModelAdapter, collections: Iterable[Collection], depths: l
 
 
 def collecting_seconds(adapter: ModelAdapter, tokens: int = 1024) -> float:
-    """Return the seconds that a token's states take, from a pass of `tokens` tokens."""
-    shard = laid_out([Text([1 + place % 97 for place in range(256)], 0, 0)] * (tokens // 256), adapter.device)
+    """Return the seconds that a token's states take, from a pass of about `tokens` tokens."""
+    length = min(256, context_length(adapter.model))
+    shard = laid_out([Text([1 + place % 97 for place in range(length)], 0, 0)] * (tokens // length), adapter.device)
     for _ in range(2):  # the first one warms up
         began = time.perf_counter()
         _run(adapter, shard, adapter.num_layers, [adapter.num_layers])[adapter.num_layers].sum().item()
-    return (time.perf_counter() - began) / tokens
+    return (time.perf_counter() - began) / shard.ids.numel()
 
 
 def _run(adapter: ModelAdapter, shard: Shard, stop: int, depths: list[int]) -> dict[int, torch.Tensor]:

@@ -81,6 +81,7 @@ class Fitted(NamedTuple):
 
     head: nn.Module
     agreement: list[float]  # of the most likely token, by draft step
+    steps: int = 0  # of training
 
 
 def fit_head(
@@ -93,10 +94,7 @@ def fit_head(
     by_epochs = max(schedule.least_steps, round(schedule.epochs * split.train.batch_count(schedule.batch_tokens)))
     steps = max(schedule.checks, by_epochs if schedule.steps is None else schedule.steps)
     optimizers = _optimizers(head, schedule, device)
-    schedulers = [
-        torch.optim.lr_scheduler.OneCycleLR(own, schedule.learning_rate, total_steps=steps, pct_start=0.1, cycle_momentum=False)
-        for own in optimizers
-    ]
+    schedulers = [_one_cycle(own, schedule.learning_rate, steps) for own in optimizers]
     best, since = Fitted(head, []), 0
     with frozen(adapter.model), tqdm(total=steps, desc=title, unit="step") as bar:
         for step, (shard, rows) in enumerate(itertools.islice(_forever(split.train, schedule, dice.host), steps), 1):
@@ -114,7 +112,7 @@ def fit_head(
                 best, since = (Fitted(copy.deepcopy(head), found), 0) if better else (best, since + 1)
                 if since >= schedule.patience:
                     break
-    return Fitted(best.head.eval().requires_grad_(False), best.agreement)
+    return Fitted(best.head.eval().requires_grad_(False), best.agreement, step)
 
 
 def step_seconds(adapter: ModelAdapter, head: nn.Module, split: Split, exits: Exits, schedule: Schedule) -> float:
@@ -284,6 +282,12 @@ def _optimizers(head: nn.Module, schedule: Schedule, device: torch.device) -> li
         return [muon, *([torch.optim.AdamW(rest, lr=rate, weight_decay=0.0, betas=(0.9, 0.95))] if rest else [])]
     groups = [dict(params=matrices, weight_decay=decay), dict(params=rest, weight_decay=0.0)]
     return [torch.optim.AdamW([group for group in groups if group["params"]], lr=rate, betas=(0.9, 0.95))]
+
+
+def _one_cycle(optimizer: torch.optim.Optimizer, rate: float, steps: int) -> torch.optim.lr_scheduler.OneCycleLR:
+    """Return a learning rate that rises for a tenth of the steps and falls for the rest."""
+    rising = 0.15 if steps == 10 else 0.1  # OneCycleLR divides by rising * steps - 1
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=rising, cycle_momentum=False)
 
 
 @contextmanager

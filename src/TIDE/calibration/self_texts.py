@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -36,6 +37,9 @@ CPU_TOKENS = 8192  # per batch without a GPU
 MATERIAL = 768  # most tokens of passages in a task
 TRIAL = 8  # steps that are timed, with few rows and with many
 TYPICAL = 96  # tokens of a prompt
+WITHOUT_CHAT = (
+    "so no chat can be written with it. Set tokenizer.chat_template = None to calibrate on plain text, or give a data set."
+)
 TASKS = 1.25  # times as long as a text takes by that: prompts of tasks are longer
 
 
@@ -73,21 +77,41 @@ def write_texts(
 def writing_seconds(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int, answer: int = ANSWER
 ) -> Callable[[int], float]:
-    """Time a few steps of few and of many rows. Return how long a number of texts takes to write."""
-    author = _Author(model, tokenizer, seed, answer)
-    fit = max(1, _tokens_that_fit(model) // (TYPICAL + author.answer))
+    """Return how long a number of texts takes to write, by `_pace`."""
+    pace = _pace(_Author(model, tokenizer, seed, answer))
+
+    def seconds(count: int) -> float:
+        """Half of the texts are answers, half are tasks about those; half of the answers have openings of their own."""
+        rows, batches = min(pace.fit, -(-count // 2)), -(-count // 2 // pace.fit) or 1
+        return TASKS * batches * (2 * pace.answer + OPENING) * pace.step(rows)
+
+    return seconds
+
+
+def answering_seconds(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int, answer: int = ANSWER
+) -> Callable[[int], float]:
+    """Return how long answers to a number of given prompts take, by `_pace`."""
+    pace = _pace(_Author(model, tokenizer, seed, answer))
+    return lambda count: -(-count // pace.fit) * pace.answer * pace.step(min(pace.fit, count))
+
+
+class _Pace(NamedTuple):
+    """How fast texts are written: rows that fit into a batch, tokens of an answer, and seconds of a step by rows."""
+
+    fit: int
+    answer: int
+    step: Callable[[int], float]
+
+
+def _pace(author: _Author) -> _Pace:
+    """Time a few steps of few and of many rows."""
+    fit = max(1, _tokens_that_fit(author.model) // (TYPICAL + author.answer))
     few, many = max(1, min(8, fit // 2)), min(fit, 512)
     orders = author.builtin_orders(many)
     times = [author.step_seconds(orders[:count]) for count in (few, many)]
     per_row = max(0.0, times[1] - times[0]) / max(1, many - few)
-
-    def seconds(count: int) -> float:
-        """Half of the texts are answers, half are tasks about those; half of the answers have openings of their own."""
-        rows, batches = min(fit, -(-count // 2)), -(-count // 2 // fit) or 1
-        step = times[0] + per_row * (rows - few)
-        return TASKS * batches * (2 * author.answer + OPENING) * step
-
-    return seconds
+    return _Pace(fit, author.answer, lambda rows: times[0] + per_row * (rows - few))
 
 
 class _Author:
@@ -258,13 +282,15 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     if tokenizer.chat_template is None:
         return "", ""
     marker = "\u241fuser\u241f"
-    text = tokenizer.apply_chat_template([{"role": "user", "content": marker}], add_generation_prompt=True, tokenize=False)
-    before, found, after = str(text).partition(marker)
+    asked = [{"role": "user", "content": marker}]
+    try:
+        text = str(tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
+    except Exception as problem:  # templates may raise anything
+        said = " ".join(str(problem).split())
+        raise ValueError(f"the tokenizer's chat template refuses a message of the user ({said}), {WITHOUT_CHAT}") from problem
+    before, found, after = text.partition(marker)
     if not found:
-        raise ValueError(
-            "the tokenizer's chat template does not show what the user says, so no chat can be written with it. Set "
-            "tokenizer.chat_template = None to calibrate on plain text, or give a data set."
-        )
+        raise ValueError(f"the tokenizer's chat template does not show what the user says, {WITHOUT_CHAT}")
     return before, after
 
 

@@ -128,11 +128,11 @@ def _why_not(file: RouterFile, adapter: ModelAdapter, config: TIDEConfig) -> str
         return f"its exits are identity exits, which have no weights to train. {OTHERWISE}"
     if asked not in (strategy, TIDEConfig.exit_strategy):
         return f"it has {strategy} heads and exit_strategy is {asked!r}. Leave exit_strategy out"
-    if strategy == EAGLE3:
-        return None  # compared with the model when it is tried
     made_for = file.fingerprint
     if made_for is not None and made_for.num_layers != adapter.num_layers:
         return f"it was made for {made_for.num_layers} layers and this model has {adapter.num_layers}. {OTHERWISE}"
+    if strategy == EAGLE3:
+        return None  # compared with the model when it is tried
     for depth, own in file.exits.items():
         if own.sizes != (wanted := _sizes(strategy, adapter, depth)):
             return f"its head at depth {depth} has the sizes {own.sizes} and one of this model {wanted}. {OTHERWISE}"

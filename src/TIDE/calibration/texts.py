@@ -86,6 +86,12 @@ def load_texts(
     return [text for turn in itertools.zip_longest(*shelf) for text in turn if text is not None][:samples]
 
 
+def unanswered(source: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> float:
+    """Return the share of a file's or data set's records that the model has to answer, from a few of them."""
+    looked_at = [document.answer is None for document in itertools.islice(_documents(source, tokenizer, seed), SPREAD)]
+    return sum(looked_at) / max(1, len(looked_at))
+
+
 def _check_found(source: str, documents: int, texts: int, samples: int) -> None:
     if not documents:
         raise ValueError(

@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from TIDE.adapters.adapter import ModelAdapter
+from TIDE.calibration.self_texts import context_length
 from TIDE.engine.round.sampler import Sampler
 from TIDE.engine.round.segments import Segments
 from TIDE.engine.round.stop import StopRule
@@ -31,7 +32,7 @@ from TIDE.routing.policy import Candidates
 from TIDE.routing.storage import write_atomically
 
 COUNTS = (1, 2, 4, 8, 16)
-CONTEXT = 128  # tokens before the timed ones
+CONTEXT = 128  # tokens before the timed ones, if the model takes as many
 REPEATS = 9
 
 
@@ -117,19 +118,19 @@ def machine(adapter: ModelAdapter) -> str:
 
 def _passes(adapter: ModelAdapter) -> tuple[float, dict[int, float]]:
     """Return the time of a pass of one token through no layer, and of passes through all layers by number of tokens."""
-    layers = adapter.num_layers
-    row = Row([i % 97 + 1 for i in range(CONTEXT + max(COUNTS))], StopRule(), layers)
+    layers, before = adapter.num_layers, max(1, min(CONTEXT, context_length(adapter.model) - max(COUNTS)))
+    row = Row([i % 97 + 1 for i in range(before + max(COUNTS))], StopRule(), layers)
     segments = Segments(ModuleRunner(adapter), (range(0), range(layers)), [row], row.size)
     for segment in (0, 1):
-        segments.run(segment, {row: CONTEXT})
+        segments.run(segment, {row: before})
 
     def enter(count: int) -> None:
-        segments.rollback(row, CONTEXT)
+        segments.rollback(row, before)
         segments.run(0, {row: count})
 
     def through(count: int) -> None:
         enter(count)
-        segments.run(1, {row: count}, {row: CONTEXT})
+        segments.run(1, {row: count}, {row: before})
 
     entry = timed(adapter, lambda: enter(1))
     counts = tqdm(COUNTS, desc="timing passes of 1 to 16 tokens", unit="pass")

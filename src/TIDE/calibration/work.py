@@ -58,13 +58,14 @@ class Work:
             return None
         with safe_open(path, "pt") as file:
             empty.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-            agreement = json.loads(file.metadata()["agreement"])
-        return Fitted(empty.eval().requires_grad_(False), agreement)
+            told = file.metadata()
+        steps = int(told.get("steps", 0))  # not told by older versions
+        return Fitted(empty.eval().requires_grad_(False), json.loads(told["agreement"]), steps)
 
     def keep_head(self, depth: int, fitted: Fitted) -> None:
         path = self.folder / f"head-{depth}.safetensors"
         state = {name: tensor.cpu().contiguous() for name, tensor in fitted.head.state_dict().items()}
-        write_atomically(path, save(state, {"agreement": json.dumps(fitted.agreement)}))
+        write_atomically(path, save(state, {"agreement": json.dumps(fitted.agreement), "steps": str(fitted.steps)}))
 
     def finish(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from TIDE.calibration.losses import LOSSES
-from TIDE.cli.errors import checked
+from TIDE.cli.errors import WrongUsage, checked
 from TIDE.cli.files import Prompts
 from TIDE.cli.model import MaxNewTokens, load, with_model
 from TIDE.cli.router import Router, check_new_router, router_path
@@ -38,7 +38,8 @@ def certify(
             "-o",
             metavar="FILE",
             callback=checked(check_new_router),
-            help="Output file; unless given, the router file is overwritten, except the shipped one.",
+            help="Output file; unless given, the router file is overwritten, except the shipped one. Needed for a folder or "
+            "hub id.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
@@ -57,6 +58,8 @@ def certify(
     from TIDE.routing.router_file import add_certificate
 
     shipped = source == Path(TIDE.default_router())
+    if output is None and not source.is_file():
+        raise WrongUsage(f"expected -o FILE to write to: {source} is no router file, so there is none to write over.")
     target = output or (None if shipped else source)
     # an explicit threshold, of any value, overrides a certificate that the file may already have
     config = TIDEConfig(mode="fast", kv_cache_strategy=kv_cache_strategy, exit_threshold=1.0)
@@ -64,9 +67,14 @@ def certify(
     asked = load_prompts(prompts, loaded.tokenizer, limit)
     with TIDE.TIDE(loaded.model, source, config) as engine:
         found = TIDE.certify(engine, asked, risk, confidence, loss=loss, max_new_tokens=max_new_tokens)
-    if target is not None:
-        add_certificate(source, found, target)
+        assert engine.policy is not None and engine.policy.file is not None
+        held = engine.policy.file
     typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else found.summary())
+    if target is not None and held.path is not None and held.path.is_file():
+        add_certificate(held.path, found, target)
+    elif target is not None:  # an EAGLE-3 head, as it was read for this model
+        held.certificate = found
+        held.save(target)
     typer.echo(
         f"written: {target}" if target else "not written: the shipped file stays as it is. Keep it with -o FILE.", err=True
     )

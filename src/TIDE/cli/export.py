@@ -48,6 +48,7 @@ def export(
 
         with closing(ModelAdapter(load(model).model)) as adapter:
             held = held.for_model(adapter)
+            held.check_model(adapter)
     held.export(to, layout, model)
     written = {"folder": str(to), "layout": layout, "files": sorted(path.name for path in to.iterdir())}
     typer.echo(json.dumps(written) if as_json else f"written: {to} ({', '.join(written['files'])})")

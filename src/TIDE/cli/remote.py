@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -50,10 +51,10 @@ class RemoteTalk(Messages):
         with interrupts() as were_noted, self._open("/v1/chat/completions", body) as response:
             for chunk in _chunks(response):
                 tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-                for choice in chunk["choices"]:
+                for choice in chunk.get("choices") or ():
                     own = choice.get("tide") or {}
                     depths += [token["depth"] for token in own.get("tokens", ())]
-                    answer += (piece := choice["delta"].get("content") or "")
+                    answer += (piece := (choice.get("delta") or {}).get("content") or "")
                     yield _coloured(own) if self.depth and own else "" if self.depth and depths else piece
                 if were_noted():
                     break
@@ -65,16 +66,18 @@ class RemoteTalk(Messages):
 
     def _first_model(self) -> str:
         with self._open("/v1/models") as response:
-            found = json.load(response).get("data") or []
-        if not found:
-            raise ValueError(f"the server at {self.url} has no model. Name one: tide chat MODEL --url {self.url}")
-        return str(found[0]["id"])
+            body = response.read()
+        try:
+            return str(json.loads(body)["data"][0]["id"])
+        except (ValueError, TypeError, LookupError):
+            said = f"the server at {self.url} names no model: /v1/models is {_said(body)[:200]!r}"
+            raise ValueError(f"{said}. Name one: tide chat MODEL --url {self.url}") from None
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
         """Send a request; raise an error that says what the server said."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("TIDE_API_KEY"):
-            headers["Authorization"] = f"Bearer {key.split(',')[0]}"
+            headers["Authorization"] = f"Bearer {key.split(',')[0].strip()}"
         data = None if body is None else json.dumps(body).encode()
         try:
             found: http.client.HTTPResponse = urllib.request.urlopen(
@@ -82,25 +85,40 @@ class RemoteTalk(Messages):
             )
         except urllib.error.HTTPError as problem:
             raise ValueError(f"the server at {self.url} answered with status {problem.code}: {_said(problem.read())}") from None
-        except (urllib.error.URLError, ValueError) as problem:
+        except (OSError, ValueError, http.client.HTTPException) as problem:
             reason = getattr(problem, "reason", problem)
             raise ConnectionError(f"there is no server at {self.url} ({reason}). Start one: tide serve") from None
         return found
 
 
 def _chunks(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of a stream of server-sent events."""
-    for line in response:
+    """Yield the chunks of a stream of server-sent events, which ends with [DONE] or with a reason for the end."""
+    has_ended = False
+    for line in _lines(response):
         data = line.decode("utf-8", "replace").strip()
         if not data.startswith("data:"):
             continue
         data = data.removeprefix("data:").strip()
         if data == "[DONE]":
             return
-        chunk = json.loads(data)
-        if "error" in chunk:
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            chunk = None
+        if not isinstance(chunk, dict):
+            raise ValueError(f"expected a JSON object from the server, found {data[:200]!r}. Is it one of OpenAI's API?")
+        if chunk.get("error"):
             raise ValueError(f"the server broke off: {_said(data.encode())}")
+        has_ended |= any(choice.get("finish_reason") for choice in chunk.get("choices") or ())
         yield chunk
+    if not has_ended:
+        raise ConnectionError("the server broke off before the answer was complete. Ask again.")
+
+
+def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Yield the lines of a response, as far as they come: what is missing at their end is noticed by what they say."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        yield from response
 
 
 def _coloured(details: dict[str, Any]) -> str:

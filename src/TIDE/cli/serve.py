@@ -71,7 +71,7 @@ def serve(
     from TIDE.server import create_app
     from TIDE.server.serve import serve as run
 
-    keys = [*(api_key or ()), *filter(None, os.environ.get("TIDE_API_KEY", "").split(","))]
+    keys = [*(api_key or ()), *(key for key in os.environ.get("TIDE_API_KEY", "").split(",") if key.strip())]
     try:
         settings = ServerSettings(
             names=tuple(served_model_name or ()) or (model,),

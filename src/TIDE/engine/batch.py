@@ -92,31 +92,43 @@ class Batch:
         self._added: deque[Asked] = deque()
         self._groups: list[Group] = []
         self._host_only: dict[Row, str] = {}  # rows that a device had no memory for
-        self._lock = threading.Lock()  # of `_added`
+        self._open: dict[Row, int] = {}  # rows that have not ended, and how many tokens of them were reported
+        self._lock = threading.Lock()  # of `_added` and `_open`
         self._stepping = threading.Lock()
 
     @property
     def rows(self) -> list[Row]:
         """Rows that have not ended."""
         with self._lock:
-            added = [asked.row for asked in self._added if not asked.row.finished]
-        return [*(row for group in self._groups for row in group.loop.rows), *added]
+            return [row for row in self._open if not row.finished]
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if no row has room: others have all K/V."""
+        return any(group.loop.waiting for group in self._groups) and not any(group.stage.rows for group in self._groups)
 
     def add(self, rows: Sequence[Row], plan: Plan, policy: ExitPolicy | None) -> None:
         """Decode rows from the next step on."""
         with self._lock:
             self._added += [Asked(row, plan, policy) for row in rows]
+            self._open |= {row: len(row.tokens) for row in rows}
 
     def step(self) -> list[Row]:
-        """Give every row a round; return those that got tokens or ended."""
+        """Give every row a round; return those that got tokens or ended, also in steps before that were broken off."""
         with self._stepping:
             if not self.runner.is_checked and self._has_shown:
                 self._check()
             self._take_in()
-            sizes = {row: len(row.tokens) for group in self._groups for row in group.loop.rows}
             for group in list(self._groups):
                 self._step(group)
-            return [row for row, size in sizes.items() if row.finished or len(row.tokens) > size]
+            return self._changed()
+
+    def _changed(self) -> list[Row]:
+        with self._lock:
+            found = [row for row, size in self._open.items() if not row.removed and (row.finished or len(row.tokens) > size)]
+            self._open = {row: len(row.tokens) for row in self._open if not row.finished}
+            self._host_only = {row: why for row, why in self._host_only.items() if row in self._open}
+        return found
 
     def close(self) -> None:
         """Give everything back that rows have. What the host keeps of their texts is for others that begin alike."""
@@ -141,16 +153,22 @@ class Batch:
     def _take_in(self) -> None:
         """Put rows that were added where they are decoded."""
         with self._lock:
-            added = [asked for asked in self._added if not asked.row.finished]
-            self._added.clear()
-        together = len(added) + sum(len(group.loop.rows) for group in self._groups)
-        for asked in added:
-            if asked.row.budget is None and not asked.row.scores:
-                self.scheduler.admit(asked.row, asked.plan)
-            asked.row.stats.cold_starts |= not self.runner.is_checked
-            reason = self.why_not(asked, together) if self.runner.is_checked else "the runner is not checked yet"
-            self.reason = reason if self.runner.is_checked else None
-            self._group(asked, on_device=reason is None, rows=together).loop.add([asked.row])
+            waiting = len(self._added)
+        together = waiting + sum(len(group.loop.rows) for group in self._groups)
+        for _ in range(waiting):
+            asked = self._added[0]  # stays where it is until it is in a group, whatever happens
+            if not asked.row.finished:
+                self._take(asked, together)
+            with self._lock:
+                self._added.popleft()
+
+    def _take(self, asked: Asked, together: int) -> None:
+        if asked.row.budget is None and not asked.row.scores:
+            self.scheduler.admit(asked.row, asked.plan)
+        asked.row.stats.cold_starts |= not self.runner.is_checked
+        reason = self.why_not(asked, together) if self.runner.is_checked else "the runner is not checked yet"
+        self.reason = reason if self.runner.is_checked else None
+        self._group(asked, on_device=reason is None, rows=together).loop.add([asked.row])
 
     def _group(self, asked: Asked, on_device: bool, rows: int) -> Group:
         """Return the rows that a row is decoded with."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -13,10 +14,13 @@ from TIDE.engine.plan import Plan
 from TIDE.engine.request import Request
 from TIDE.engine.row import Row
 from TIDE.engine.runners.base import Runner
+from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.routing.policy import ExitPolicy
 
 logger = logging.getLogger(__name__)
+
+PATIENCE = 5.0  # seconds for which a request waits for K/V of rows that nobody decodes
 
 
 class Decoding:
@@ -42,6 +46,7 @@ class Decoding:
         self.policy = policy
         self.request = request
         self.rows = rows
+        self._waiting: tuple[int, float] | None = None  # what was launched when it began to wait, and when that was
         self.batch = Batch(runner, scheduler, request.ids.device, replace_runner, texts)
 
     @property
@@ -63,9 +68,25 @@ class Decoding:
                 for row in self.rows:
                     if row.error is not None:
                         raise row.error
+                self._wait_for_others()
                 yield
         finally:
             self.batch.close()
+
+    def _wait_for_others(self) -> None:
+        """Wait while others have all K/V, but not for rows that nobody decodes: they may be this thread's own."""
+        runner = self.batch.runner
+        if not isinstance(runner, DeviceRunner) or not self.batch.is_waiting:
+            self._waiting = None
+            return
+        if self._waiting is None or self._waiting[0] != runner.launched:
+            self._waiting = runner.launched, time.monotonic()
+        if time.monotonic() - self._waiting[1] > PATIENCE:
+            raise RuntimeError(
+                f"all K/V there are for rows belong to others, none of which was decoded for {PATIENCE:g} s. Finish or close "
+                f"streams that are open, step or remove rows that were added, or give the cache more (cache_gib)."
+            )
+        time.sleep(0.001)
 
     def columns(self) -> Iterator[torch.Tensor]:
         """Decode, and yield the columns of new tokens, each as soon as it is final in every row."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from TIDE.adapters.weights import is_quantized, unwrapped
 from TIDE.config import TIDEConfig
 from TIDE.engine.batch import Batch
 from TIDE.engine.cache.texts import Texts
+from TIDE.engine.counts import Counts
 from TIDE.engine.decoding import Decoding
 from TIDE.engine.inputs import as_keywords, beside_rounds, check_ids, context_of, left_padding, take_ids
 from TIDE.engine.plan import make_plan
@@ -51,7 +53,8 @@ class TIDE:
     """A causal LM that is decoded with early exits.
 
     Args:
-        model: a Hugging Face causal LM in eval mode, or PEFT's around one. It is not changed beyond `close`.
+        model: a Hugging Face causal LM in eval mode, or PEFT's around one. It is not changed beyond `close`. It has one engine
+            at a time: an idle one gives it up.
         router: a router file, a folder or hub id with one or an EAGLE-3 head, an `ExitPolicy`, or None for no exits.
         config: see `TIDEConfig`.
         router_path: another name for `router`, that of the original system.
@@ -75,7 +78,8 @@ class TIDE:
         self.model = model = unwrapped(model)
         self.config = config or TIDEConfig()
         file, policy = (load_router(router), None) if isinstance(router, str | Path) else (None, router)
-        self.adapter = ModelAdapter(model)
+        own = weakref.ref(self)
+        self.adapter = ModelAdapter(model, lambda: (engine := own()) is None or engine.is_idle)
         self._context = context_of(model)
         try:
             if not self.adapter.is_known:
@@ -86,17 +90,18 @@ class TIDE:
             self.policy = file.policy(self.adapter, self.runner.head) if file else policy
             self.plan = make_plan(self.config, self.policy, self.adapter)
         except BaseException:
-            self.adapter.close()
+            self.adapter.give_back()
             raise
+        self.adapter.keep()
         self.scheduler = Scheduler()
         self.texts = Texts(self.config.cache_gib if self.adapter.device.type == "cpu" else None)
         self.last_rows: list[Row] = []
         self._batch: Batch | None = None
         self._adding = threading.Lock()
+        self._sharing = threading.RLock()  # of `_batch`
         self._has_stepped = True  # since a row was added
         self._remembered = RememberedOptions()
-        self._over = ExitStats(self.adapter.num_layers)  # of all requests that are over
-        self._running: list[list[Row]] = []  # of requests that are not
+        self._counts = Counts(self.adapter.num_layers)
 
     @property
     def last_stats(self) -> ExitStats:
@@ -106,8 +111,12 @@ class TIDE:
     @property
     def total_stats(self) -> ExitStats:
         """Counts of all requests so far, those included that are running or were broken off."""
-        running = self._running if self._batch is None else [*self._running, *([row] for row in self._batch.rows)]
-        return sum((total(rows, self.adapter.num_layers) for rows in running), start=self._over)
+        return self._counts.all(() if self._batch is None else self._batch.rows)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request is running, no stream open and no row added that has not ended."""
+        return not self._counts.running and (self._batch is None or not self._batch.rows)
 
     @property
     def capture_seconds(self) -> float:
@@ -176,7 +185,7 @@ class TIDE:
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         rows = (decoding := self._decoding(request, began)).rows
         if streamer is None:
-            with self._counted(rows), rows[0].stats.seconds.measured():
+            with self._counts.counted(rows), rows[0].stats.seconds.measured():
                 decoding.finish()
         else:
             for column in self._counted_columns(decoding):
@@ -241,7 +250,8 @@ class TIDE:
                 (row,) = request.rows(self.adapter.num_layers, self._context)
             policy = self.policy if exits else None
             plan = self.plan if config is None and exits else make_plan(config or self.config, policy, self.adapter)
-            self._shared_batch().add([row], plan, policy)
+            with self._sharing:
+                self._shared_batch().add([row], plan, policy)
             self._has_stepped = False
         return row
 
@@ -256,25 +266,21 @@ class TIDE:
         self._has_stepped = True
         batch, began = self._shared_batch(), time.perf_counter()
         rows, changed = batch.rows, batch.step()
-        for row in rows:
-            row.stats.seconds.whole += time.perf_counter() - began
-            if row.finished:
-                self._over += total([row], self.adapter.num_layers)
+        self._counts.saw_step(rows, time.perf_counter() - began)
         return changed
 
     def remove(self, row: Row) -> None:
         """Take a row out of the batch before it has ended; nothing happens to one that has. Any thread may call it."""
-        if row.removed:
-            raise ValueError("this row was removed before. Add its prompt again to go on with it.")
-        if not row.finished:
-            row.removed = row.finished = True
-            self._over += total([row], self.adapter.num_layers)
+        if not isinstance(row, Row):
+            raise TypeError(f"remove takes a row that `add` returned, found {type(row).__name__}.")
+        self._counts.remove(row)
 
     def _shared_batch(self) -> Batch:
         """Return the batch of rows that come and go."""
-        if self._batch is None or (self._batch.runner is not self.runner and not self._batch.rows):
-            self._batch = Batch(self.runner, self.scheduler, self.adapter.device, self._use, self.texts, most_rows=64)
-        return self._batch
+        with self._sharing:
+            if self._batch is None or (self._batch.runner is not self.runner and not self._batch.rows):
+                self._batch = Batch(self.runner, self.scheduler, self.adapter.device, self._use, self.texts, most_rows=64)
+            return self._batch
 
     def __call__(
         self,
@@ -300,7 +306,7 @@ class TIDE:
         padding = left_padding(attention_mask, ids.shape)
         self._context.check(ids.shape[1] - min(padding), room_for=0)
         rows = self.last_rows = rows_of(self.plan, self.policy, ids, padding, self.adapter.num_layers)
-        with self._counted(rows), rows[0].stats.seconds.measured():
+        with self._counts.counted(rows), rows[0].stats.seconds.measured():
             logits = laid_out(forward(self.runner, self.plan, self.policy, rows), ids, padding)
         output = output_of(self.model, logits, labels, padding)
         return output.to_tuple() if return_dict is False else output
@@ -323,7 +329,9 @@ class TIDE:
             self.config, self.policy, self.plan = held
 
     def close(self) -> None:
-        """Leave the model as it was handed in. The engine cannot be used afterwards."""
+        """Leave the model as it was handed in. The engine cannot be used afterwards; its rows end with an error."""
+        for row in () if self._batch is None else self._batch.rows:
+            row.fail(RuntimeError("the engine was closed before this text had ended."))
         self.texts.clear()
         self.adapter.close()
 
@@ -377,20 +385,10 @@ class TIDE:
         rows[0].stats.seconds.whole = time.perf_counter() - began
         return Decoding(self.runner, self.plan, self.policy, request, rows, self.scheduler, self._use, self.texts)
 
-    @contextmanager
-    def _counted(self, rows: list[Row]) -> Iterator[None]:
-        """Count a request in `total_stats` from its first step on, however it ends."""
-        self._running.append(rows)
-        try:
-            yield
-        finally:
-            self._running.remove(rows)
-            self._over += total(rows, self.adapter.num_layers)
-
     def _counted_columns(self, decoding: Decoding) -> Iterator[torch.Tensor]:
         """Yield the columns of new tokens. Time between them is not counted."""
         rows, columns = decoding.rows, decoding.columns()
-        with self._counted(rows):
+        with self._counts.counted(rows):
             while True:
                 with rows[0].stats.seconds.measured():
                     column = next(columns, None)

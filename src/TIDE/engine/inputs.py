@@ -21,6 +21,8 @@ USE_GENERATE = "use model.generate for it"
 
 def as_keywords(inputs: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return what was passed to `generate` as keywords, the prompt among them as `input_ids` where there are ids."""
+    if options.get("streamer") is not None:
+        raise ValueError("add and stream hand tokens over themselves, found a streamer. Use generate(..., streamer=...).")
     given = dict(inputs) if isinstance(inputs, Mapping) else {} if inputs is None else {"input_ids": inputs}
     if twice := sorted(name for name in given if options.get(name) is not None):
         raise TypeError(f"expected a prompt once, found {twice} twice. Pass it as the first argument or by name.")

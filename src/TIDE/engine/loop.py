@@ -169,6 +169,8 @@ class Loop:
             is_seen = round_ is rounds[-1]  # all are alike
             is_timed = is_typical and is_seen
             for row, result in results:
+                if row.finished:
+                    continue  # removed while the round ran
                 row.extend(result)
                 if is_seen:
                     self.scheduler.saw(row, self.plan, result, round_, (now - since) / len(rounds) if is_timed else None)

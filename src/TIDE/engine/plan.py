@@ -67,6 +67,8 @@ class Plan:
 
 def make_plan(config: TIDEConfig, policy: ExitPolicy | None, adapter: ModelAdapter) -> Plan:
     """Settle what the configuration leaves open."""
+    if not isinstance(config, TIDEConfig):
+        raise TypeError(f"config must be a TIDEConfig, found {type(config).__name__}.")
     _check_strategy(config, adapter)
     mode = config.effective_mode
     if policy is not None and config.mode is None and mode == "fast":

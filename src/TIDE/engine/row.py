@@ -138,17 +138,18 @@ class Row:
     def _append(self, tokens: Iterable[Draft], step: int) -> int:
         kept = 0
         for draft in tokens:
+            if self.finished:  # another thread has removed it
+                break
             self.tokens.append(draft.token)
             self.decided.append(draft)
             self.stats.count_token(draft.depth, step + kept)
             self.exits += draft.depth < self.num_layers
             kept += 1
             try:
-                self.finished = self.stop.ends(self)
+                if self.stop.ends(self):
+                    self.finished = True
             except Exception as error:  # criteria may be the user's own
                 self.fail(error)
-            if self.finished:
-                break
         return kept
 
 

@@ -59,7 +59,7 @@ def judge(
     Args:
         norm: the model's last one.
         likely, others: the rows of the LM head. Where the best of the likely tokens has a probability of `sure` among them, the
-            others are not looked at: they get logits `UNLIKELY` below the worst likely one. Each guess is looked at as if alone.
+            others are not looked at: they get logits `UNLIKELY` below the worst likely one. Each is judged alone.
         router: `Router.arrays`.
     """
     return _judge(states, norm, likely, others, np.float32(sure), router)

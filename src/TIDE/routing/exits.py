@@ -60,6 +60,10 @@ class Exit:
             list(sizes.depths) != sorted(set(sizes.depths)) or len(sizes.depths) != sizes.memories
         ):
             return f"expected {sizes.memories} rising depths, found {list(sizes.depths)}"
+        numbers = {"eps": sizes.eps, "rope_theta": sizes.rope_theta} if isinstance(sizes, EagleSizes) else {}
+        for name, value in numbers.items():
+            if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+                return f"expected a number above 0 as {name}, found {value!r}"
         if not isinstance(self.threshold, int | float) or not math.isfinite(self.threshold):
             return f"expected a number as threshold, found {self.threshold!r}"
         if not isinstance(self.figures, dict):

@@ -178,15 +178,21 @@ class RouterFile(ModelHubMixin):
         policy.certificate, policy.file = file.certificate, file
         return policy
 
+    def check_model(self, adapter: ModelAdapter) -> None:
+        """Raise if the file names another model than the adapter's as the one it was made for."""
+        if self.fingerprint is None:
+            return
+        found = fingerprint(adapter.model)
+        if different := self.fingerprint.mismatch(found):
+            raise ValueError(
+                f"{self.path or 'this router file'} was made for {self.fingerprint.describe()}; this model is "
+                f"{found.describe()}. They differ in {', '.join(different)}. Use the file of this model, or calibrate this "
+                f"model: tide calibrate ..."
+            )
+
     def _policy(self, adapter: ModelAdapter, head: Head | None) -> ExitPolicy:
         where = self.path or "this router file"
-        if self.fingerprint is not None:
-            found = fingerprint(adapter.model)
-            if different := self.fingerprint.mismatch(found):
-                raise ValueError(
-                    f"{where} was made for {self.fingerprint.describe()}; this model is {found.describe()}. They differ in "
-                    f"{', '.join(different)}. Use the file of this model, or calibrate this model: tide calibrate ..."
-                )
+        self.check_model(adapter)
         if self.facts.get("origin") == ORIGIN:
             routers = {depth: at.router for depth, at in self.exits.items() if isinstance(at.router, Router)}
             return original_policy(routers, adapter.hidden_dim, adapter.num_layers, where)

@@ -125,15 +125,14 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", response_model=answers.Tokenized)
     async def tokenize(body: Annotated[requests.TokenizeRequest, Body()]) -> Response:
         """Return the tokens of a text or a chat."""
-        return _tokenized(service, body).response()
+        return (await service.tokenizing(_tokenized, service, body)).response()
 
     @app.post("/detokenize", response_model=answers.Detokenized)
     async def detokenize(body: Annotated[requests.DetokenizeRequest, Body()]) -> Response:
         """Return the text of tokens."""
-        service.check_model(body.model)
-        ids = service.prompts.of_text(body.tokens) if body.tokens else []
-        return answers.Detokenized(prompt=service.tokenizer.decode(ids)).response()
+        return (await service.tokenizing(_detokenized, service, body)).response()
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=answers.Health)
     async def health() -> Response:
         """Tell whether requests are answered."""
@@ -182,5 +181,11 @@ def _tokenized(service: Service, body: requests.TokenizeRequest) -> answers.Toke
         ids = service.prompts.of_messages(body)
     found = answers.Tokenized(count=len(ids), max_model_len=service.limit, tokens=ids)
     if body.return_token_strs:
-        found.token_strs = service.tokenizer.convert_ids_to_tokens(ids)
+        found.token_strs = service.prompts.tokenizer.convert_ids_to_tokens(ids)
     return found
+
+
+def _detokenized(service: Service, body: requests.DetokenizeRequest) -> answers.Detokenized:
+    service.check_model(body.model)
+    ids = service.prompts.of_text(body.tokens, param="tokens") if body.tokens else []
+    return answers.Detokenized(prompt=service.prompts.tokenizer.decode(ids))

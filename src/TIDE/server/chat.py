@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from typing import Any
 
 from fastapi import Request
@@ -15,9 +16,12 @@ from TIDE.server.forced_calls import ForcedCallParser, forced_calls
 from TIDE.server.job import Ask, Burst, Call
 from TIDE.server.logprobs import for_chat
 from TIDE.server.parsing import MessageParser, joined
+from TIDE.server.regions import without_calls
 from TIDE.server.requests import ChatRequest, ResponseFormat
 from TIDE.server.service import Service, new_id, note
-from TIDE.server.stream import collected, streamed
+from TIDE.server.stream import collected, streamed, unless_gone
+
+Parser = MessageParser | ForcedCallParser
 
 
 async def chat(service: Service, request: Request, asked: ChatRequest) -> Response:
@@ -25,10 +29,13 @@ async def chat(service: Service, request: Request, asked: ChatRequest) -> Respon
     service.check_model(asked.model)
     calls = forced_calls(asked)
     _check(asked, service.template, is_forced=calls is not None)
-    ids = service.prompts.of_messages(asked)
+    ids = await unless_gone(request, service.tokenizing(service.prompts.of_messages, asked))
+    service.prompts.room(ids, asked.asked_tokens, "messages", asked.asked_tokens_in)
     note(request, model=service.names[0], stream=bool(asked.stream), prompt_tokens=len(ids))
     asks = await asyncio.to_thread(_asks, service, asked, ids, calls)
-    reply = _Reply(service, asked, service.worker.submit(asks), ids, is_forced=calls is not None)
+    # before there is anything that could be left running
+    parsers = await service.tokenizing(_parsers, service, asked, ids, calls is not None)
+    reply = _Reply(service, asked, service.worker.submit(asks), len(ids), parsers)
     if asked.stream:
         return await streamed(request, reply.call, reply.begin(), reply.chunks, reply.end)
     return reply.whole(await collected(request, reply.call)).response()
@@ -38,7 +45,7 @@ def _asks(service: Service, asked: ChatRequest, ids: list[int], calls: ResponseF
     """Return the answers of a request; those that must call a tool follow the format of calls."""
     limits = asked.asked_tokens, asked.asked_logprobs
     if calls is None:
-        return service.asks(asked, [ids], *limits, keeps_special=service.template is not None)
+        return service.asks(asked, [ids], *limits, keeps_special=service.template is not None and not asked.has_format)
     try:
         return service.asks(asked.model_copy(update={"response_format": calls}), [ids], *limits)
     except APIError as problem:
@@ -58,26 +65,31 @@ def _check(asked: ChatRequest, template: dict[str, Any] | None, is_forced: bool)
         raise refused("tool_choice goes with tools only.", "tool_choice")
 
 
+def _parsers(service: Service, asked: ChatRequest, ids: list[int], is_forced: bool) -> list[Parser]:
+    """Return a parser for each answer."""
+    own_ids = [uuid.uuid4().hex[:24] for _ in range(asked.n or 1)]
+    if is_forced:
+        return [ForcedCallParser(own_id) for own_id in own_ids]
+    template = None if asked.has_format else service.template  # a format holds from the first token: there is no reasoning
+    prompt = "" if template is None else service.prompts.tokenizer.decode(ids)
+    tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+    if not tools or asked.tool_choice == "none":
+        template = without_calls(template)
+    return [MessageParser(template, prompt, tools, own_id) for own_id in own_ids]
+
+
 class _Reply:
     """The answers of one request, as they are sent."""
 
-    def __init__(self, service: Service, asked: ChatRequest, call: Call, ids: list[int], is_forced: bool) -> None:
+    def __init__(self, service: Service, asked: ChatRequest, call: Call, prompt_tokens: int, parsers: list[Parser]) -> None:
         self.service = service
         self.asked = asked
         self.call = call
-        self.prompt_tokens = len(ids)
+        self.prompt_tokens = prompt_tokens
+        self.parsers = parsers
         self.id = new_id("chatcmpl")
         self.created = int(time.time())
         self.counts = [0] * len(call.jobs)  # tokens of each answer, as far as they were sent
-        prompt = "" if service.template is None else service.tokenizer.decode(ids)
-        wants_calls = bool(asked.tools) and asked.tool_choice != "none"
-        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()] if wants_calls else None
-        own_ids = [f"{self.id[9:33]}_{job.index}" for job in call.jobs]
-        self.parsers: list[MessageParser | ForcedCallParser] = (
-            [ForcedCallParser(own_id) for own_id in own_ids]
-            if is_forced
-            else [MessageParser(service.template, prompt, tools, own_id) for own_id in own_ids]
-        )
 
     @property
     def usage(self) -> Usage:
@@ -91,7 +103,8 @@ class _Reply:
     def _choice(self, bursts: list[Burst]) -> ChatChoice:
         last = bursts[-1]
         self.counts[last.index] = last.count
-        parts = self.parsers[last.index].feed("".join(burst.text for burst in bursts), is_last=True)
+        parser = self.parsers[last.index]
+        parts = [part for burst in bursts for part in parser.feed(burst.text, is_last=burst.is_last)]  # as they are streamed
         choice = ChatChoice(index=last.index, message=joined(parts), logprobs=None, finish_reason=self._reason(last) or "stop")
         if self.asked.logprobs:
             choice.logprobs = for_chat(self.service.tokenizer, [one for burst in bursts for one in burst.logprobs])

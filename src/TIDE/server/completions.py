@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from TIDE.server.answers import Answer, TextAnswer, TextChoice, TextLogprobs, Usage
+from TIDE.server.answers import Answer, Reason, TextAnswer, TextChoice, TextLogprobs, Usage
 from TIDE.server.errors import refused
-from TIDE.server.job import Burst, Call
+from TIDE.server.job import Ask, Burst, Call
 from TIDE.server.logprobs import Logprob, for_text
 from TIDE.server.requests import CompletionRequest
 from TIDE.server.service import Service, new_id, note
-from TIDE.server.stream import collected, streamed, unless_gone
+from TIDE.server.stream import collected, given_up_on_error, streamed, unless_gone
 
 
 async def complete(service: Service, request: Request, asked: CompletionRequest) -> Response:
@@ -24,20 +25,31 @@ async def complete(service: Service, request: Request, asked: CompletionRequest)
         raise refused("stream_options goes with stream=true only.", "stream_options")
     if asked.max_tokens == 0 and not asked.echo:
         raise refused("max_tokens=0 goes with echo=true only.", "max_tokens")
-    prompts = [service.prompts.of_text(prompt, asked.add_special_tokens) for prompt in asked.prompts]
+    service.worker.check_count(len(asked.prompts) * (asked.n or 1), "n" if len(asked.prompts) == 1 else "prompt")
+    prompts = await unless_gone(request, service.tokenizing(_tokenized, service, asked))
     note(request, model=service.names[0], stream=bool(asked.stream), prompt_tokens=sum(map(len, prompts)))
     for ids in prompts:
         service.prompts.room(ids, asked.max_tokens, "prompt")
-    asks = []
-    if asked.max_tokens != 0:
-        asks = await asyncio.to_thread(service.asks, asked, prompts, asked.max_tokens, asked.logprobs)
-    echoes = [Echo("", None)] * len(prompts)
-    if asked.echo:
-        echoes = await unless_gone(request, _echoes(service, asked, prompts))
-    reply = _Reply(service, asked, service.worker.submit(asks), prompts, echoes)
-    if asked.stream and asks:
+    call = service.worker.submit(await asyncio.to_thread(_asks, service, asked, prompts))
+    with given_up_on_error(request, call):
+        echoes = await unless_gone(request, _echoes(service, asked, prompts, call))
+        reply = _Reply(service, asked, call, prompts, echoes)
+    if asked.stream:
         return await streamed(request, reply.call, reply.begin(), reply.chunks, reply.end)
     return reply.whole(await collected(request, reply.call)).response()
+
+
+def _tokenized(service: Service, asked: CompletionRequest) -> list[list[int]]:
+    return [service.prompts.of_text(prompt, asked.add_special_tokens) for prompt in asked.prompts]
+
+
+def _asks(service: Service, asked: CompletionRequest, prompts: list[list[int]]) -> list[Ask]:
+    """Return the answers of a request; the first one to each prompt has it scored, where logprobs of an echo are asked for."""
+    scores = asked.logprobs if asked.echo else None
+    if asked.max_tokens == 0:
+        return [] if scores is None else [Ask(ids, None, scores=scores) for ids in prompts]
+    asks, each = service.asks(asked, prompts, asked.max_tokens, asked.logprobs), asked.n or 1
+    return [replace(ask, scores=None if number % each else scores) for number, ask in enumerate(asks)]
 
 
 class Echo:
@@ -48,16 +60,19 @@ class Echo:
         self.logprobs = logprobs
 
 
-async def _echoes(service: Service, asked: CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
-    found = []
-    for given, ids in zip(asked.prompts, prompts, strict=True):
-        text = given if isinstance(given, str) else service.tokenizer.decode(ids)
-        logprobs = None
-        if asked.logprobs is not None:
-            scored = await service.worker.logprobs_of(ids, asked.logprobs)
-            logprobs = for_text(service.tokenizer, scored, 0)
-        found.append(Echo(text, logprobs))
-    return found
+async def _echoes(service: Service, asked: CompletionRequest, prompts: list[list[int]], call: Call) -> list[Echo]:
+    """Return the prompts as parts of the answers: nothing of them, unless that is asked for."""
+    if not asked.echo:
+        return [Echo("", None)] * len(prompts)
+    tokenizer = service.prompts.tokenizer
+    texts = [
+        given if isinstance(given, str) else await service.tokenizing(tokenizer.decode, ids)
+        for given, ids in zip(asked.prompts, prompts, strict=True)
+    ]
+    if asked.logprobs is None:
+        return [Echo(text, None) for text in texts]
+    logprobs = [await service.tokenizing(for_text, tokenizer, scores, 0) for scores in await call.scores()]
+    return list(map(Echo, texts, logprobs))
 
 
 class _Reply:
@@ -75,21 +90,23 @@ class _Reply:
         self.id = new_id("cmpl")
         self.created = int(time.time())
         self.counts = [0] * len(call.jobs)  # tokens of each answer, as far as they were sent
+        self.is_echo = asked.max_tokens == 0  # nothing is written
 
     @property
     def usage(self) -> Usage:
         return Usage.of(self.prompt_tokens, sum(self.counts))
 
     def whole(self, bursts: list[list[Burst]]) -> TextAnswer:
-        if not bursts:  # nothing but the prompts was asked for
-            choices = [self._echoed(place) for place in range(len(self.echoes))]
-        else:
-            choices = [self._choice(own) for own in bursts]
+        choices = self._echoed() if self.is_echo else [self._choice(own) for own in bursts]
         return self._answer(choices, self.usage)
 
-    def _echoed(self, place: int) -> TextChoice:
-        echo = self.echoes[place]
-        return TextChoice(index=place, text=echo.text, logprobs=echo.logprobs, finish_reason="length")
+    def _echoed(self) -> list[TextChoice]:
+        """Return the prompts as the beginnings of answers, or as all of them."""
+        reason: Reason | None = "length" if self.is_echo else None
+        return [
+            TextChoice(index=place, text=echo.text, logprobs=echo.logprobs, finish_reason=reason)
+            for place, echo in enumerate(self.echoes)
+        ]
 
     def _choice(self, bursts: list[Burst]) -> TextChoice:
         last = bursts[-1]
@@ -112,13 +129,11 @@ class _Reply:
         return made
 
     def begin(self) -> list[Answer]:
-        return [
-            self._answer([TextChoice(index=place, text=echo.text, logprobs=echo.logprobs, finish_reason=None)], None)
-            for place, echo in enumerate(self.echoes)
-            if echo.text
-        ]
+        return [self._answer([choice], None) for choice in self._echoed() if choice.text or self.is_echo]
 
     def chunks(self, burst: Burst) -> list[Answer]:
+        if self.is_echo:
+            return []
         self.counts[burst.index] = burst.count
         wants_tokens = burst.tokens and (self.asked.logprobs is not None or self.asked.tide.details)
         if not burst.text and not wants_tokens and not burst.is_last:

@@ -92,6 +92,14 @@ def of_validation(problems: Sequence[Mapping[str, Any]]) -> APIError:
         return refused("expected a JSON object, with the header Content-Type: application/json.")
     if chosen["type"] == "missing":
         return refused(f"expected a value for {'.'.join(place)!r}, found none.", name)
-    found = repr(chosen.get("input"))
-    shown = found if len(found) <= 80 else f"{found[:77]}..."
-    return refused(f"{'.'.join(place)}: {chosen['msg']}, found {shown}.", name)
+    if chosen["type"] == "nested":
+        return refused(f"{'.'.join(place)}: {chosen['msg']}.", name)
+    return refused(f"{'.'.join(place)}: {chosen['msg']}, found {_shown(chosen.get('input'))}.", name)
+
+
+def _shown(value: Any) -> str:
+    try:
+        found = repr(value)
+    except RecursionError:
+        return "JSON that is nested too deep"
+    return found if len(found) <= 80 else f"{found[:77]}..."

@@ -13,6 +13,8 @@ from TIDE.server.errors import refused
 from TIDE.server.requests import ChatRequest, JSONSchema, NamedTool, ResponseFormat, Tool
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # of a schema: names to schemas
+VALUES = ("const", "enum", "default", "examples")  # of a schema: they hold JSON, not schemas
 
 
 def forced_calls(asked: ChatRequest) -> ResponseFormat | None:
@@ -34,18 +36,35 @@ def forced_calls(asked: ChatRequest) -> ResponseFormat | None:
 
 
 def _schema(tools: list[Tool], is_one: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls. Definitions of parameters move to its top, where references look for them."""
+    """Return the schema of a list of calls. Parameters of each tool have a place of their own, where its references point."""
     definitions: dict[str, Any] = {}
     calls = []
-    for tool in tools:
-        arguments = dict(tool.function.parameters or NO_ARGUMENTS)
-        for name, own in arguments.pop("$defs", {}).items():
-            if definitions.setdefault(name, own) != own:
-                raise refused(f"two tools define {name!r} differently in $defs. Rename one.", "tools")
-        properties = {"name": {"const": tool.function.name}, "arguments": arguments}
+    for number, tool in enumerate(tools):
+        place = f"#/$defs/tool_{number}"
+        own = {name: value for name, value in (tool.function.parameters or NO_ARGUMENTS).items() if name != "$id"}
+        definitions[f"tool_{number}"] = _moved(own, place)
+        properties = {"name": {"const": tool.function.name}, "arguments": {"$ref": place}}
         calls.append({"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False})
-    found: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    return found | ({"maxItems": 1} if is_one else {}) | ({"$defs": definitions} if definitions else {})
+    found: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+    return found | ({"maxItems": 1} if is_one else {})
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema whose references to its own parts hold when it stands at a place inside another."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in BY_NAME and isinstance(value, dict):
+            found[name] = {key: _moved(own, place) for key, own in value.items()}
+        else:
+            found[name] = value if name in VALUES else _moved(value, place)
+    own = found.get("$ref")
+    if isinstance(own, str) and (own == "#" or own.startswith("#/")):
+        found["$ref"] = place + own[1:]
+    return found
 
 
 class ForcedCallParser:
@@ -76,7 +95,7 @@ class ForcedCallParser:
             return None
         try:
             call, length = json.JSONDecoder().raw_decode(self._text[begin:])
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             return None
         self._text = self._text[begin + length :]
         self.calls += 1

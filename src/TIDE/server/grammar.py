@@ -19,6 +19,7 @@ from TIDE.server.errors import APIError, refused
 from TIDE.server.requests import ResponseFormat
 
 ANY_OBJECT = {"type": "object"}
+NO_ANSWER = "this JSON schema allows no answer at all. Allow one."
 
 
 class Grammars:
@@ -43,19 +44,23 @@ class Grammars:
         schema = None if asked.json_schema is None else asked.json_schema.schema_
         if schema is None:
             raise refused("expected response_format.json_schema.schema, found none.", "response_format")
-        return GrammarProcessor(self._matcher(json.dumps(schema)), prompt)
+        if schema is False:
+            raise refused(NO_ANSWER, "response_format")
+        return GrammarProcessor(self._matcher(json.dumps({} if schema is True else schema)), prompt)
 
     def _matcher(self, schema: str) -> Any:
         words = self._words
         import llguidance
 
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": " ?"})
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": " ?"})
+        except ValueError as problem:
+            raise _not_followed(str(problem)) from problem
         matcher = llguidance.LLMatcher(words, grammar, log_level=0)
         if matcher.is_error():
-            problem = " ".join(matcher.get_error().split())[:300]
-            raise refused(f"this JSON schema cannot be followed: {problem}", "response_format")
+            raise _not_followed(matcher.get_error())
         if not any(matcher.compute_logit_bias()):
-            raise refused("this JSON schema allows no answer at all. Allow one.", "response_format")
+            raise refused(NO_ANSWER, "response_format")
         return matcher
 
     @functools.cached_property
@@ -72,11 +77,19 @@ class Grammars:
             raise refused(f"there are no JSON answers with this model's tokenizer: {reason}", "response_format") from problem
 
 
+def _not_followed(problem: str) -> APIError:
+    return refused(f"this JSON schema cannot be followed: {' '.join(problem.split())[:300]}", "response_format")
+
+
 class GrammarProcessor(LogitsProcessor):
-    """Forbids tokens that leave the grammar.
+    """Forbids tokens that leave the grammar. Where those before it forbid all that the grammar allows, the grammar wins: at the
+    end of the JSON nothing but the end may follow, whatever `min_tokens` says.
 
     Args:
         prompt: tokens before the answer.
+
+    Attributes:
+        walked: tokens that the matcher has taken; none after the end of the JSON.
     """
 
     def __init__(self, matcher: Any, prompt: int) -> None:
@@ -91,7 +104,10 @@ class GrammarProcessor(LogitsProcessor):
             raise RuntimeError(f"the grammar of an answer failed: {self.matcher.get_error()}")
         mask = torch.zeros(scores.shape[-1], dtype=torch.bool)
         mask[: len(allowed)] = torch.from_numpy(allowed[: len(mask)] > 0)
-        return scores.masked_fill(~mask.to(scores.device), -torch.inf)
+        mask = mask.to(scores.device)
+        kept = scores.masked_fill(~mask, -torch.inf)
+        is_lost = (kept == -torch.inf).all(-1, keepdim=True)
+        return torch.where(is_lost & mask, torch.zeros_like(scores), kept)
 
     def _walk(self, text: list[int]) -> None:
         """Bring the matcher to the end of a text."""
@@ -99,6 +115,7 @@ class GrammarProcessor(LogitsProcessor):
         alike = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(self.walked), len(text)))
         if alike < len(self.walked):
             self.matcher.rollback(len(self.walked) - alike)
-        if text[alike:]:
-            self.matcher.consume_tokens(text[alike:])
-        self.walked = text
+        taken = self.matcher.try_consume_tokens(text[alike:]) if text[alike:] else 0
+        self.walked = text[: alike + taken]
+        if len(self.walked) < len(text) and not self.matcher.is_stopped():
+            raise RuntimeError(f"the grammar of an answer does not allow its token {text[len(self.walked)]}.")

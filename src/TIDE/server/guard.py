@@ -37,7 +37,7 @@ class Guard:
     def __init__(self, app: Any, settings: ServerSettings) -> None:
         self.app = app
         self.settings = settings
-        self._keys = [_digest(key.encode()) for key in settings.api_keys]
+        self._keys = [_digest(key.strip().encode()) for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -1,21 +1,24 @@
 """A job: one answer, from its prompt to its last token. A call: the answers of one request.
 
 The worker's thread reads the tokens of a job's row and turns them into bursts: what a round added. A call takes the bursts of
-its jobs out of one queue, on the side of asyncio.
+its jobs out of one queue, on the side of asyncio. A job may also have its prompt scored, before its answer or instead of one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from TIDE.engine.engine import TIDE
 from TIDE.engine.row import Row
 from TIDE.server.answers import Details, Reason, Timings, WrittenToken
 from TIDE.server.errors import APIError, of_row
 from TIDE.server.logprobs import Logprob, logprob_of
+from TIDE.server.scoring import PromptScorer
 from TIDE.server.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -27,17 +30,21 @@ class Ask:
     """The answer that is asked for.
 
     Attributes:
-        options: keywords of `engine.add`.
+        options: keywords of `engine.add`; None: nothing is written, the prompt is scored only.
         logprobs: alternatives that each token comes with; None: no logprobs.
         keeps_special: special tokens are part of the text, for a parser.
+        min_tokens: stop strings that are complete by then do not count.
+        scores: alternatives that each token of the prompt comes with; None: it is not scored.
     """
 
     ids: list[int]
-    options: dict[str, Any]
+    options: dict[str, Any] | None
     stops: Sequence[str] = ()
     logprobs: int | None = None
     exits: bool = True
     keeps_special: bool = False
+    min_tokens: int = 0
+    scores: int | None = None
 
 
 @dataclass
@@ -65,6 +72,7 @@ class Burst:
 
     Attributes:
         count: tokens of the answer so far.
+        scores: of the prompt, all in one burst.
     """
 
     index: int
@@ -72,6 +80,7 @@ class Burst:
     text: str = ""
     tokens: list[Written] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
+    scores: list[Logprob | int] = field(default_factory=list)
     reason: Reason | None = None
     error: APIError | None = None
 
@@ -98,9 +107,20 @@ class Job:
         self.row: Row | None = None
         self.tokens = 0
         self.cancelled = False
-        self.is_over = False
+        self._scorer: PromptScorer | None = None
         self._text = Detokenizer(tokenizer, ask.ids, ask.keeps_special)
         self._stops = StopStrings(ask.stops)
+
+    def score(self, engine: TIDE) -> Burst | None:
+        """Score a piece of the prompt; return the scores of all of it once there are."""
+        assert self.ask.scores is not None
+        if self._scorer is None:
+            self._scorer = PromptScorer(engine, self.ask.ids, self.ask.scores)
+        self._scorer.score_piece()
+        if not self._scorer.is_done:
+            return None
+        found, self._scorer = self._scorer.found, None
+        return Burst(self.index, scores=found, reason="length" if self.ask.options is None else None)
 
     def read(self) -> Burst | None:
         """Return what the row has got since the last time; None: nothing."""
@@ -120,7 +140,7 @@ class Job:
         if row.error is not None:
             burst.error = of_row(row.error)
         elif row.finished:
-            burst.text += self._stops.add(self._text.rest())
+            burst.text += self._stops.add(self._text.rest(), self._may_stop)
             burst.reason = "stop" if ends or self._stops.found else "length"
             burst.text += self._stops.rest()
         return burst
@@ -131,10 +151,14 @@ class Job:
         decided = self.row.decided[self.tokens]
         self.tokens += 1
         written = self._text.add(token) if is_text else ""
-        burst.text += self._stops.add(written)
+        burst.text += self._stops.add(written, self._may_stop)
         burst.tokens.append(Written(token, written, decided.depth, decided.score))
         if self.ask.logprobs is not None:
             burst.logprobs.append(logprob_of(self.row.kept.pop(place).logits, token, self.ask.logprobs))
+
+    @property
+    def _may_stop(self) -> bool:
+        return self.tokens > self.ask.min_tokens
 
     def details(self, tokens: list[Written], is_last: bool) -> Details:
         """Return what TIDE did: for some tokens, with the counts of the whole answer behind the last."""
@@ -159,17 +183,33 @@ class Call:
     def __init__(self, worker: Worker, asks: Sequence[Ask]) -> None:
         self.worker = worker
         self._queue: asyncio.Queue[Burst] = asyncio.Queue()
+        self._kept: deque[Burst] = deque()  # that came while prompts were scored
         self.jobs = [Job(ask, index, self._queue, worker.tokenizer) for index, ask in enumerate(asks)]
+
+    async def scores(self) -> list[list[Logprob | int]]:
+        """Return the scores of prompts, in the order of their jobs, once there are all. What is written meanwhile is kept."""
+        found: dict[int, list[Logprob | int]] = {}
+        wanted = [job.index for job in self.jobs if job.ask.scores is not None]
+        while len(found) < len(wanted):
+            burst = await self._next()
+            self._kept.append(burst)
+            if burst.scores:
+                found[burst.index] = burst.scores
+        return [found[index] for index in wanted]
 
     async def bursts(self) -> AsyncIterator[Burst]:
         """Yield what is written, until all answers have ended. An error of one is the error of the request."""
         left = len(self.jobs)
         while left:
-            burst = await self._queue.get()
-            if burst.error is not None:
-                raise burst.error
+            burst = self._kept.popleft() if self._kept else await self._next()
             left -= burst.is_last
             yield burst
+
+    async def _next(self) -> Burst:
+        burst = await self._queue.get()
+        if burst.error is not None:
+            raise burst.error
+        return burst
 
     def cancel(self) -> None:
         """Give up what is not written yet."""

@@ -26,9 +26,30 @@ def logprob_of(logits: torch.Tensor, token: int, top: int) -> Logprob:
     return Logprob(token, float(found[token]), pairs)
 
 
+class TokenTexts:
+    """The text of single tokens in the middle of a text. Some tokenizers strip the space that a text begins with, so a token is
+    decoded behind another one, whose text is cut off."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+        self.cut = tokenizer.decode(self.before)
+
+    def __call__(self, token: int) -> str:
+        both: str = self.tokenizer.decode([*self.before, token])
+        return both[len(self.cut) :] if both.startswith(self.cut) else self.first(token)
+
+    def first(self, token: int) -> str:
+        """Return the text of a token that begins a text."""
+        found: str = self.tokenizer.decode([token])
+        return found
+
+
 def for_chat(tokenizer: Any, found: Sequence[Logprob]) -> ChatLogprobs:
+    text_of = TokenTexts(tokenizer)
+
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token])
+        text = text_of(token)
         return dict(token=text, logprob=_finite(logprob), bytes=list(text.encode()))
 
     return ChatLogprobs(
@@ -41,10 +62,11 @@ def for_chat(tokenizer: Any, found: Sequence[Logprob]) -> ChatLogprobs:
 
 def for_text(tokenizer: Any, found: Sequence[Logprob | int], offset: int) -> TextLogprobs:
     """Return logprobs of tokens whose text begins at an offset; a token without any is the first of a prompt."""
+    text_of = TokenTexts(tokenizer)
     tokens: list[str] = []
     offsets: list[int] = []
     for one in found:
-        tokens.append(tokenizer.decode([one if isinstance(one, int) else one.token]))
+        tokens.append(text_of.first(one) if isinstance(one, int) else text_of(one.token))
         offsets.append(offset)
         offset += len(tokens[-1])
     known = [None if isinstance(one, int) else one for one in found]
@@ -52,8 +74,7 @@ def for_text(tokenizer: Any, found: Sequence[Logprob | int], offset: int) -> Tex
         tokens=tokens,
         token_logprobs=[None if one is None else _finite(one.logprob) for one in known],
         top_logprobs=[
-            None if one is None else {tokenizer.decode([token]): _finite(value) for token, value in (*one.top, one[:2])}
-            for one in known
+            None if one is None else {text_of(token): _finite(value) for token, value in (*one.top, one[:2])} for one in known
         ],
         text_offset=offsets,
     )

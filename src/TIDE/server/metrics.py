@@ -27,6 +27,8 @@ class Metrics:
         self.waiting = self._gauge("num_requests_waiting", "Answers that wait for a row.")
         self.cache = self._gauge("kv_cache_usage_perc", "Share of the K/V blocks in use, where there are blocks: on a GPU.")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.prefix_queries = self._counter("prefix_cache_queries", "Tokens of prompts that were looked for in the cache.")
+        self.prefix_hits = self._counter("prefix_cache_hits", "Tokens of prompts whose K/V were there already.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens written.")
         self.success = self._counter("request_success", "Answers that ended, by reason.", "finished_reason")
         self.drafts = self._counter("spec_decode_num_drafts", "Verifications of drafts.")
@@ -69,6 +71,8 @@ class Metrics:
         self.answer_sizes.observe(job.tokens)
         stats = job.row.stats
         self.layers.inc(stats.layers_run)
+        self.prefix_queries.inc(len(job.ask.ids))
+        self.prefix_hits.inc(stats.reused_tokens)
         self.draft_tokens.inc(sum(stats.drafted_by_step.values()))
         self.accepted.inc(sum(stats.accepted_by_step.values()))
         self.drafts.inc(stats.drafted_by_step.get(1, 0))

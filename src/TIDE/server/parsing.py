@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from TIDE.server.answers import ChatMessage, FunctionCall, ToolCall
+from TIDE.server.regions import region_parser
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -26,7 +27,7 @@ def response_template(tokenizer: Any, model: PreTrainedModel) -> dict[str, Any] 
 
 
 class MessageParser:
-    """Turns the text of one answer into parts of a message, as it is written.
+    """Turns the text of one answer into parts of a message, as it is written. A call that is none is content.
 
     Args:
         template: None: all of it is content.
@@ -38,50 +39,50 @@ class MessageParser:
     def __init__(self, template: dict[str, Any] | None, prompt: str, tools: list[dict[str, Any]] | None, call_id: str) -> None:
         self.call_id = call_id
         self.calls = 0
-        self._parser: Any = None
-        self._raw = ""  # text of a region that is not read yet
-        if template is not None:
-            from transformers.utils.chat_parsing import ResponseParser
-
-            self._parser = ResponseParser(template, prefix=prompt, tools=tools)
+        self._parser = None if template is None else region_parser(template, prompt, tools)
 
     def feed(self, text: str, is_last: bool = False) -> list[ChatMessage]:
         """Return what a piece of text adds to the message."""
         if self._parser is None:
             return [ChatMessage(content=text)] if text else []
-        try:
-            events = self._parser.feed(text) if text else []
-            if is_last:
-                events = [*events, *self._parser.finalize()[1]]
-        except (ValueError, KeyError):  # a tool call that is none: it is shown as it was written
-            self._parser = None
-            return [ChatMessage(content=self._raw + text)]
-        return [part for event in events if (part := self._part(event)) is not None]
+        events = self._parser.feed(text) if text else []
+        if is_last:
+            events = [*events, *self._parser.finalize()[1]]
+        return [part for event in events for part in self._parts(event)]
 
-    def _part(self, event: dict[str, Any]) -> ChatMessage | None:
-        field = event.get("field")
-        self._raw = self._raw + event["text"] if event.get("dirty") else ""
-        if event["type"] == "region_close" and field == "tool_calls":
-            return self._call(event["value"])
-        if event["type"] != "region_chunk" or event.get("dirty") or not event.get("text"):
-            return None
+    def _parts(self, event: dict[str, Any]) -> list[ChatMessage]:
+        kind, field, text = event["type"], event.get("field"), event.get("text")
+        if kind == "region_close" and field == "tool_calls":
+            return self._calls(event["value"]) or _content(event["raw"])
+        if kind == "region_broken":
+            return _content(event["raw"])
+        if kind != "region_chunk" or event.get("dirty") or not text:
+            return []
         if field in REASONING:
-            return ChatMessage(reasoning_content=event["text"])
-        return ChatMessage(content=event["text"]) if field == "content" else None
+            return [ChatMessage(reasoning_content=text)]
+        return _content(text) if field == "content" else []
 
-    def _call(self, value: dict[str, Any]) -> ChatMessage | None:
-        function = value.get("function") if isinstance(value, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            return None
-        arguments = function.get("arguments", {})
+    def _calls(self, value: Any) -> list[ChatMessage]:
+        """Return the calls of a region, one or a list of them; none if any of them is not a call."""
+        values = value if isinstance(value, list) else [value]
+        functions = [one.get("function") if isinstance(one, dict) else None for one in values]
+        if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):
+            return []
+        return [ChatMessage(tool_calls=[self._call(one)]) for one in functions if one is not None]
+
+    def _call(self, function: dict[str, Any]) -> ToolCall:
+        arguments = function.get("arguments") or {}
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         self.calls += 1
-        call = ToolCall(
+        return ToolCall(
             index=self.calls - 1,
             id=f"call_{self.call_id}_{self.calls - 1}",
             function=FunctionCall(name=function["name"], arguments=text),
         )
-        return ChatMessage(tool_calls=[call])
+
+
+def _content(text: str) -> list[ChatMessage]:
+    return [ChatMessage(content=text)] if text else []
 
 
 def joined(parts: list[ChatMessage]) -> ChatMessage:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
 from TIDE.server.errors import refused
-from TIDE.server.requests import ChatRequest, Message, TokenizeRequest
+from TIDE.server.requests import ChatRequest, Message, TokenizeRequest, shallow
 
 
 class Prompts:
@@ -26,19 +27,19 @@ class Prompts:
         longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self.most_characters = None if limit is None else limit * longest
 
-    def of_text(self, prompt: str | Sequence[int], add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text, or those that were given."""
+    def of_text(self, prompt: str | Sequence[int], add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        """Return the ids of a text, or those that were given; `param` is the field they came in."""
         if not isinstance(prompt, str):
             if wrong := [token for token in prompt if not 0 <= token < self.vocabulary]:
-                raise refused(f"token ids must be from 0 to {self.vocabulary - 1}, found {wrong[0]}.", "prompt")
-            return self._checked(list(prompt), "prompt")
-        self._check_characters(len(prompt), "prompt")
-        ids = self.tokenizer(_encodable(prompt, "prompt"), add_special_tokens=add_special_tokens)["input_ids"]
-        return self._checked(list(ids), "prompt")
+                raise refused(f"token ids must be from 0 to {self.vocabulary - 1}, found {wrong[0]}.", param)
+            return self._checked(list(prompt), param)
+        self._check_characters(len(prompt), param)
+        ids = self.tokenizer(_encodable(prompt, param), add_special_tokens=add_special_tokens)["input_ids"]
+        return self._checked(list(ids), param)
 
     def of_messages(self, asked: ChatRequest | TokenizeRequest) -> list[int]:
         """Return the ids of a chat in the model's template."""
-        messages = [_plain(message) for message in asked.messages or ()]
+        messages = [_plain(message, number) for number, message in enumerate(asked.messages or ())]
         self._check_characters(sum(len(str(value)) for message in messages for value in message.values()), "messages")
         if self.tokenizer.chat_template is None:
             raise refused("this model has no chat template. Use /v1/completions.", "messages")
@@ -56,21 +57,27 @@ class Prompts:
                 tokenize=False,
                 **options,
             )
-        except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError) as problem:
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as problem:
             said = " ".join(str(problem).split())[:300]
             raise refused(f"the chat template does not take these messages: {said}", "messages") from problem
+        self._check_characters(len(text), "messages")  # tools and options of the template are in it
         ids = self.tokenizer(_encodable(text, "messages"), add_special_tokens=False)["input_ids"]
         return self._checked(list(ids), "messages")
 
-    def room(self, ids: Sequence[int], asked: int | None, param: str) -> int:
-        """Return how many tokens an answer may have; more than fit are refused."""
+    def room(self, ids: Sequence[int], asked: int | None, param: str, asked_in: str = "max_tokens") -> int:
+        """Return how many tokens an answer may have; more than fit are refused.
+
+        Args:
+            param: the field of the prompt.
+            asked_in: the field of the number that was asked for.
+        """
         if self.limit is None:
             return 2**20 if asked is None else asked
         room = self.limit - len(ids)
         if room < 1 and asked != 0:
             raise refused(f"{self._said(len(ids))} An answer needs one more: shorten the prompt.", param)
         if asked is not None and asked > room:
-            raise refused(f"{self._said(len(ids))} There is room for {room}, and {asked} are asked for.", "max_tokens")
+            raise refused(f"{self._said(len(ids))} There is room for {room}, and {asked} are asked for.", asked_in)
         return room if asked is None else asked
 
     def _said(self, tokens: int) -> str:
@@ -91,14 +98,32 @@ class Prompts:
         return ids
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates expect it: its content is one text."""
-    found = message.model_dump(exclude_unset=True)
+def _plain(message: Message, number: int) -> dict[str, Any]:
+    """Return a message as chat templates expect it: its content is one text, arguments of calls are objects, and fields
+    without a value are not there."""
+    found = {name: value for name, value in message.model_dump(exclude_unset=True).items() if value is not None}
+    found["content"] = message.content or ""
     if isinstance(message.content, list):
         found["content"] = "".join(part.text for part in message.content)
-    elif message.content is None:
-        found["content"] = ""
+    calls = found.pop("tool_calls", None)
+    if calls:
+        found["tool_calls"] = [_read(call, f"messages[{number}].tool_calls[{place}]") for place, call in enumerate(calls)]
     return found
+
+
+def _read(call: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return an earlier call with its arguments as an object: OpenAI's API has them as text, templates write them as JSON."""
+    function = call.get("function")
+    if not isinstance(function, dict) or isinstance(function.get("arguments"), dict):
+        return call
+    text = function.get("arguments")
+    try:
+        arguments = {} if text is None or text == "" or text.isspace() else shallow(json.loads(text))
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise refused(f"{place}.function.arguments: expected a JSON object as text, found {str(text)[:80]!r}.", "messages")
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _encodable(text: str, param: str) -> str:

@@ -19,6 +19,7 @@ from TIDE.server.settings import ServerSettings
 
 OWN = ("model", "router", "replicas", "most_replicas", "gpus", "cpus")
 NUMBERS = {"int": int, "int | None": int, "float": float}
+SWITCHES = {"true": True, "false": False}
 
 
 class Replica:
@@ -82,8 +83,16 @@ def _settings(given: dict[str, str]) -> ServerSettings:
     found: dict[str, Any] = {}
     for name, kind in kinds.items():
         if name in given:
-            text = given[name]
-            found[name] = (
-                NUMBERS[kind](text) if kind in NUMBERS else text == "true" if kind == "bool" else tuple(text.split(","))
-            )
+            found[name] = _read(name, kind, given[name].strip())
     return ServerSettings(**found)
+
+
+def _read(name: str, kind: str, text: str) -> Any:
+    """Return the value of a setting."""
+    if kind in NUMBERS:
+        return NUMBERS[kind](text)
+    if kind != "bool":
+        return tuple(part.strip() for part in text.split(","))
+    if text.lower() not in SWITCHES:
+        raise ValueError(f"{name} must be true or false, found {text!r}.")
+    return SWITCHES[text.lower()]

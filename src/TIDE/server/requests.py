@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 MOST_LOGPROBS = 20
+MOST_LEVELS = 100  # of JSON inside JSON: llguidance reads 128
 Tokens = Annotated[list[int], Field(min_length=1)]
+
+
+def shallow(value: Any) -> Any:
+    """Return JSON that is not nested deeper than code which calls itself for each level can go."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [one for several in inner for one in several]
+        if not level:
+            return value
+    raise PydanticCustomError("nested", f"expected JSON of {MOST_LEVELS} levels at most; it is nested deeper. Make it flatter")
+
+
+AnyJSON = Annotated[Any, AfterValidator(shallow)]
+AnyObject = Annotated[dict[str, Any], AfterValidator(shallow)]
 
 
 class Fields(BaseModel):
@@ -35,7 +52,7 @@ class StreamOptions(Fields):
 class JSONSchema(Fields):
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    schema_: AnyObject | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -82,6 +99,11 @@ class Sampling(Accepted):
         return [one for one in found if one]
 
     @property
+    def has_format(self) -> bool:
+        """True if the answer must follow a grammar."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
     def sends_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -94,6 +116,14 @@ class TextPart(Fields):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else "text"
+        if isinstance(kind, str) and kind != "text":
+            raise PydanticCustomError("not_text", "this server reads text only: expected a part of type 'text'")
+        return part
+
 
 class Message(BaseModel):
     """A message of a chat. What else it holds is shown to the chat template."""
@@ -103,14 +133,15 @@ class Message(BaseModel):
     role: str = Field(min_length=1, max_length=64)
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[AnyObject] | None = None
     tool_call_id: str | None = None
+    __pydantic_extra__: dict[str, AnyJSON]
 
 
 class Function(Fields):
     name: str = Field(min_length=1)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: AnyObject | None = None
     strict: bool | None = None
 
 
@@ -142,7 +173,7 @@ class ChatRequest(Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: AnyObject | None = None
 
     @property
     def asked_logprobs(self) -> int | None:
@@ -152,6 +183,11 @@ class ChatRequest(Sampling):
     @property
     def asked_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def asked_tokens_in(self) -> str:
+        """The field that they are asked for in."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
 class CompletionRequest(Sampling):
@@ -187,7 +223,7 @@ class TokenizeRequest(Fields):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: AnyObject | None = None
     tools: list[Tool] | None = None
     return_token_strs: bool = False
 

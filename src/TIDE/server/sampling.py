@@ -51,6 +51,8 @@ class SamplingDefaults:
             found["min_p"] = float(values["min_p"]) or None
         ends = self._ends(asked)
         found["eos_token_id"] = ends or None
+        if asked.ignore_eos and asked.has_format:
+            found["suppress_tokens"] = self.ends or None  # the grammar allows them where it allows nothing else
         if asked.min_tokens and ends:
             found["min_new_tokens"] = min(asked.min_tokens, most_tokens)
         if asked.min_tokens and asked.min_tokens > most_tokens:
@@ -63,7 +65,7 @@ class SamplingDefaults:
         own = asked.stop_token_ids or []
         if wrong := [token for token in own if not 0 <= token < self.vocabulary]:
             raise refused(f"stop_token_ids must be from 0 to {self.vocabulary - 1}, found {wrong[0]}.", "stop_token_ids")
-        return [*([] if asked.ignore_eos else self.ends), *own]
+        return [*([] if asked.ignore_eos and not asked.has_format else self.ends), *own]
 
     def _bias(self, bias: dict[str, float] | None) -> dict[int, float] | None:
         if not bias:

@@ -1,7 +1,7 @@
 """The server process: uvicorn, and what happens when it is told to stop.
 
-SIGTERM or Ctrl-C: no new connections, /health is 503, answers under way are finished. What is not done after `drain_seconds`
-ends with an error; then the process ends. A second signal ends it at once.
+SIGTERM or Ctrl-C: /health is 503, new requests are refused, answers under way are finished. What is not done after
+`drain_seconds` ends with an error; then connections are closed and the process ends. A second signal is the end of that time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import asyncio
 import gc
 import logging
 import socket
+import time
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -18,16 +20,24 @@ from fastapi import FastAPI
 from TIDE.server.guard import log_to
 from TIDE.server.service import Service
 
-GRACE = 5.0  # seconds that connections have to close once all answers have ended
+GRACE = 5.0  # seconds that clients have to read the ends of their answers
+HASTE = 1  # the same after a second signal
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn that drains the worker before connections are closed."""
+    """A uvicorn that drains the worker before it closes connections, and listens meanwhile."""
 
     def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[str], None]) -> None:
         super().__init__(config)
         self.service = service
         self.ready = ready
+        self._is_hurried = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self._is_hurried = True
+        else:
+            super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
@@ -39,9 +49,13 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         gc.unfreeze()
-        drained = asyncio.ensure_future(self.service.worker.stop(self.service.settings.drain_seconds))
+        worker, seconds = self.service.worker, self.service.settings.drain_seconds
+        drained, until = asyncio.ensure_future(worker.stop(seconds)), time.perf_counter() + seconds + GRACE
+        while (not drained.done() or self.server_state.tasks) and not self._is_hurried and time.perf_counter() < until:
+            await asyncio.sleep(0.05)
+        drained.cancel()
+        await worker.stop(0)
         await super().shutdown(sockets=sockets)
-        await drained
 
 
 def serve(app: FastAPI, host: str, port: int, ready: Callable[[str], None]) -> None:
@@ -55,6 +69,6 @@ def serve(app: FastAPI, host: str, port: int, ready: Callable[[str], None]) -> N
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(service.settings.drain_seconds + GRACE),
+        timeout_graceful_shutdown=HASTE,
     )
     _Server(config, service, ready).run()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import time
 import uuid
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -20,6 +24,8 @@ from TIDE.server.requests import Sampling
 from TIDE.server.sampling import SamplingDefaults, seeds, with_processor
 from TIDE.server.settings import ServerSettings
 from TIDE.server.worker import Worker
+
+T = TypeVar("T")
 
 
 class Service:
@@ -43,7 +49,8 @@ class Service:
             raise ValueError(
                 f"max_model_len must be at most the {made_for} tokens this model was made for, found {self.limit}."
             )
-        self.prompts = Prompts(tokenizer, self.limit, vocabulary)
+        self.prompts = Prompts(copy.deepcopy(tokenizer), self.limit, vocabulary)
+        self._tokenizing = ThreadPoolExecutor(1, "tide-tokenizer")
         self.sampling = SamplingDefaults(engine.model.generation_config, vocabulary)
         self.grammars = Grammars(tokenizer, vocabulary, self.sampling.ends)
         self.template = response_template(tokenizer, engine.model)
@@ -53,6 +60,10 @@ class Service:
     def check_model(self, asked: str | None) -> None:
         if asked is not None and asked not in self.names:
             raise APIError(404, f"there is no model {asked[:200]!r} here. There is {', '.join(self.names)}.", "model")
+
+    async def tokenizing(self, work: Callable[..., T], *given: Any) -> T:
+        """Run something with the tokenizer of `prompts`. It has a thread of its own: long texts hold up nobody."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *given)
 
     def asks(
         self,
@@ -71,7 +82,7 @@ class Service:
             for place in range(number * each, (number + 1) * each):
                 processor = self.grammars.processor(asked.response_format, len(ids))
                 own = with_processor(options, processor) | {"seed": own_seeds[place]}
-                found.append(Ask(ids, own, asked.stops, logprobs, asked.tide.exits, keeps_special))
+                found.append(Ask(ids, own, asked.stops, logprobs, asked.tide.exits, keeps_special, asked.min_tokens or 0))
         return found
 
 

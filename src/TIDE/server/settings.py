@@ -35,6 +35,11 @@ class ServerSettings:
     drain_seconds: float = 30.0
     vllm_metrics: bool = False
 
+    @property
+    def most_answers(self) -> int:
+        """Answers that there can be at a time, those included that wait."""
+        return self.max_rows + self.max_queue
+
     def __post_init__(self) -> None:
         least = dict(max_rows=1, max_queue=0, max_body=1024, request_seconds=0.001, drain_seconds=0)
         for name, lowest in least.items():

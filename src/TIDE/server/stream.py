@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from TIDE.server.answers import Answer
-from TIDE.server.errors import APIError
+from TIDE.server.errors import INTERNAL, APIError
 from TIDE.server.job import Burst, Call
 from TIDE.server.service import note
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 GONE = APIError(499, "the client went away.")
 
@@ -37,6 +40,17 @@ async def _gone(request: Request) -> None:
         pass
 
 
+@contextlib.contextmanager
+def given_up_on_error(request: Request, call: Call) -> Iterator[None]:
+    """Give up the answers of a request if what is done inside fails."""
+    try:
+        yield
+    except BaseException:
+        call.cancel()
+        note(request, call)
+        raise
+
+
 async def collected(request: Request, call: Call) -> list[list[Burst]]:
     """Return the bursts of each answer, when all have ended."""
     found: list[list[Burst]] = [[] for _ in call.jobs]
@@ -56,33 +70,32 @@ async def collected(request: Request, call: Call) -> list[list[Burst]]:
 async def streamed(
     request: Request, call: Call, first: list[Answer], chunks: Callable[[Burst], list[Answer]], last: Callable[[], list[Answer]]
 ) -> StreamingResponse:
-    """Return a response that sends chunks as bursts come. An error before the first of them is an error of the request."""
+    """Return a response that sends chunks as bursts come. An error before the first of them is the request's."""
     bursts = call.bursts()
-    try:
-        burst = await unless_gone(request, anext(bursts))
-    except BaseException:
-        call.cancel()
-        note(request, call)
-        raise
+    with given_up_on_error(request, call):
+        burst = await unless_gone(request, anext(bursts, None))
     return StreamingResponse(_events(request, call, burst, bursts, first, chunks, last), media_type="text/event-stream")
 
 
 async def _events(
     request: Request,
     call: Call,
-    burst: Burst,
+    burst: Burst | None,
     bursts: AsyncIterator[Burst],
     first: list[Answer],
     chunks: Callable[[Burst], list[Answer]],
     last: Callable[[], list[Answer]],
 ) -> AsyncIterator[str]:
     try:
-        yield "".join(_event(chunk) for chunk in (*first, *chunks(burst)))
+        yield "".join(map(_event, (*first, *(() if burst is None else chunks(burst)))))
         async for more in bursts:
             if sent := chunks(more):
                 yield "".join(map(_event, sent))
         yield "".join(map(_event, last())) + "data: [DONE]\n\n"
-    except APIError as error:
+    except Exception as problem:
+        if not isinstance(problem, APIError):
+            logger.exception("a stream broke off: %s: %s", type(problem).__name__, problem)
+        error = problem if isinstance(problem, APIError) else APIError(500, INTERNAL)
         note(request, error=error.message)
         yield f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n"
     finally:

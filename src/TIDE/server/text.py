@@ -68,13 +68,19 @@ class StopStrings:
         self.found = False
         self._held = ""
 
-    def add(self, text: str) -> str:
-        """Return the text that may be shown now. After a stop string was found there is none."""
+    def add(self, text: str, may_stop: bool = True) -> str:
+        """Return the text that may be shown now. After a stop string was found there is none.
+
+        Args:
+            may_stop: False: a stop string that this text completes does not count.
+        """
         if not self.stops or self.found:
             return "" if self.found else text
+        known = len(self._held)
         self._held += text
-        places = [place for stop in self.stops if (place := self._held.find(stop)) >= 0]
-        if places:
+        found = [self._held.find(stop, max(0, known - len(stop) + 1)) for stop in self.stops]
+        places = [place for place in found if place >= 0]
+        if places and may_stop:
             self.found = True
             shown, self._held = self._held[: min(places)], ""
             return shown

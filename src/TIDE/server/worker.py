@@ -3,6 +3,7 @@
     asyncio   submit ─►  inbox ─►  waiting ─►  rows of the engine  ─►  bursts  ─►  queue of each call   asyncio
     asyncio   cancel ─►  inbox                  one step, all rows      once a round
 
+Prompts that are scored have a place among the rows while they are, and a piece of one of them runs between two steps.
 Nothing else touches the engine. An error of one row ends that answer. If a step fails, the row that joined last is taken for
 the reason and ends with an error; the others go on from their texts. If none is left and the model fails on a prompt of our
 own, the worker is at its end: every request gets an error, `problem` says why, and /health with it.
@@ -23,11 +24,9 @@ from typing import Any
 
 import torch
 
-from TIDE.config import TIDEConfig
 from TIDE.engine.engine import TIDE
-from TIDE.server.errors import INTERNAL, APIError, of_row
+from TIDE.server.errors import INTERNAL, APIError, of_row, refused
 from TIDE.server.job import Ask, Burst, Call, Job
-from TIDE.server.logprobs import Logprob, logprob_of
 from TIDE.server.metrics import Metrics
 from TIDE.server.settings import ServerSettings
 
@@ -57,9 +56,9 @@ class Worker:
         self.problem: str | None = None
         self.is_draining = False
         self._open: set[Job] = set()  # of asyncio
-        self._asked: set[asyncio.Future[Any]] = set()  # of asyncio, too
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
+        self._scoring: list[Job] = []  # the first of them runs
         self._running: list[Job] = []
         self._outbox: list[tuple[Job, Burst]] = []
         self._recent = 1.0  # mean seconds of an answer
@@ -77,16 +76,19 @@ class Worker:
     def submit(self, asks: Sequence[Ask]) -> Call:
         """Take on the answers of a request, or refuse them all."""
         self._check_open()
-        room = self.settings.max_rows + self.settings.max_queue - len(self._open)
-        if len(asks) > self.settings.max_rows + self.settings.max_queue:
-            raise APIError(400, f"one request may ask for {self.settings.max_rows + self.settings.max_queue} answers at most.")
-        if len(asks) > room:
+        self.check_count(len(asks), "n")
+        if len(asks) > self.settings.most_answers - len(self._open):
             seconds = str(max(1, min(60, round(self._recent))))
             raise APIError(429, f"the queue is full. Ask again in {seconds} s.", headers={"Retry-After": seconds})
         call = Call(self, asks)
         self._open.update(call.jobs)
         self._inbox.put(lambda: self._waiting.extend(call.jobs))
         return call
+
+    def check_count(self, count: int, param: str) -> None:
+        """Refuse a request for more answers than there can ever be."""
+        if count > (most := self.settings.most_answers):
+            raise refused(f"one request may ask for {most} answers at most, found {count}. Ask for fewer.", param)
 
     def cancel(self, jobs: Sequence[Job]) -> None:
         """Give up jobs that have not ended."""
@@ -96,24 +98,6 @@ class Worker:
             self._open.discard(job)
         if given_up:
             self._inbox.put(lambda: None)  # wakes the thread
-
-    async def logprobs_of(self, ids: list[int], top: int) -> list[Logprob | int]:
-        """Return the logprobs of a prompt's tokens; the first of them has none."""
-        self._check_open()
-        done: asyncio.Future[list[Logprob | int]] = self._loop.create_future()
-        self._asked.add(done)
-        done.add_done_callback(self._asked.discard)
-
-        def work() -> None:
-            try:
-                found = self._prompt_logprobs(ids, top)
-            except Exception as problem:
-                self._call_soon(_settle, done, None, of_row(problem))
-            else:
-                self._call_soon(_settle, done, found, None)
-
-        self._inbox.put(work)
-        return await done
 
     def _check_open(self) -> None:
         if self.problem is not None or self.is_draining:
@@ -139,6 +123,8 @@ class Worker:
             while self._take():
                 self._admit()
                 self._end_late()
+                if self._scoring:
+                    self._score()
                 if self._running:
                     self._step()
                 self._send()
@@ -147,7 +133,7 @@ class Worker:
             logger.exception("the worker failed: %s: %s", type(problem).__name__, problem)
             self.problem = type(problem).__name__
             self._send()
-            self._call_soon(_settle, self._warm, None, problem)
+            self._call_soon(self._fail_to_start, problem)
             self._call_soon(self._abandon, DEAD)
 
     def _warm_up(self) -> None:
@@ -166,7 +152,7 @@ class Worker:
 
     def _take(self) -> bool:
         """Do what asyncio has asked for; wait for it if there is nothing else to do. False: the server stops."""
-        is_idle = not self._running and not self._waiting
+        is_idle = not self._running and not self._scoring and not self._waiting
         with contextlib.suppress(queue.Empty):
             while True:
                 asked = self._inbox.get(block=is_idle)
@@ -178,31 +164,58 @@ class Worker:
 
     def _admit(self) -> None:
         """Give rows to those who wait, and take them from those who are gone."""
-        for job in [job for job in self._running if job.cancelled]:
+        for job in [job for job in (*self._running, *self._scoring) if job.cancelled]:
             self._end(job, "abort")
-        while self._waiting and len(self._running) < self.settings.max_rows:
+        while self._waiting and len(self._running) + len(self._scoring) < self.settings.max_rows:
             job = self._waiting.popleft()
             if job.cancelled:
                 self.metrics.ended(job, "abort")
                 continue
             job.times.started = time.perf_counter()
-            try:
-                job.row = self.engine.add(self._prompt(job.ask.ids), exits=job.ask.exits, **job.ask.options)
-            except (ValueError, TypeError) as problem:
-                self._fail(job, of_row(problem))
+            self.metrics.started(job)
+            if job.ask.scores is None:
+                self._add_row(job)
             else:
-                self._running.append(job)
-                self.metrics.started(job)
+                self._scoring.append(job)
+
+    def _add_row(self, job: Job) -> None:
+        assert job.ask.options is not None
+        try:
+            job.row = self.engine.add(self._prompt(job.ask.ids), exits=job.ask.exits, **job.ask.options)
+        except Exception as problem:
+            self._fail(job, error := of_row(problem))
+            self._check_model(error)
+        else:
+            self._running.append(job)
 
     def _end_late(self) -> None:
         limit = time.perf_counter() - self.settings.request_seconds
-        late = [job for job in (*self._running, *self._waiting) if job.times.arrived < limit]
+        late = [job for job in (*self._running, *self._scoring, *self._waiting) if job.times.arrived < limit]
         if not late:
             return
         self._waiting = deque(job for job in self._waiting if job not in late)
-        words = f"the answer took longer than {self.settings.request_seconds:g} s. Ask for fewer tokens."
+        words = f"the answer took longer than {self.settings.request_seconds:g} s."
         for job in late:
-            self._fail(job, APIError(408, words, headers={"x-should-retry": "false"}))
+            advice = "Ask for fewer tokens." if job.ask.options is not None else "Send a shorter prompt."
+            self._fail(job, APIError(408, f"{words} {advice}", headers={"x-should-retry": "false"}))
+
+    def _score(self) -> None:
+        """Score a piece of a prompt. Behind the last one, the answer begins."""
+        job = self._scoring[0]
+        try:
+            burst = job.score(self.engine)
+        except Exception as problem:
+            self._fail(job, error := of_row(problem))
+            self._check_model(error)
+            return
+        if burst is None:
+            return
+        self._outbox.append((job, burst))
+        if burst.is_last:
+            self._end(job, burst.reason or "error")
+        else:
+            self._scoring.remove(job)
+            self._add_row(job)
 
     def _step(self) -> None:
         try:
@@ -213,7 +226,12 @@ class Worker:
         now, tokens, depths = time.perf_counter(), 0, Counter[int]()
         for job in list(self._running):
             before = job.tokens
-            burst = job.read()
+            try:
+                burst = job.read()
+            except Exception as problem:
+                logger.exception("an answer cannot be read: %s: %s", type(problem).__name__, problem)
+                self._fail(job, APIError(500, INTERNAL))
+                continue
             if burst is None:
                 continue
             tokens += job.tokens - before
@@ -230,10 +248,15 @@ class Worker:
         self.metrics.cache.set(used / there if there else 0.0)
 
     def _blame(self, problem: Exception) -> None:
-        """End the answer that most likely made a step fail; without any other, see whether the model still works."""
+        """End the answer that most likely made a step fail."""
         logger.error("a step failed: %s: %s", type(problem).__name__, problem)
-        self._fail(max(self._running, key=lambda job: job.times.started), APIError(500, INTERNAL))
-        if not self._running:
+        error = APIError(500, INTERNAL)
+        self._fail(max(self._running, key=lambda job: job.times.started), error)
+        self._check_model(error)
+
+    def _check_model(self, error: APIError) -> None:
+        """After an error that is not the client's, see whether the model still works, unless other rows will show it."""
+        if error.status >= 500 and not self._running:
             self._decode_alone(do_sample=False)
 
     def _time(self, job: Job, before: int, now: float) -> None:
@@ -247,8 +270,9 @@ class Worker:
 
     def _end(self, job: Job, reason: str) -> None:
         """Take a job out, and its row."""
-        if job in self._running:
-            self._running.remove(job)
+        for jobs in (self._running, self._scoring):
+            if job in jobs:
+                jobs.remove(job)
         if job.row is not None and not job.row.finished:
             self.engine.remove(job.row)
         if job.row is not None:
@@ -262,7 +286,7 @@ class Worker:
 
     def _send(self) -> None:
         """Hand what the round wrote to asyncio, all at once."""
-        self.metrics.running.set(len(self._running))
+        self.metrics.running.set(len(self._running) + len(self._scoring))
         self.metrics.waiting.set(len(self._waiting))
         if self._outbox:
             sent, self._outbox = self._outbox, []
@@ -282,9 +306,12 @@ class Worker:
         for job in self._open:
             self.metrics.ended(job, "error")
             job.bursts.put_nowait(Burst(job.index, error=error))
-        for done in list(self._asked):
-            _settle(done, None, error)
         self._open.clear()
+
+    def _fail_to_start(self, problem: Exception) -> None:
+        """Hand an error of the warm-up to `start`; runs in asyncio's thread."""
+        if not self._warm.done():
+            self._warm.set_exception(problem)
 
     def _call_soon(self, function: Callable[..., object], *given: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
@@ -295,19 +322,3 @@ class Worker:
         it does not wait for a round."""
         own = torch.tensor([ids])
         return dict(input_ids=own, attention_mask=torch.ones_like(own))
-
-    def _prompt_logprobs(self, ids: list[int], top: int) -> list[Logprob | int]:
-        with self.engine.using(TIDEConfig(), exits=False):
-            output: Any = self.engine(torch.tensor([ids], device=self.engine.model.device))
-        logits = output.logits[0]
-        return [ids[0], *(logprob_of(logits[place], token, top) for place, token in enumerate(ids[1:]))]
-
-
-def _settle(done: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    """Answer a future, unless nobody waits for it any more."""
-    if done.done():
-        return
-    if error is None:
-        done.set_result(result)
-    else:
-        done.set_exception(error)

@@ -358,12 +358,11 @@ class HostStage:
         if leaving is None:
             return
         candidates, rows, scores = leaving
-        staying = [row for row in self.going if row not in rows]
-        rides_along = not self.waits and self._rides_along(len(staying))
-        self._emit(candidates, rows, scores)
-        self.left += rows
-        self.deciding = [row for row in self.deciding if row not in rows]
-        self.going = self.going if rides_along else staying
+        rides_along = not self.waits and self._rides_along(len(self.going) - len(rows))
+        left = self._emit(candidates, rows, scores)
+        self.left += left
+        self.deciding = [row for row in self.deciding if row not in left]
+        self.going = self.going if rides_along else [row for row in self.going if row not in left]
 
     def _rides_along(self, staying: int) -> bool:
         """Return True if rows that leave go on with those that stay: a deep pass costs almost the same for more rows."""
@@ -371,7 +370,8 @@ class HostStage:
             return False  # what an exit sees of finished tokens, and so the text, must not depend on other rows
         return self.plan.catches_up and staying > self.plan.compaction_threshold * len(self._active)
 
-    def _emit(self, candidates: Candidates, rows: list[Row], scores: list[float]) -> None:
+    def _emit(self, candidates: Candidates, rows: list[Row], scores: list[float]) -> list[Row]:
+        """Give rows the tokens that their exits predict; return those that leave. One whose exit predicts none stays."""
         assert self.policy is not None
         logits = self.policy.predict(candidates, self.runner.head)
         drafts = self.sampler.sample(rows, logits, candidates.depth, is_final=not self.plan.exact)
@@ -383,6 +383,7 @@ class HostStage:
                 self.segments.write_skipped_kv(later, rows, candidates.states, self.plan.kv_cache_strategy)
             for row in rows:
                 self.segments.settle(row)
+        return [row for row in rows if row in drafts or row.finished]
 
     def _add(self, row: Row, draft: Draft) -> None:
         row.exits_in_a_row += 1

@@ -56,7 +56,8 @@ class Sampler:
         """Choose a token for the end of each row from its (vocabulary,) logits, decided at a depth; rows that fail are missing.
 
         Args:
-            is_final: False: drafts, which are verified later. Processors that kernels do not know are left out then.
+            is_final: False: drafts, which are verified later. Processors that kernels do not know are left out then, and a row
+                for which there is none to choose does not fail: it has no draft.
         """
         tokens = self._choose(rows, [len(row.drafts) for row in rows], logits, is_final)
         return {row: Draft(token, depth) for row, token in tokens.items()}
@@ -88,10 +89,10 @@ class Sampler:
         for index, row in enumerate(rows):
             groups.setdefault(self._way(row, is_final), []).append(index)
         if len(groups) == 1:
-            return next(iter(groups))(rows, drafts, raw)
+            return next(iter(groups))(rows, drafts, raw, is_final)
         found: dict[Row, int] = {}
         for way, places in groups.items():
-            found |= way([rows[i] for i in places], [drafts[i] for i in places], raw[places])
+            found |= way([rows[i] for i in places], [drafts[i] for i in places], raw[places], is_final)
         return {row: found[row] for row in rows if row in found}
 
     def _way(self, row: Row, is_final: bool) -> Callable[..., dict[Row, int]]:
@@ -99,27 +100,27 @@ class Sampler:
             return self._by_list
         return self._best if row.sampling.params.is_plain else self._by_kernel
 
-    def _best(self, rows: list[Row], drafts: list[int], raw: torch.Tensor) -> dict[Row, int]:
+    def _best(self, rows: list[Row], drafts: list[int], raw: torch.Tensor, is_final: bool) -> dict[Row, int]:
         found: dict[Row, int] = {}
         for row, token, score in zip(rows, *_best(raw), strict=True):
-            if math.isnan(score):
-                row.fail(FloatingPointError(NAN))
-            else:
+            if not math.isnan(score):
                 found[row] = token
+            elif is_final:
+                row.fail(FloatingPointError(NAN))
         return found
 
-    def _by_kernel(self, rows: list[Row], drafts: list[int], raw: torch.Tensor) -> dict[Row, int]:
+    def _by_kernel(self, rows: list[Row], drafts: list[int], raw: torch.Tensor, is_final: bool) -> dict[Row, int]:
         if self._known is None:
             self._known = _Choice(self.rows, [row.sampling.params for row in self.rows], raw)
         found: dict[Row, int] = {}
         for row, token, score in zip(rows, *self._known.choose(rows, drafts, raw), strict=True):
-            if math.isinf(score):
-                row.fail(FloatingPointError(NAN) if score > 0 else ValueError(NOTHING_LEFT))
-            else:
+            if not math.isinf(score):
                 found[row] = token
+            elif is_final:
+                row.fail(FloatingPointError(NAN) if score > 0 else ValueError(NOTHING_LEFT))
         return found
 
-    def _by_list(self, rows: list[Row], drafts: list[int], raw: torch.Tensor) -> dict[Row, int]:
+    def _by_list(self, rows: list[Row], drafts: list[int], raw: torch.Tensor, is_final: bool) -> dict[Row, int]:
         """Choose row by row, so that what one row's processors raise is no matter of another's."""
         found: dict[Row, int] = {}
         for place, (row, count) in enumerate(zip(rows, drafts, strict=True)):

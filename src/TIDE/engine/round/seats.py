@@ -58,10 +58,16 @@ class Seats:
         assert self._slots is not None, "no row has joined"
         return self._slots
 
-    @cached_property
+    @property
     def most_blocks(self) -> int:
         """Blocks that there may be."""
+        if self.cache_gib is None:
+            return self._free_blocks
         return self.runner.most_blocks(self.store, self.cache_gib)
+
+    @cached_property
+    def _free_blocks(self) -> int:
+        return self.runner.most_blocks(self.store, None)
 
     @property
     def store(self) -> KVBlocks:
@@ -89,6 +95,8 @@ class Seats:
 
         Each must find blocks for its text, and one more for each row that is there, so that it does not have to leave soon.
         """
+        if not self._blocks:
+            self.__dict__.pop("_free_blocks", None)  # there may be more by now
         free = self.store.free + self.most_blocks - self.store.blocks if self.in_blocks else 0
         most = min(len(rows), self.runner.most_rows - len(self._blocks))
         for count in range(most):
@@ -228,11 +236,12 @@ class Seats:
         put_back: list[Row] = []
         for row in self.running:
             while row in self._blocks and not self._extend(row):
-                newest = next(reversed(self._blocks))
-                if newest is row and len(self._blocks) == 1:
+                leaves = next(reversed(self._blocks))
+                if not self.can_ever_fit(row):
                     row.fail(ValueError(self.too_long(row)))
-                self.leave(newest)
-                put_back.append(newest)
+                    leaves = row
+                self.leave(leaves)
+                put_back.append(leaves)
         return [row for row in put_back if not row.finished]
 
     def too_long(self, row: Row) -> str:
@@ -267,7 +276,7 @@ class Seats:
 
     def can_ever_fit(self, row: Row) -> bool:
         """Return True if a row has room where there is no other."""
-        return not self.in_blocks or self._needed(row) < self.most_blocks
+        return not self.in_blocks or self._needed(row) < self.runner.most_blocks(self.store, self.cache_gib, alone=True)
 
     def _extend(self, row: Row) -> bool:
         """Take the blocks that a row needs next, if there are any."""
@@ -292,7 +301,7 @@ class Seats:
     def _grow_store(self, count: int) -> None:
         if count > self.store.free:
             wanted = max(self._first_blocks(), 2 * self.store.blocks, self.store.blocks + count)
-            self.runner.grow(self.store, min(self.most_blocks, wanted))
+            self.runner.grow(self.store, min(self.most_blocks, wanted), self.cache_gib)
 
     def _first_blocks(self) -> int:
         """Return how many blocks there are at first: on a GPU some for texts that come again."""

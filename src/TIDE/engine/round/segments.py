@@ -1,7 +1,8 @@
 """Running a segment: every row that is asked takes what it has pending there through the segment's layers, in one pass.
 
 Each segment continues its own cache contiguously, so an ordinary causal forward with explicit positions is exact. A segment
-with running states takes rows of equal count only, one pass for each count. Prompts go in passes of about equal lengths:
+with running states takes rows of equal count only, one pass for each count. Rows go alone where rotary frequencies follow the
+longest text of a pass and one is past the switch. Prompts go in passes of about equal lengths:
 
     lengths     980 1000 | 300 | 98 99 100         a model's own modules pad each pass to its longest row
 """
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from TIDE.adapters.rotary_table import RotaryTable
 from TIDE.engine.cache.pending import Pending
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.cache.texts import Copied
@@ -48,6 +50,7 @@ class Segments:
         settling: Settling | None = None,
     ) -> None:
         self.runner = runner
+        self._changing = None if runner.rope.switches_at is None else RotaryTable(runner.adapter.model)
         self.settler = None if settling is None else Settler(runner, settling)
         self.watcher = watcher
         self.watched = frozenset(watcher.watches if watcher is not None else ())
@@ -189,6 +192,9 @@ class Segments:
     def _passes(self, segment: int, last: int, counts: dict[Row, int], are_prompts: bool) -> list[list[Row]]:
         """Return the rows of each pass, in the order the cache has them: neighbours are not copied."""
         rows = sorted(counts, key=lambda row: row.slot)
+        switch = self.runner.rope.switches_at
+        if switch is not None and any(self.length(segment, row) + count > switch for row, count in counts.items()):
+            return [[row] for row in rows]
         if self.cache.keeps_state(segment, last):
             groups: dict[tuple[int, bool], list[Row]] = defaultdict(list)
             for row in rows:
@@ -220,6 +226,8 @@ class Segments:
         from_ids = segment == 0 or (span.start == 0 and self.starts_from_ids)
         hidden = None if from_ids else self._entering(segment, rows, starts, counts)
         tokens = self._tokens(rows, starts, counts)
+        if self._changing is not None:
+            self._changing.restart()
         if logits_from is not None:
             kept = [start + count - logits_from[row] for row, start, count in zip(rows, starts, counts, strict=True)]
             tokens = tokens._replace(kept=kept, best_only=best_only)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -73,6 +74,8 @@ class DeviceRunner(Runner):
         self._stores: list[tuple[Exit | None, KVBlocks]] = []
         self._prompts: list[tuple[Exit | None, Prompts]] = []
         self._free: list[Slots] = []  # that wait for their next rows
+        self._acquired: WeakSet[Slots] = WeakSet()
+        self.launched = 0  # pieces of work, of all requests
         self._graphs: dict[Slots, Graphs] = {}
         self._dropped_seconds = 0.0
 
@@ -129,6 +132,7 @@ class DeviceRunner(Runner):
 
     def launch(self, slots: Slots, key: Hashable, work: Callable[[], object]) -> bool:
         """Run work on slots, or replay its graph; return True if that was as fast as it will be from now on."""
+        self.launched += 1
         if slots not in self._graphs:
             self._graphs[slots] = Graphs(self.device)
         return self._graphs[slots].run(key, work)
@@ -158,24 +162,47 @@ class DeviceRunner(Runner):
         taken = sum((store.blocks - 1 - store.free) * store.block_bytes for store in stores)
         return taken / 2**30, sum(store.blocks * store.block_bytes for store in stores) / 2**30
 
-    def most_blocks(self, store: KVBlocks, cache_gib: float | None) -> int:
-        """Return how many blocks K/V may have: by their budget, or by what is free."""
-        others = sum(own.block_bytes * own.blocks for _, own in self._stores if own is not store)
+    def most_blocks(self, store: KVBlocks, cache_gib: float | None, alone: bool = False) -> int:
+        """Return how many blocks K/V may have: by their budget, or by what is free. K/V of other exits that no row uses count
+        as free.
+
+        Args:
+            alone: as if no other K/V were in use.
+        """
+        others = [own for _, own in self._stores if own is not store]
+        used = 0 if alone else sum(own.block_bytes * own.blocks for own in others if not self._is_idle(own))
         if cache_gib is not None:
-            free = cache_gib * 2**30 - others
+            free = cache_gib * 2**30 - used
         elif self.device.type == "cuda":
             free, whole = torch.cuda.mem_get_info(self.device)
             free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             free = max(free - MARGIN * whole, free / 2) + store.block_bytes * store.blocks
+            free += sum(own.block_bytes * own.blocks for own in others) - used
         else:
             return MOST_BLOCKS
         return max(2, min(MOST_BLOCKS, int(free // store.block_bytes)))
 
-    def grow(self, store: KVBlocks, blocks: int) -> None:
-        """Give K/V more blocks. Graphs know their old addresses, so they are made again."""
+    def _is_idle(self, store: KVBlocks) -> bool:
+        return store.free == store.blocks - 1 and all(slots.store is not store for slots in self._acquired)
+
+    def grow(self, store: KVBlocks, blocks: int, cache_gib: float | None) -> None:
+        """Give K/V more blocks. Graphs know their old addresses, so they are made again. Others that no row uses are given up
+        where there is no room beside them."""
+        idle = [(exit_, own) for exit_, own in self._stores if own is not store and self._is_idle(own)]
+        beside = self.most_blocks(store, cache_gib) - sum(own.block_bytes * own.blocks for _, own in idle) // store.block_bytes
+        if blocks > beside:
+            for exit_, own in idle:
+                self._drop_store(exit_, own)
         for slots in [own for own in self._graphs if own.store is store]:
             self.drop_graphs(slots)
         store.grow(blocks)
+
+    def _drop_store(self, exit_: Exit | None, store: KVBlocks) -> None:
+        self.drop_prompts(exit_)
+        for slots in [own for own in self._free if own.store is store]:
+            self._free.remove(slots)
+            self.drop_graphs(slots)
+        self._stores.remove((exit_, store))
 
     def acquire(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
         """Return slots with room for `rows` rows and `columns` columns, which have to be released."""
@@ -183,11 +210,14 @@ class DeviceRunner(Runner):
         found = next((slots for slots in alike if slots.columns >= columns), None)
         if found is not None:
             self._free.remove(found)
+            self._acquired.add(found)
             return found
         for slots in alike:  # too narrow for what is asked now
             self._free.remove(slots)
             self.drop_graphs(slots)
-        return self.make_slots(rows, _rounded(columns), exit_)
+        made = self.make_slots(rows, _rounded(columns), exit_)
+        self._acquired.add(made)
+        return made
 
     def prompts(self, exit_: Exit | None, columns: int) -> Prompts:
         """Return buffers for texts of up to `columns` tokens, on slots that no row is decoded on."""
@@ -210,6 +240,7 @@ class DeviceRunner(Runner):
 
     def release(self, slots: Slots) -> None:
         """Take slots back, for rows that come later."""
+        self._acquired.discard(slots)
         self._free.append(slots)
 
     def drop_graphs(self, slots: Slots) -> None:

@@ -44,8 +44,14 @@ def read_files(folder: Path) -> HeadFiles:
     config = read_config(folder)
     tensors: dict[str, torch.Tensor] = {}
     for path in _weights(folder):
-        tensors |= _tensors(path)
-    return HeadFiles(folder, config, {_name(name): tensor for name, tensor in tensors.items()})
+        for given, tensor in _tensors(path).items():
+            name = _name(given)
+            if name in tensors and not _are_equal(tensors[name], tensor):
+                raise ValueError(
+                    f"{path} was not loaded: expected {name} once, found it with other values as {given}. {AGAIN}."
+                )
+            tensors[name] = tensor
+    return HeadFiles(folder, config, tensors)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -63,7 +69,7 @@ def _config(path: Path) -> dict[str, Any]:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ValueError(f"{path} was not loaded: expected JSON, found {problem}. {AGAIN}.") from problem
     if not isinstance(config, dict):
         raise ValueError(f"{path} was not loaded: expected names and values, found {type(config).__name__}. {AGAIN}.")
@@ -72,11 +78,18 @@ def _config(path: Path) -> dict[str, Any]:
 
 def _check_kind(config: dict[str, Any], folder: Path) -> None:
     kind = config.get("speculators_model_type")
-    names = config.get("architectures") or []
+    said = config.get("architectures") or []
+    names = said if isinstance(said, list) else [said]
     if kind is not None and kind != "eagle3":
         raise ValueError(f"{folder} holds a draft model of the kind {kind!r}; TIDE reads eagle3. Give an EAGLE-3 head.")
     if kind is not None and not isinstance(config.get("transformer_layer_config"), dict):
         raise ValueError(f"{folder}/config.json is damaged: it lacks transformer_layer_config. {AGAIN}.")
+    block = config if kind is None else config["transformer_layer_config"]
+    for name, holder in (("eagle_config", config), ("rope_scaling", block), ("rope_parameters", block)):
+        if not isinstance(value := holder.get(name) or {}, dict):
+            raise ValueError(
+                f"{folder}/config.json is damaged: expected names and values as {name}, found {value!r:.60}. {AGAIN}."
+            )
     if config.get("quantization_config"):
         raise ValueError(f"{folder} holds quantized weights; TIDE reads fp32, bf16 and fp16. Give the head as it was trained.")
     layers = config.get("num_hidden_layers", 1)
@@ -107,9 +120,26 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
         raise ValueError(
             f"{path} was not loaded: it is truncated, damaged, or holds more than tensors ({type(problem).__name__}). {AGAIN}."
         ) from problem
-    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+    if not isinstance(found, dict):
         raise ValueError(f"{path} was not loaded: expected tensors by name, found {type(found).__name__}. {AGAIN}.")
+    for name, tensor in found.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            what = f"{type(tensor).__name__} as {name!r:.60}"
+            raise ValueError(f"{path} was not loaded: expected tensors by name, found {what}. {AGAIN}.")
+        if not _is_whole(tensor):
+            raise ValueError(f"{path} was not loaded: expected {name} with all its numbers, found a tensor without. {AGAIN}.")
     return found
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor has a place in memory for each of its numbers: it is not sparse, meta or expanded."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:

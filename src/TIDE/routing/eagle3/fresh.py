@@ -7,13 +7,13 @@ is in training: so its guesses are states of the model at full depth, up to thei
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
-from TIDE.adapters.adapter import ModelAdapter, PassInputs
-from TIDE.adapters.layer_parts import norm_parts
-from TIDE.adapters.weights import is_stock
+from TIDE.adapters.adapter import ModelAdapter
+from TIDE.adapters.weights import holds_numbers, is_stock
 from TIDE.kernels.layer import Norm
 from TIDE.routing.eagle3.head import EagleHead, EagleSizes, default_depths
-from TIDE.routing.eagle3.settle import are_alike
+from TIDE.routing.eagle3.settle import reads_embeddings
 from TIDE.routing.heads import MEMORIES, head_sizes, memory_depths
 
 USE = "Use exit_strategy='memory'"
@@ -45,31 +45,31 @@ def fresh_eagle_head(adapter: ModelAdapter, vocabulary: torch.Tensor | None, see
 
 def check_model(adapter: ModelAdapter) -> None:
     """Raise if a model is none that EAGLE-3 heads are made for."""
-    why = _why_not_embedded(adapter)
-    if _last_norm(adapter) is None:
-        why = why or "its logits are not those of an RMS norm and a product"
+    why = None
+    if not reads_embeddings(adapter):
+        why = "it changes embeddings before its first layer (by positions or a norm)"
+    elif _last_norm(adapter) is None:
+        why = "its logits are not those of an RMS norm and a product"
     if why is not None:
         raise ValueError(f"no EAGLE-3 head can be trained for {type(adapter.model).__name__}: {why}. {USE}.")
 
 
 @torch.no_grad()
-def _why_not_embedded(adapter: ModelAdapter) -> str | None:
-    """Return why the states before the first layer are not the embeddings of tokens, up to a factor; None: they are."""
-    ids = torch.arange(3, 11, device=adapter.device)[None] % adapter.vocab_size
-    places = torch.arange(8, device=adapter.device)[None]
-    states = adapter.run(0, 0, PassInputs(ids, places, None, None)).states
-    if are_alike(states, adapter.model.get_input_embeddings()(ids)):
-        return None
-    return "it changes embeddings before its first layer (by positions or a norm)"
-
-
 def _last_norm(adapter: ModelAdapter) -> Norm | None:
-    """Return the norm before the LM head if it is an RMS norm."""
-    norm = getattr(adapter.model.get_decoder(), "norm", None)
-    if norm is None or not is_stock(norm) or adapter.plain_head is None:
+    """Return the norm before the LM head if it is an RMS norm by what it computes: names of classes do not tell."""
+    norm, rows = getattr(adapter.model.get_decoder(), "norm", None), adapter.plain_head
+    weight = getattr(norm, "weight", None)
+    eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
+    if norm is None or weight is None or eps is None or rows is None or not is_stock(norm) or not holds_numbers(weight):
         return None
-    found = norm_parts(norm, adapter.plain_head)
-    return None if found.layer_norm else found
+    drawn = torch.randn(16, adapter.hidden_dim, generator=torch.Generator().manual_seed(0)) + 0.5
+    states = drawn.to(weight.device, weight.dtype)
+    computed, close = norm(states).float(), 1e-4 if weight.dtype == torch.float32 else 3e-2
+    for offset in (0.0, 1.0):  # weights of Gemma's norms are around 0
+        expected = F.rms_norm(states.float(), states.shape[-1:], eps=eps) * (weight.float() + offset)
+        if torch.allclose(computed, expected, rtol=close, atol=close * float(expected.abs().max())):
+            return Norm(weight, float(eps), offset, False, torch.zeros(0))
+    return None
 
 
 def _sizes(adapter: ModelAdapter, tokens: int, eps: float) -> EagleSizes:

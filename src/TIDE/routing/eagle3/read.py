@@ -10,6 +10,7 @@ trainers disagree about what the same configuration means, so `settle.py` tries 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from TIDE.routing.eagle3.files import AGAIN, ORIGINAL, HeadFiles
-from TIDE.routing.eagle3.head import EagleHead, EagleSizes
+from TIDE.routing.eagle3.head import EagleHead, EagleSizes, frequencies
 
 BLOCK = "layers.0."
 ATTENTION, MLP = BLOCK + "self_attn.", BLOCK + "mlp."
@@ -38,7 +39,8 @@ NAMES = {
     "lm_head.weight": ("lm_head.weight",),
 }
 OPTIONAL = ("fc_gain",)
-OTHERS = {"d2t", "t2d", "embed_tokens.weight"}
+MAPS = ("d2t", "t2d")  # between the tokens of the head and those of the model
+OTHERS = {*MAPS, "embed_tokens.weight"}
 # tensors that say that a head computes something else
 FOREIGN = {
     "mask_hidden": "it drafts all tokens at once (P-EAGLE)",
@@ -78,6 +80,7 @@ def read_head(files: HeadFiles) -> ReadHead:
     _check_numbers(files)
     vocabulary = _vocabulary(files)
     sizes = _sizes(files)
+    _check_rope(files, sizes)
     with torch.device("meta"):
         head = UntriedHead(sizes)
     weights = {name: _joined(name, files) for name in head.state_dict()}
@@ -127,7 +130,12 @@ def _check_names(files: HeadFiles) -> None:
 
 def _check_numbers(files: HeadFiles) -> None:
     for name, tensor in files.tensors.items():
-        if name in ("d2t", "t2d"):
+        if "rotary_emb" in name:
+            continue
+        axes = 1 if name in MAPS or "norm." in name else 2
+        if tensor.ndim != axes or not tensor.numel():
+            raise _damaged(files, f"expected {name} with numbers along {axes} axes, found {tuple(tensor.shape)}")
+        if name in MAPS:
             continue
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise _refused(files, f"expected {name} in fp32, bf16 or fp16, found {tensor.dtype}")
@@ -220,9 +228,9 @@ def _sizes(files: HeadFiles) -> EagleSizes:
         rope_theta=theta,
         memories=memories,
         vocabulary=len(tensors["lm_head.weight"]),
-        eps=float(block.get("rms_norm_eps") or 1e-6),
+        eps=_positive(files, "rms_norm_eps", block.get("rms_norm_eps"), 1e-6),
         rope_scaling=scaling,
-        context=int(block.get("max_position_embeddings") or 2048),
+        context=int(_positive(files, "max_position_embeddings", block.get("max_position_embeddings"), 2048)),
         fc_norm=any(name.startswith("fc_norm.") for name in tensors) or bool(_flag(files, "fc_norm")),
         norm_before_fc="input_norm.weight" in tensors,
         norm_before_residual=bool(_flag(files, "norm_before_residual")),
@@ -246,14 +254,35 @@ def _rope(files: HeadFiles) -> tuple[float, dict[str, Any]]:
     """Return base and scaling of the rotary embedding."""
     block = files.block
     said = dict(block.get("rope_parameters") or {}) or dict(block.get("rope_scaling") or {})
-    theta = said.pop("rope_theta", None) or block.get("rope_theta") or OLD_THETA
+    theta = _positive(files, "rope_theta", said.pop("rope_theta", None) or block.get("rope_theta"), OLD_THETA)
     kind = said.pop("rope_type", None) or said.pop("type", None) or "default"
     said.pop("type", None)
     if kind not in ROPES or any(isinstance(value, dict) for value in said.values()):
         raise _refused(files, f"expected a rotary embedding of the kinds {', '.join(ROPES)}, found {kind!r}")
     if (block.get("partial_rotary_factor") or said.get("partial_rotary_factor") or 1) != 1:
         raise _refused(files, "it rotates only a part of queries and keys")
-    return float(theta), {} if kind == "default" else {"rope_type": kind} | said
+    return theta, {} if kind == "default" else {"rope_type": kind} | said
+
+
+def _check_rope(files: HeadFiles, sizes: EagleSizes) -> None:
+    try:
+        found, factor = frequencies(sizes)
+    except Exception as problem:  # transformers reads what the configuration says, and can fail in any way
+        what = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
+        raise _damaged(files, f"the rotary embedding {sizes.rope_scaling} cannot be computed ({what})") from problem
+    if not found.isfinite().all() or not math.isfinite(factor):
+        raise _damaged(files, f"the rotary embedding {sizes.rope_scaling} has frequencies that are not finite numbers")
+
+
+def _positive(files: HeadFiles, name: str, said: Any, otherwise: float) -> float:
+    """Return a number of the configuration, or another one if it has none."""
+    try:
+        found = float(otherwise if said is None else said)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not math.isfinite(found) or found <= 0:
+        raise _damaged(files, f"expected a number above 0 as {name} in config.json, found {said!r:.60}")
+    return found
 
 
 def _flag(files: HeadFiles, name: str) -> Any:

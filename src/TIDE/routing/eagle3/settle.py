@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from TIDE.adapters.adapter import ModelAdapter, PassInputs
-from TIDE.routing.eagle3.head import EagleHead, EagleSizes, default_depths
+from TIDE.routing.eagle3.head import EagleHead, EagleSizes, default_depths, frequencies
 from TIDE.routing.eagle3.read import UntriedHead
 
 logger = logging.getLogger(__name__)
@@ -44,13 +44,13 @@ class _Text(NamedTuple):
 
 def settle(head: UntriedHead, vocabulary: torch.Tensor | None, adapter: ModelAdapter, name: str) -> Settled:
     """Return a head as it agrees best with a model; raise if it does not fit that model."""
-    check_sizes(head, vocabulary, adapter, name, head.target_vocabulary)
+    check_fit(head, vocabulary, adapter, name, head.target_vocabulary)
+    _check_own_embedding(head, adapter, name)
     readings = _possible(head.readings, adapter.num_layers, name)
     head.to(adapter.device, adapter.model.dtype)  # outside of inference mode, whose tensors could not be used elsewhere
     with adapter.grad_off():
         ids = _own_text(adapter)
         text = _run(adapter, ids, sorted({0, *(depth for own in readings for depth in own.depths)}))
-        _check_embedding(head, adapter, ids, text.states[0], name)
         own = None if vocabulary is None else vocabulary.to(adapter.device)
         found = [_agreement(head.read_as(sizes), own, text) for sizes in readings]
     means = [sum(one) / len(one) for one in found]
@@ -72,13 +72,11 @@ def settle(head: UntriedHead, vocabulary: torch.Tensor | None, adapter: ModelAda
 # ---- does it fit? -----------------------------------------------------------------------------------------------------------
 
 
-def check_sizes(
-    head: EagleHead, vocabulary: torch.Tensor | None, adapter: ModelAdapter, name: str, made_for: int | None = None
-) -> None:
-    """Raise if a head cannot be for a model.
+def check_fit(head: EagleHead, vocabulary: torch.Tensor | None, adapter: ModelAdapter, name: str, made_for: int | None) -> None:
+    """Raise if a head, read in whatever way, cannot be for a model.
 
     Args:
-        made_for: tokens of the model it was made for, if that is known.
+        made_for: tokens of the model it was made for; None: not known.
     """
     sizes, tokens = head.sizes, adapter.vocab_size
     if sizes.hidden_dim != adapter.hidden_dim:
@@ -92,6 +90,26 @@ def check_sizes(
         raise ValueError(
             f"{name} was made for another model: it knows a vocabulary of {made_for} tokens, this model has {tokens}. {OTHER}"
         )
+
+    if not reads_embeddings(adapter):
+        raise ValueError(
+            f"{name} cannot be used with {type(adapter.model).__name__}: an EAGLE-3 head reads the embeddings of tokens, and "
+            f"this model changes them before its first layer (by positions or a norm). {OTHER}"
+        )
+
+
+def check_depths(sizes: EagleSizes, num_layers: int, name: str) -> None:
+    """Raise if a head sees states that a model of `num_layers` layers does not have."""
+    _possible((sizes,), num_layers, name)
+
+
+@torch.no_grad()
+def reads_embeddings(adapter: ModelAdapter) -> bool:
+    """Return True if the states before the first layer are the embeddings of tokens, up to a factor, which norms take away."""
+    ids = torch.arange(3, 11, device=adapter.device)[None] % adapter.vocab_size
+    places = torch.arange(8, device=adapter.device)[None]
+    states = adapter.run(0, 0, PassInputs(ids, places, None, None)).states
+    return are_alike(states, adapter.model.get_input_embeddings()(ids))
 
 
 def _possible(readings: tuple[EagleSizes, ...], num_layers: int, name: str) -> list[EagleSizes]:
@@ -107,19 +125,14 @@ def _possible(readings: tuple[EagleSizes, ...], num_layers: int, name: str) -> l
     return found
 
 
-def _check_embedding(head: UntriedHead, adapter: ModelAdapter, ids: torch.Tensor, states: torch.Tensor, name: str) -> None:
-    """Raise unless the head sees the tokens it was trained with: it norms their embeddings, so a factor does not matter."""
-    embed = adapter.model.get_input_embeddings()
-    if not are_alike(states, embed(ids)):
-        raise ValueError(
-            f"{name} cannot be used with {type(adapter.model).__name__}: an EAGLE-3 head reads the embeddings of tokens, and "
-            f"this model changes them before its first layer (by positions or a norm). {OTHER}"
-        )
+@torch.no_grad()
+def _check_own_embedding(head: UntriedHead, adapter: ModelAdapter, name: str) -> None:
+    """Raise if the files have an embedding, and it is not that of the model."""
     if head.embedding is None:
         return
     own = head.embedding
     places = torch.linspace(0, min(len(own), adapter.vocab_size) - 1, 512).long()
-    if not are_alike(own[places], embed(places.to(adapter.device)).cpu()):
+    if not are_alike(own[places], adapter.model.get_input_embeddings()(places.to(adapter.device)).cpu()):
         raise ValueError(f"{name} has an embedding of its own, which is not that of this model. {OTHER}")
 
 
@@ -199,11 +212,11 @@ def _row(sizes: EagleSizes, agreement: list[float]) -> dict[str, Any]:
 
 
 def _context(adapter: ModelAdapter, sizes: EagleSizes) -> int:
-    """Return the context of the model, unless the head's own is part of its rotary embedding."""
-    if sizes.rope_scaling:
-        return sizes.context
+    """Return the context of the model, unless the head's own is part of its rotary embedding, as in some of the kind yarn."""
     config = adapter.model.config.get_text_config(decoder=True)
-    return max(sizes.context, int(getattr(config, "max_position_embeddings", None) or 0))
+    most = max(sizes.context, int(getattr(config, "max_position_embeddings", None) or 0))
+    (own, factor), (other, other_factor) = frequencies(sizes), frequencies(replace(sizes, context=most))
+    return most if torch.equal(own, other) and factor == other_factor else sizes.context
 
 
 def _shares(values: list[float]) -> str:
