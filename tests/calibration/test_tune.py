@@ -13,6 +13,7 @@ from policies import Where
 from TIDE import TIDEConfig
 from TIDE.calibration import tune as module
 from TIDE.calibration.losses import mismatch, rouge_l
+from TIDE.routing.settling import Settling
 
 
 class Graded(Where):
@@ -103,6 +104,25 @@ def test_a_model_with_running_states_is_tuned_with_what_it_can_do(asked):
         assert [row.kv_cache_strategy for row in found.rows] == ["-", "exact", "exact"]
         with pytest.raises(ValueError, match="keep a running state"):
             TIDE.tune(engine, asked[:1], max_new_tokens=4, strategies=("zero_pad",))
+
+
+class Half(Settling):
+    """Every second token of a prompt settles at depth 1."""
+
+    depth = 1
+
+    def settles(self, states, positions):
+        return torch.tensor([position % 2 == 1 for position in positions])
+
+
+def test_exits_in_the_prompt_belong_to_mode_fast_alone(llama, asked):
+    policy = Graded(1)
+    policy.settling = Half()
+    with TIDE.TIDE(llama, policy, TIDEConfig(mode="fast", prefill_exits=True)) as engine:
+        found = TIDE.tune(engine, asked[:1], max_new_tokens=4, thresholds=(0.8,), strategies=("exact",))
+        assert [row.mode for row in found.rows] == ["off", "exact", "fast"]
+        assert found.rows[1].agreement == 1.0
+        assert engine.total_stats.settled_tokens > 0
 
 
 def test_what_cannot_be_tuned_is_said(llama, asked):

@@ -162,9 +162,9 @@ class _Sum:
 
 
 def _settings(engine: TIDE, thresholds: Sequence[float], strategies: Sequence[str]) -> list[_Setting]:
-    exact = replace(engine.config, mode="exact", exit_threshold=None, kv_cache_strategy="exact")
+    exact = replace(engine.config, mode="exact", exit_threshold=None, kv_cache_strategy="exact", prefill_exits=False)
     fast = [
-        replace(exact, mode="fast", exit_threshold=threshold, kv_cache_strategy=strategy)
+        replace(engine.config, mode="fast", exit_threshold=threshold, kv_cache_strategy=strategy)
         for strategy in strategies
         for threshold in thresholds
     ]

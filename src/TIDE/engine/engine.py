@@ -28,7 +28,6 @@ from TIDE.adapters.weights import is_quantized, unwrapped
 from TIDE.config import TIDEConfig
 from TIDE.engine.batch import Batch
 from TIDE.engine.cache.texts import Texts
-from TIDE.engine.counts import Counts
 from TIDE.engine.decoding import Decoding
 from TIDE.engine.inputs import as_keywords, beside_rounds, check_ids, context_of, left_padding, take_ids
 from TIDE.engine.plan import make_plan
@@ -38,7 +37,7 @@ from TIDE.engine.round.forward import forward, laid_out, output_of, rows_of
 from TIDE.engine.round.remembered_options import RememberedOptions
 from TIDE.engine.round.sampler import columns_of
 from TIDE.engine.round.warm_up import warm_up
-from TIDE.engine.row import Row, total
+from TIDE.engine.row import Counts, Row, total
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.check import check_unknown, warn_where_tokens_are_not_alone
 from TIDE.engine.runners.device import DeviceRunner
