@@ -137,10 +137,10 @@ def test_more_answers_than_there_can_ever_be_are_refused_before_anything_is_toke
 def test_a_text_that_takes_long_to_tokenize_holds_up_nobody(server, monkeypatch, path, asked):
     prompts, is_tokenizing, may_go_on = server.app.state.service.prompts, threading.Event(), threading.Event()
 
-    def slow(plain, *given):
+    def slow(plain, *given, **named):
         is_tokenizing.set()
         assert may_go_on.wait(60)
-        return plain(*given)
+        return plain(*given, **named)
 
     for name in ("of_text", "of_messages"):
         monkeypatch.setattr(prompts, name, functools.partial(slow, getattr(prompts, name)))
