@@ -20,6 +20,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -124,8 +125,7 @@ def made(model: Any, options: argparse.Namespace, absent: dict[str, str]) -> lis
             found += fast(f"memory, {strategy}", full, own, options.threshold, strategy)
     for given in options.router:
         name, _, path = given.partition("=")
-        found += attempt(absent, f"fast, {name}", lambda n=name, p=Path(path): exiting(
-            n, TIDE.TIDE(shared(model), p), identity(p), options.threshold))  # fmt: skip
+        found += attempt(absent, f"fast, {name}", partial(of_file, model, name, Path(path), options.threshold))
     for share in DROPPED:
         found += attempt(absent, f"static, {share:.0%}", lambda share=share: [dropped(model, share)])
     return found
@@ -137,6 +137,12 @@ def attempt(absent: dict[str, str], name: str, make: Callable[[], list[Way]]) ->
     except Exception as problem:  # a file of another model, a family with its layers elsewhere, memory: the others go on
         absent[name] = f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
         return []
+
+
+def of_file(model: Any, name: str, path: Path, thresholds: list[float]) -> list[Way]:
+    import TIDE
+
+    return exiting(name, TIDE.TIDE(shared(model), path), identity(path), thresholds)
 
 
 def exiting(name: str, engine: Any, router: str, thresholds: list[float]) -> list[Way]:

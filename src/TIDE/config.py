@@ -7,7 +7,7 @@ made; the engine does not read them.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,10 @@ class TIDEConfig:
         if self.mode is not None:
             return self.mode
         return "exact" if self.kv_cache_strategy == "exact" and not self.prefill_exits else "fast"
+
+    def in_mode_exact(self) -> TIDEConfig:
+        """Return these settings in mode "exact", without those that only mode "fast" has."""
+        return replace(self, mode="exact", kv_cache_strategy="exact", prefill_exits=False)
 
     @classmethod
     def reference(cls) -> TIDEConfig:

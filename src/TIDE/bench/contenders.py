@@ -141,8 +141,7 @@ def _compiled(engine: TIDE) -> dict[str, Any]:
 def _ours(name: str, engine: TIDE) -> Contender:
     if name != "off" and engine.policy is None:
         raise Unavailable("it needs exits, found none. Give --router FILE")
-    exact = replace(engine.config, mode="exact", kv_cache_strategy="exact", prefill_exits=False)
-    config = replace(engine.config, mode="fast") if name == "fast" else exact
+    config = replace(engine.config, mode="fast") if name == "fast" else engine.config.in_mode_exact()
     titles = {"off": "TIDE, exits off", "exact": "TIDE, exact", "fast": "TIDE, fast"}
     return Contender(name, titles[name], {"": _tide(engine, config, exits=name != "off")})
 

@@ -162,7 +162,7 @@ class _Sum:
 
 
 def _settings(engine: TIDE, thresholds: Sequence[float], strategies: Sequence[str]) -> list[_Setting]:
-    exact = replace(engine.config, mode="exact", exit_threshold=None, kv_cache_strategy="exact", prefill_exits=False)
+    exact = replace(engine.config.in_mode_exact(), exit_threshold=None)
     fast = [
         replace(engine.config, mode="fast", exit_threshold=threshold, kv_cache_strategy=strategy)
         for strategy in strategies

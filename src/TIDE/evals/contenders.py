@@ -38,7 +38,7 @@ def contenders(engine: TIDE, modes: Sequence[str] = MODES, thresholds: Sequence[
     if engine.policy is None and {*modes} - {OFF}:
         raise ValueError("modes exact and fast need exits. Make the engine with a router file, or compare nothing but off.")
     config = replace(engine.config, exit_threshold=None)
-    exact = replace(config, mode=EXACT, kv_cache_strategy="exact", prefill_exits=False)
+    exact = config.in_mode_exact()
     found = [Contender(OFF, OFF, exact)]
     found += [Contender(EXACT, EXACT, exact)] if EXACT in modes else []
     if FAST in modes:
