@@ -84,20 +84,20 @@ def test_an_h200_has_the_tiles_that_were_measured_on_it(size):
             propagate = cards.propagate_tile(card, max(16, dim // 2), width, size, tokens)
             assert project[:3] == (rows, 512 // size, 4) and propagate[1:3] == (128 // size, 2)
             assert cards.attention_tile(card, dim, 16, size) == (64 if size == 2 else 16, 3, 4)
-            assert {own[4:] for own in (linear, gated, head, project, propagate)} == {(16, 1, 4)}
+            assert {own[4:] for own in (linear, gated, head, project, propagate)} == {(16, 1, 4, 0)}
 
 
 @pytest.mark.parametrize(
     ("tokens", "height", "expected"),
     [
-        (32, 28672, (64, 128, 4, True, 32, 1, 4)),
-        (64, 28672, (128, 64, 4, True, 64, 1, 4)),
-        (64, 8192, (64, 128, 4, True, 64, 1, 4)),
-        (128, 28672, (128, 64, 3, True, 128, 1, 8)),
-        (128, 4096, (64, 128, 3, True, 128, 1, 4)),
-        (300, 28672, (128, 64, 3, True, 128, 3, 8)),
-        (2048, 4096, (128, 64, 3, True, 256, 8, 8)),
-        (1024, 576, (64, 128, 3, True, 128, 8, 4)),
+        (32, 28672, (64, 128, 4, True, 32, 1, 4, 0)),
+        (64, 28672, (128, 64, 4, True, 64, 1, 4, 0)),
+        (64, 8192, (64, 128, 4, True, 64, 1, 4, 0)),
+        (128, 28672, (128, 64, 3, True, 128, 1, 8, 0)),
+        (128, 4096, (64, 128, 3, True, 128, 1, 4, 0)),
+        (300, 28672, (128, 64, 3, True, 128, 3, 8, 0)),
+        (2048, 4096, (128, 64, 3, True, 256, 8, 8, 0)),
+        (1024, 576, (64, 128, 3, True, 128, 8, 4, 0)),
     ],
 )
 def test_more_than_16_tokens_have_wider_tiles_that_were_measured_too(tokens, height, expected):

@@ -12,6 +12,7 @@ from TIDE.kernels import reference
 pytest.importorskip("triton")
 from TIDE.engine.cache.slots import score_params
 from TIDE.kernels import triton_exits, triton_ops, triton_propagate
+from TIDE.kernels.cards import card_of, linear_tile
 from TIDE.kernels.layer import no_norm
 from TIDE.kernels.result import ACCEPTED, FIELDS
 from TIDE.routing.heads import EPS
@@ -24,7 +25,8 @@ COUNTS = [1, 16, 17, 33, 64, 100, 130]  # tokens of a product are padded to 16, 
 FEW = [1, 16, 17, 130]  # for kernels with a program to a token, or to 16
 SOME = [0, 127, 128, 129]  # of 130 tokens
 ROOM = 80  # columns
-NO_NORM = no_norm(torch.zeros(0))
+EMPTY = torch.zeros(0)
+NO_NORM = no_norm(EMPTY)
 
 
 def random(*shape, seed=0):
@@ -56,6 +58,18 @@ def test_products(count):
     for ops, table in zip((triton_exits, reference), tables, strict=True):
         ops.linear_into(x, weight, table, torch.arange(139, 139 - count, -1, device=DEVICE))
     assert_close(*tables)
+
+
+@pytest.mark.parametrize("height", [6400, 6330])
+def test_the_last_rows_of_a_long_product_go_with_half_as_many_tokens(height):
+    x, weight, bias = (own.half() for own in (random(700, 40), random(height, 40, seed=1), random(height, seed=2)))
+    assert linear_tile(card_of(x.device), height, 40, 2, 700).halved
+    expected = reference.linear(x.float(), weight.float(), bias.float())
+    assert_close(triton_ops.linear(x, weight, bias).float(), expected, 2e-3)
+    base = random(700, height, seed=3).half()
+    added = base.float() + reference.linear(x.float(), weight.float(), EMPTY)
+    triton_ops.add_linear(base, x, weight, EMPTY.to(base), NO_NORM, 1.0)
+    assert_close(base.float(), added, 2e-3)
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -20,6 +20,7 @@ import torch
 SMALLEST = 16  # rows, columns or tokens of a tile that tensor cores take
 MOST = 128  # tokens of a tile
 MANY = 256  # and where there are many tiles of them
+HALF = 0.55  # of a program's time, if it has half as many tokens
 WIDEST = 512  # bytes of a tile's columns
 FEW_ROWS = 16  # for each multiprocessor: weights with fewer rows are small
 NARROW = 32  # tokens of a small weight's tile
@@ -44,6 +45,7 @@ class Tile(NamedTuple):
     tokens: int
     groups: int  # of `tokens` each, with programs of their own
     warps: int
+    halved: int = 0  # blocks of rows, the last ones, whose programs take half as many tokens each
 
     @property
     def constants(self) -> tuple[int, int, int, bool, bool]:
@@ -116,7 +118,8 @@ def overlaps(card: Card) -> bool:
 def linear_tile(card: Card, height: int, width: int, size: int, tokens: int) -> Tile:
     """Return the tile of one product with a (height, width) weight; `size` is bytes per number."""
     if _many_tiles(card, height, size, tokens) >= _programs(card):
-        return _tile(card, MANY_TOKENS, MANY_TOKENS.rows, width, size, tokens, weights=1, wide=MANY)
+        tile = _tile(card, MANY_TOKENS, MANY_TOKENS.rows, width, size, tokens, weights=1, wide=MANY)
+        return tile._replace(halved=_halved(card, -(-height // tile.rows), tokens))
     wide = _wide(card, height, size, tokens)
     shape = LINEAR[wide]
     return _tile(card, shape, _rows(card, height, shape, wide // 2), width, size, tokens, weights=1, wide=wide)
@@ -243,6 +246,16 @@ def _many_tiles(card: Card, height: int, size: int, tokens: int) -> int:
     if card.capability[0] not in (9, 10) or size != 2 or tokens < 2 * MANY:
         return 0
     return -(-tokens // MANY) * -(-height // MANY_TOKENS.rows)
+
+
+def _halved(card: Card, blocks: int, tokens: int) -> int:
+    """Return how many of a product's blocks of rows go with half as many tokens at a time. A card runs a program per
+    multiprocessor, and the last ones are often few: halves of them, on all multiprocessors, end sooner."""
+    groups, halves = -(-tokens // MANY), -(-tokens // (MANY // 2))
+    turns = blocks * groups // card.processors
+    rest = blocks - turns * card.processors // groups
+    took = turns + HALF * -(-rest * halves // card.processors)
+    return rest if took < -(-blocks * groups // card.processors) else 0
 
 
 def _tile(

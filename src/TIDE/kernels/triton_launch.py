@@ -33,7 +33,18 @@ AHEAD = tl.constexpr(2)  # tiles of its weights that a product fetches into the 
 LINE = tl.constexpr(32)  # bytes that one instruction fetches at least
 
 # One binary for any number of tokens, and for any place of a round's small buffers.
-NUMBERS = ["tokens", "drafts", "all_rows", "stride_table", "stride_group", "stride_member", "chunks", "together", "each"]
+NUMBERS = [
+    "tokens",
+    "whole",
+    "drafts",
+    "all_rows",
+    "stride_table",
+    "stride_group",
+    "stride_member",
+    "chunks",
+    "together",
+    "each",
+]
 BUFFERS = [
     "places",
     "groups",

@@ -52,12 +52,47 @@ def _linear(
     HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, TIMES: tl.constexpr, HAS_PLACES: tl.constexpr, ACTIVATION: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    rows, place = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, TN)
-    inside = rows < height
-    fetch(weight, rows, inside, width, BK, PDL)
+    rows = tl.program_id(1) * BN + tl.arange(0, BN)
+    fetch(weight, rows, rows < height, width, BK, PDL)
     begin(PDL, LOOPS=True)
+    first = 0 if ONCE else _first(TN)
+    _write_products(
+        x, weight, bias, out, places, rows, first, tokens, height, width, scale,
+        HAS_BIAS, HAS_BASE, TIMES, HAS_PLACES, ACTIVATION, BN, BK, TN, EVEN, ONCE, PDL,
+    )  # fmt: skip
+
+
+@kernel
+def _long_linear(
+    x, weight, bias, out, places, whole, tokens, height, width, scale,
+    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, TIMES: tl.constexpr, HAS_PLACES: tl.constexpr, ACTIVATION: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same for many tokens: blocks of rows behind the first `whole` are multiplied with half as many tokens at a time."""
+    begin(PDL, LOOPS=True)
+    groups, halves, program = tl.cdiv(tokens, TN), tl.cdiv(tokens, TN // 2), tl.program_id(0).to(tl.int64)
+    if program < whole * groups:
+        _write_products(
+            x, weight, bias, out, places, program // groups * BN + tl.arange(0, BN), program % groups * TN, tokens,
+            height, width, scale, HAS_BIAS, HAS_BASE, TIMES, HAS_PLACES, ACTIVATION, BN, BK, TN, EVEN, False, PDL,
+        )  # fmt: skip
+    else:
+        program -= whole * groups
+        _write_products(
+            x, weight, bias, out, places, (whole + program // halves) * BN + tl.arange(0, BN), program % halves * (TN // 2),
+            tokens, height, width, scale, HAS_BIAS, HAS_BASE, TIMES, HAS_PLACES, ACTIVATION, BN, BK, TN // 2, EVEN, False, PDL,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_products(
+    x, weight, bias, out, places, rows, first, tokens, height, width, scale,
+    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, TIMES: tl.constexpr, HAS_PLACES: tl.constexpr, ACTIVATION: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply some rows with TN tokens from `first` on; what becomes of the products is what `_launch_linear` says."""
+    inside, place = rows < height, tl.arange(0, TN)
     if not ONCE:
-        first = _first(TN)
         x, tokens = x + first * width, tokens - first
         if HAS_PLACES:
             places += first
@@ -215,11 +250,18 @@ def _launch_linear(
     """Write products to `out`: in place of what is there, added to it, or times it."""
     height, width = weight.shape
     tile = linear_tile(card_of(weight.device), height, width, weight.element_size(), len(x))
-    _linear[(tile.groups, triton.cdiv(height, tile.rows))](
-        x, weight, bias if len(bias) else x, out, x if places is None else places, len(x), height, width, scale,
-        len(bias) > 0, has_base, times, places is not None, -1 if activation is None else activation,
-        *tile.constants, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    blocks = triton.cdiv(height, tile.rows)
+    given = x, weight, bias if len(bias) else x, out, x if places is None else places
+    kinds = len(bias) > 0, has_base, times, places is not None, -1 if activation is None else activation
+    if tile.halved:
+        whole, (*constants, _) = blocks - tile.halved, tile.constants
+        _long_linear[(whole * tile.groups + tile.halved * triton.cdiv(len(x), tile.tokens // 2),)](
+            *given, whole, len(x), height, width, scale, *kinds, *constants, num_warps=tile.warps, num_stages=tile.stages
+        )
+    else:
+        _linear[(tile.groups, blocks)](
+            *given, len(x), height, width, scale, *kinds, *tile.constants, num_warps=tile.warps, num_stages=tile.stages
+        )
 
 
 def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:

@@ -11,6 +11,7 @@ see `Seats`.
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -40,6 +41,32 @@ class Shown(NamedTuple):
         for own, theirs in zip(self, part, strict=True):
             if own is not None and theirs is not None:
                 own.index_copy_(0, numbers, theirs)
+
+
+class Aside:
+    """Work beside that of the current stream, after everything launched there when this is made; in turn without a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _stream_of(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._context = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(self, *why: object) -> None:
+        self._context.__exit__(*why)
+
+    def join(self) -> None:
+        """Let what the current stream is given next wait for it."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class SettledPrefill(Prefill):
@@ -113,14 +140,17 @@ class SettledPrefill(Prefill):
         columns: int,
         shown: Shown,
     ) -> None:
-        """Take those that stay through the deep layers, one by one, with the K/V of the others written before each: so the
-        device has long work while the host prepares the short."""
+        """Take those that stay through the deep layers, one by one; K/V of the others are written beside the layer before, on
+        a stream of their own. They need nothing of the deep layers, and take the multiprocessors that its products leave."""
         rows = np.repeat(np.arange(len(self.parts)), [len(part) for _, part in self.parts])
         gone, left = gathered(tokens, np.flatnonzero(settled), rows)
         stay, staying = gathered(tokens, np.flatnonzero(~settled), rows)
         own, moving, part = states[gone], states[stay], shown.of(stay)
+        aside = Aside(states.device)
         for layer in span:
-            self.runner.write_kv_on_slots(self.slots, layer, self.settling.predict(layer, own), left)
+            with aside:
+                self.runner.write_kv_on_slots(self.slots, layer, self.settling.predict(layer, own), left)
+            aside.join()
             if len(stay):
                 self._take(range(layer, layer + 1), moving, staying, columns, part)
         self._show_settled(span, own, gone, shown)

@@ -33,7 +33,7 @@ from TIDE.kernels.sampling import Features
 logger = logging.getLogger(__name__)
 
 TIMES = 2  # a graph is captured the second time its work is asked for
-LONG = (CAPTURED + STEP, 512, 1024, CHUNK)  # passes that are not captured, but compiled: kernels differ between them
+LONG = (CAPTURED + STEP, 512, 1024, 1408, CHUNK)  # passes that are not captured, but compiled: kernels differ between them
 CHOICES = (None, Features(filters=True))  # greedy rows, and rows that sample among the likeliest tokens
 
 

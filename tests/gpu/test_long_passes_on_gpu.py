@@ -1,0 +1,76 @@
+"""Long passes on a GPU: products whose last rows go with half as many tokens, and prompts whose tokens settle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import TIDE
+from families import build
+from TIDE.kernels.cards import card_of, linear_tile
+from TIDE.routing.settling import Settling
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+
+OPTIONS = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+
+class EveryThird(Settling):
+    depth = 2
+
+    def settles(self, states, positions):
+        return torch.tensor([position % 3 == 1 for position in positions], device=states.device)
+
+    def predict(self, depth, states):
+        return states * (1 + 0.1 * (depth - self.depth))
+
+
+class Settles(TIDE.ExitPolicy):
+    """No exits but in the prompt."""
+
+    checkpoints = ()
+
+    def __init__(self) -> None:
+        self.settling = EveryThird()
+
+    def score(self, candidates):
+        raise AssertionError("there is no checkpoint")
+
+
+@pytest.mark.parametrize("height", [6400, 6330])
+def test_halves_have_the_bits_of_whole_tiles(height, monkeypatch):
+    ops = pytest.importorskip("TIDE.kernels.triton_products")
+    card, generator = card_of(torch.device("cuda")), torch.Generator().manual_seed(0)
+    if not linear_tile(card, height, 192, 2, 700).halved:
+        pytest.skip("the card has whole tiles only")
+    x, weight, base = (
+        torch.randn(size, generator=generator).bfloat16().cuda() for size in ((700, 192), (height, 192), (700, height))
+    )
+
+    def found():
+        own = base.clone()
+        ops._launch_linear(x, weight, ops.EMPTY, own, scale=0.5, has_base=True)
+        return own
+
+    halves = found()
+    monkeypatch.setattr(ops, "linear_tile", lambda *given: linear_tile(*given)._replace(halved=0))
+    assert torch.equal(found(), halves)
+    few = ops.linear(x[:5], weight)
+    assert torch.equal(ops.linear(x, weight)[:5], few)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_prompts_settle_as_on_the_models_own_modules(rows, monkeypatch):
+    model = build("llama", max_position_embeddings=2048).cuda()
+    ids = torch.randint(3, 128, (rows, 700), generator=torch.Generator().manual_seed(2)).cuda()
+    config = TIDE.TIDEConfig(mode="fast", prefill_exits=True)
+    with monkeypatch.context() as patched:
+        patched.setenv("TIDE_BACKEND", "modules")
+        with TIDE.TIDE(model, Settles(), config) as engine:
+            expected = engine.generate(ids, **OPTIONS)
+            assert engine.runner.name != "triton" and engine.last_stats.settled_tokens == rows * 233
+    with TIDE.TIDE(model, Settles(), config) as engine:
+        for _ in range(3):
+            assert torch.equal(engine.generate(ids, **OPTIONS), expected)
+            assert engine.last_stats.settled_tokens == rows * 233
+        assert engine.runner.name == "triton"
