@@ -72,6 +72,36 @@ def test_drafts_that_never_stand_are_tried_ever_more_rarely():
     assert gaps == sorted(gaps) and max(gaps) == LONGEST_REST
 
 
+def test_trials_of_many_rows_cost_a_hundredth_of_the_time_from_one_batch_to_the_next():
+    """A round with one draft takes 1.7 times a step, and none is accepted."""
+    length, spent = DraftLength(Costs()), {0: 0.0, 1: 0.0}
+    for batch in range(40):
+        rows = [a_text(length) for _ in range(64)]
+        for _ in range(128):
+            drafts = length.choose(rows, 7, slots=64)
+            seconds = 1.0 + 0.7 * drafts
+            for row in rows:
+                result = RoundResult([], drafts, 0, scores=[0.4] * drafts, made=drafts)
+                length.saw(row, Launched(list, drafts, rows=64), result, seconds)
+            if batch:  # the first one learns
+                spent[drafts] += seconds
+    assert 0 < spent[1] * 0.7 / 1.7 < 0.011 * sum(spent.values())
+
+
+def test_many_rows_draft_again_once_a_trial_shows_that_it_pays():
+    length, accepted = DraftLength(Costs()), 0
+    rows = [a_text(length) for _ in range(64)]
+    for number in range(2000):
+        accepted = int(number > 400)
+        drafts = length.choose(rows, 7, slots=64)
+        for row in rows:
+            result = RoundResult([], drafts, min(drafts, accepted), scores=[0.1 + 0.8 * accepted] * drafts, made=drafts)
+            length.saw(row, Launched(list, drafts, rows=64), result, 1.0 + 0.3 * drafts)
+        if number == 400:
+            assert not drafts
+    assert drafts == 1
+
+
 def test_the_last_rows_of_a_batch_do_not_speak_for_the_next_batch():
     """They are the ones in which drafts were rejected."""
     length = DraftLength(Costs())

@@ -16,6 +16,7 @@ from router_files import a_file
 from runners import Recording, as_it_is, on_modules, on_references
 from TIDE.config import TIDEConfig
 from TIDE.engine import batch
+from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.tree_round import TreeRound
 from TIDE.kernels import reference, trees
 
@@ -168,6 +169,25 @@ def test_unless_told_otherwise_one_row_has_trees_and_several_have_none(rows, cap
         assert torch.equal(engine.generate(some_ids(rows), **OPTIONS), text)
         assert bool(engine.last_stats.trees) == (rows == 1)
     assert not [record for record in caplog.records if "draft_tree" in record.getMessage()]
+
+
+@pytest.mark.parametrize(("last", "slots"), [(60, 1), (20, 4)])
+def test_the_last_of_several_rows_gets_a_slot_of_its_own_and_trees(last, slots, monkeypatch):
+    """Unless it has little to write by then."""
+    widths, launch = [], DeviceStage.launch
+    monkeypatch.setattr(DeviceStage, "launch", lambda stage: widths.append(stage.width) or launch(stage))
+    ids, options = some_ids(3), dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+    with on_references(TIDE.TIDE(model())) as engine:
+        texts = engine.generate(ids, max_new_tokens=last, **options).tolist()
+    with an_engine() as engine:
+        engine.generate(ids, **OPTIONS)
+        widths.clear()
+        rows = [engine.add(own[None], max_new_tokens=new, **options) for own, new in zip(ids, (9, 12, last), strict=True)]
+        while not all(row.finished for row in rows):
+            engine.step()
+        assert [row.tokens for row in rows] == [text[: len(row.tokens)] for text, row in zip(texts, rows, strict=True)]
+        assert (widths[0], widths[-1]) == (4, slots)
+        assert [bool(row.stats.trees) for row in rows] == [False, False, slots == 1]
 
 
 def test_trees_leave_their_rows_no_blocks_to_share_and_none_too_few():

@@ -130,45 +130,59 @@ class DeviceDrafter:
         weights = router.down.weight, router.down.bias, router.up.weight
         self.runner.exits.router_score(slots.guesses[:count], slots.signals[:count], *weights, slots.score_params, EPS, scores)
 
-    def shallow(self, own: slice, most: int) -> None:
-        """Take the tokens of a step to the checkpoint."""
+    def shallow(self, own: slice, most: int, waits: bool = False) -> None:
+        """Take the tokens of a step to the checkpoint.
+
+        Args:
+            waits: they are those of a round without drafts.
+        """
         states, tokens = self.slots.states_of(own), self.slots.of(own)
         self.runner.embed_on_slots(self.slots, tokens, states)
-        self.through(range(self.depth), states, tokens, most, self.noted(own))
+        self.through(range(self.depth), states, tokens, most, *(self._waiting() if waits else (self.noted(own),)))
+
+    def deep_without_drafts(self, span: range, states: torch.Tensor, tokens: Tokens, most: int) -> None:
+        """Take states at the checkpoint, in place, through the deep layers, and keep what the head will be fed later."""
+        if self.memory is not None:
+            self._enter(tokens, states, self.memory.entries, self.slots.ring[0])
+        self.through(span, states, tokens, most, *self._waiting())
+
+    def _waiting(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return where notes of tokens wait for the head: a table, and the rows of it."""
+        return (None, None) if self.memory is None else (self.memory.parts, self.slots.ring[0])
 
     def noted(self, own: slice) -> torch.Tensor | None:
         """Return room for what a head will remember of the tokens of some steps; None: it does not."""
         rows = self.slots.rows
         return None if self.memory is None else self.memory.noted[own.start * rows : own.stop * rows]
 
-    def through(self, span: range, states: torch.Tensor, tokens: Tokens, most: int, noted: torch.Tensor | None = None) -> None:
-        """Take states, in place, through layers, and note what a head will remember of them."""
+    def through(
+        self,
+        span: range,
+        states: torch.Tensor,
+        tokens: Tokens,
+        most: int,
+        noted: torch.Tensor | None = None,
+        places: torch.Tensor | None = None,
+    ) -> None:
+        """Take states, in place, through layers, and note what a head will remember of them.
+
+        Args:
+            noted, places: where to: a table, and the rows of it; None: all in their order.
+        """
         if noted is not None and not span.start and 0 in self.depths:
-            self._note(0, states, noted)
+            self._note(0, states, noted, places)
         for depth, found in self.runner.layers_on_slots(self.slots, span, states, tokens, most, tuple(self.depths)):
             if noted is not None:
-                self._note(depth, found, noted)
+                self._note(depth, found, noted, places)
 
-    def note(self, number: int, states: torch.Tensor, out: torch.Tensor) -> None:
+    def note(self, number: int, states: torch.Tensor, out: torch.Tensor, places: torch.Tensor | None = None) -> None:
         """Write what a head will remember of (n, hidden) states at one of its depths."""
         assert self.head is not None
-        self.head.note(number, states, out)
+        self.head.note(number, states, out, places)
 
-    def _note(self, depth: int, states: torch.Tensor, noted: torch.Tensor) -> None:
+    def _note(self, depth: int, states: torch.Tensor, noted: torch.Tensor, places: torch.Tensor | None) -> None:
         number, width = self.depths.index(depth), states.shape[1]
-        self.note(number, states, noted[:, number * width : (number + 1) * width])
-
-    def observe(self, drafts: int) -> None:
-        """Remember finished tokens in place of guesses, and write K/V of the tokens after them; without drafts, keep what that
-        takes for later."""
-        memory, slots, own = self.memory, self.slots, slice(0, drafts + 1)
-        if drafts:
-            self.score(drafts)
-            self.remember(drafts)
-        elif memory is not None:
-            tokens, states, parts = slots.of(own), slots.states_of(own), memory.noted[: slots.rows]
-            memory.parts.index_copy_(0, slots.ring[0], parts)
-            self._enter(tokens, states, memory.entries, slots.ring[0])
+        self.note(number, states, noted[:, number * width : (number + 1) * width], places)
 
     def remember(self, drafts: int) -> None:
         """Remember the newest final token and drafts, which have run all layers, and write K/V of the tokens after them."""

@@ -35,8 +35,12 @@ class DeviceHead(ABC):
         self.inputs, self.depths = head.seen(depth, runner.num_layers)
 
     @abstractmethod
-    def note(self, number: int, states: torch.Tensor, out: torch.Tensor) -> None:
-        """Write what will be remembered of (n, hidden) states at the depth of that number."""
+    def note(self, number: int, states: torch.Tensor, out: torch.Tensor, places: torch.Tensor | None = None) -> None:
+        """Write what will be remembered of (n, hidden) states at the depth of that number.
+
+        Args:
+            places: the rows of `out` that they go to; None: all in their order.
+        """
 
     @abstractmethod
     def remember(self, parts: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
@@ -80,8 +84,8 @@ class DeviceMemoryHead(DeviceHead):
         super().__init__(runner, head, depth)
         self.head = head
 
-    def note(self, number: int, states: torch.Tensor, out: torch.Tensor) -> None:
-        self.runner.exits.normalize_into(states, None, out, EPS)
+    def note(self, number: int, states: torch.Tensor, out: torch.Tensor, places: torch.Tensor | None = None) -> None:
+        self.runner.exits.normalize_into(states, None, out, EPS, places=places)
 
     def remember(self, parts: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
         if self.head.recall is None:
@@ -120,12 +124,14 @@ class DeviceEagleHead(DeviceHead):
         self.head = head
         self.norm = head.norm_with(head.gain)
 
-    def note(self, number: int, states: torch.Tensor, out: torch.Tensor) -> None:
+    def note(self, number: int, states: torch.Tensor, out: torch.Tensor, places: torch.Tensor | None = None) -> None:
         gains = self.head.part_gains
-        if gains is None:
+        if gains is not None:
+            self.runner.exits.normalize_into(states, None, out, self.head.sizes.eps, places=places, gain=gains[number])
+        elif places is None:
             out.copy_(states)
         else:
-            self.runner.exits.normalize_into(states, None, out, self.head.sizes.eps, gain=gains[number])
+            out.index_copy_(0, places, states)
 
     def remember(self, parts: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
         if self.head.fc_gain is not None:

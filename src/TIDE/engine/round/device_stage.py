@@ -62,7 +62,7 @@ class DeviceStage:
         has_trees = plan.draft_tree > 0 and self.without_tree is None
         ahead = AHEAD + plan.draft_tree if has_trees else AHEAD
         self.settling: Settling | None = None if plan.settles_at is None else getattr(policy, "settling", None)
-        self.seats = Seats(runner, exit_, plan.cache_gib, ahead, shares=self.settling is None)
+        self.seats = Seats(runner, exit_, plan.cache_gib, ahead, self.settling is None, is_quicker_alone=has_trees)
         self._launched = 0
         self._most = MIN_COLUMNS  # columns that attention is planned for
         self._limits: list[int] = []
@@ -354,18 +354,20 @@ class DeviceStage:
         if drafter is not None and not drafted:
             drafter.begin()
         if drafter is not None and self.depth:
-            drafter.shallow(slice(drafted, drafted + 1), self._most)
+            drafter.shallow(slice(drafted, drafted + 1), self._most, waits=not drafted)
         else:
             self.runner.embed_on_slots(slots, tokens, states)
-        span = range(self.depth, self.runner.num_layers)
+        self._states, span = states, range(self.depth, self.runner.num_layers)
         if drafter is None:
-            self._states = states
             for _ in self.runner.layers_on_slots(slots, span, states, tokens, self._most, ()):
                 pass
+        elif not drafted:
+            drafter.deep_without_drafts(span, states, tokens, self._most)
         else:
             self._states = states.clone()  # the exit head will want the states at the checkpoint again
             drafter.through(span, self._states, tokens, self._most, drafter.noted(own))
-            drafter.observe(drafted)
+            drafter.score(drafted)
+            drafter.remember(drafted)
 
     def sample(self, drafted: int) -> None:
         found, best = self.slots.found[: drafted + 1].flatten(), self.slots.best[: drafted + 1].flatten()

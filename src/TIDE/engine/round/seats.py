@@ -26,6 +26,7 @@ AHEAD = 3 * MOST_TOKENS  # positions beyond the text that rounds may write; tree
 FIRST_BLOCKS = 17  # of K/V, before they grow
 FIRST_GIB = 1.0  # and on a GPU
 FEW = 8  # slots
+SOME = 16  # tokens for which a row moves to another slot
 FIRST_ROOM = 1024  # new tokens that slots have columns for before they are replaced by wider ones
 
 
@@ -36,10 +37,17 @@ class Seats:
         cache_gib: of K/V at most; None: what is free.
         ahead: positions beyond the text that rounds which were launched and the next ones may write.
         shares: blocks of texts that begin alike are shared; otherwise each row has its own, and others never find them.
+        is_quicker_alone: a row drafts more on one slot than on several.
     """
 
     def __init__(
-        self, runner: DeviceRunner, exit_: Exit | None, cache_gib: float | None, ahead: int = AHEAD, shares: bool = True
+        self,
+        runner: DeviceRunner,
+        exit_: Exit | None,
+        cache_gib: float | None,
+        ahead: int = AHEAD,
+        shares: bool = True,
+        is_quicker_alone: bool = False,
     ) -> None:
         self.runner = runner
         self.exit = exit_
@@ -47,6 +55,7 @@ class Seats:
         self.cache_gib = cache_gib
         self.shares = shares and self.in_blocks
         self.ahead = ahead
+        self.is_quicker_alone = is_quicker_alone
         self.places: dict[int, Row] = {}  # by slot
         self.entering: list[Entering] = []
         self._blocks: dict[Row, list[int]] = {}  # in the order of joining
@@ -87,8 +96,11 @@ class Seats:
 
     @property
     def is_wide(self) -> bool:
-        """True if half of the slots would do. A few are as quick as one, and graphs for others take time to make."""
-        return FEW < self.slots.rows >= 2 * len(self._blocks)
+        """True if half of the slots would do. A few are as quick as one, and graphs for others take time to make; but the last
+        row of several gets a slot of its own if that is quicker and it has some way to go."""
+        if self.slots.rows > FEW:
+            return self.slots.rows >= 2 * len(self._blocks)
+        return self.is_quicker_alone and self.slots.rows > 1 and [row.stop.room(row) > SOME for row in self._blocks] == [True]
 
     def fitting(self, rows: Sequence[Row]) -> int:
         """Return how many of these rows, from the first on, can join now.
@@ -312,7 +324,7 @@ class Seats:
         """Have slots for `rows` rows and `columns` columns."""
         old = self._slots
         rows = slots_for(rows)
-        if old is not None and rows < old.rows <= FEW:
+        if old is not None and rows < old.rows <= FEW and not (rows == 1 and self.is_quicker_alone):
             rows = old.rows
         if old is not None and old.rows == rows and old.columns >= columns:
             return

@@ -5,7 +5,8 @@
 
 The k with the most tokens per second is taken, of rows together for one in the slowest eighth: they are waited for. If
 that is 0, a rest follows, and a round with the fewest drafts tries again. While drafts pay, a round without any is timed now
-and then: it is what all others are compared with, and texts grow.
+and then: it is what all others are compared with, and texts grow. Many rows rest from one text to the next, because what drafts
+cost is mostly a matter of how many they are, and for as long as a trial takes a hundredth of the time.
 
 Routers score every draft, and the scores of the latest rounds say how easy a text is just now. So a is a short running mean of
 the row's scores, times the long-run share of drafts that were accepted by those that the scores promised. Of many rows some are
@@ -31,6 +32,7 @@ MANY = 8
 EVERY = 4  # rounds of rows together from one choice to the next
 LONGER = 4  # times as many rounds are in the means of rows together
 LOOKS = 128  # rounds with drafts from one without to the next
+TRIALS = 0.01  # of the time that many rows rest, at most, trials cost
 PAYS = 1.03  # times the tokens without drafts: less is not worth it
 FIRST_SHARE = 0.7  # of drafts that are accepted, before any was seen
 
@@ -76,10 +78,11 @@ class DraftLength:
             lengths: to choose from, the first is 0; None: those of drafts in a row.
         """
         if rows[0] not in self._rows:  # the longest there: others are written now
-            self._rest.reset()
-            self._rested = 0
             self.acceptance.fade()
             self._crowd = 1
+            if slots < MANY:
+                self._rest.reset()
+                self._rested = 0
         self._rows, self._crowd = list(rows), max(self._crowd, len(rows))
         self._rounds += 1
         if slots < MANY or self._rounds % EVERY == 0 or self._is_trial or self.chosen > most:
@@ -102,12 +105,17 @@ class DraftLength:
                 return 0
             return best
         self._rested += 1 if slots < MANY else EVERY
-        if self._rested < self._rest.length:
+        if self._rested < max(self._rest.length, self._least_rest(slots, lengths[1])):
             return 0
         self._rested = 0
         self._rest.take()
         self._is_trial = True
         return lengths[1]
+
+    def _least_rest(self, slots: int, drafts: int) -> float:
+        """Return for how many rounds to rest at least before one with so many drafts tries again."""
+        step, trial = (self.costs.captured_round(slots, length) for length in (0, drafts))
+        return (trial / step - 1) / TRIALS if slots >= MANY and step and trial else 0.0
 
     def tokens(self, rows: Sequence[Row]) -> list[float]:
         """Return, by the number of drafts, the tokens that a round is expected to give one of the slower rows."""
