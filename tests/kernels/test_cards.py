@@ -45,9 +45,8 @@ def test_tiles_fit_into_shared_memory_and_registers(name, size):
             assert tile.stages <= (2 if card.capability < (8, 0) else 5)
             assert tile.even == (width % tile.columns == 0)
             assert tokens <= tile.tokens * tile.groups < tokens + tile.tokens
-            sums = (
-                32 if card.capability[0] in (9, 10) and tile.tokens == 256 else 16
-            )  # tensor cores there take them from memory
+            is_large = card.capability[0] in (9, 10) and (tile.tokens == 256 or tile.rows == 128 and weights == 2)
+            sums = 32 if is_large else 16  # tensor cores there take the factors from shared memory
             assert weights * tile.rows * tile.tokens <= sums * 128 * tile.warps
     for dim in (16, 64, 128, 256):
         group = cards.most_queries(card, dim, size)
@@ -102,6 +101,15 @@ def test_an_h200_has_the_tiles_that_were_measured_on_it(size):
 )
 def test_more_than_16_tokens_have_wider_tiles_that_were_measured_too(tokens, height, expected):
     assert cards.linear_tile(CARDS["H200"], height, 4096, 2, tokens) == expected
+
+
+@pytest.mark.parametrize(("tokens", "linear", "gated"), [(1024, 0, 0), (1434, 10, 2), (1536, 10, 2), (2048, 0, 0)])
+def test_the_last_blocks_of_a_long_product_go_in_halves_where_few_programs_would_run_last(tokens, linear, gated):
+    """(4096, 14336) and twice (14336, 4096), on 132 multiprocessors: 6 * 32 programs of 256 tokens are 132 and 60, for example,
+    and 22 * 6 and 10 * 12 of which the last have half as many tokens are 132 and 120."""
+    card = CARDS["H200"]
+    assert cards.linear_tile(card, 4096, 14336, 2, tokens).halved == linear
+    assert cards.gated_tile(card, 14336, 4096, 2, tokens).halved == gated
 
 
 @pytest.mark.parametrize("name", CARDS)

@@ -12,8 +12,8 @@ from TIDE.kernels import reference
 pytest.importorskip("triton")
 from TIDE.engine.cache.slots import score_params
 from TIDE.kernels import triton_exits, triton_ops, triton_propagate
-from TIDE.kernels.cards import card_of, linear_tile
-from TIDE.kernels.layer import no_norm
+from TIDE.kernels.cards import card_of, gated_tile, linear_tile
+from TIDE.kernels.layer import MLP, no_norm
 from TIDE.kernels.result import ACCEPTED, FIELDS
 from TIDE.routing.heads import EPS
 from TIDE.routing.router import Router
@@ -70,6 +70,14 @@ def test_the_last_rows_of_a_long_product_go_with_half_as_many_tokens(height):
     added = base.float() + reference.linear(x.float(), weight.float(), EMPTY)
     triton_ops.add_linear(base, x, weight, EMPTY.to(base), NO_NORM, 1.0)
     assert_close(base.float(), added, 2e-3)
+
+
+def test_the_last_rows_of_a_long_gate_go_with_half_as_many_tokens_too():
+    x, gate, up = (own.half() for own in (random(700, 40), random(7168, 40, seed=1), random(7168, 40, seed=2)))
+    assert gated_tile(card_of(x.device), 7168, 40, 2, 700).halved
+    mlp = MLP(gate, up, up.T, EMPTY, EMPTY, EMPTY)
+    expected = reference.mlp_inner(x.float(), mlp._replace(gate=gate.float(), up=up.float()))
+    assert_close(triton_ops.mlp_inner(x, mlp).float(), expected, 4e-3)
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -119,20 +119,18 @@ def linear_tile(card: Card, height: int, width: int, size: int, tokens: int) -> 
     """Return the tile of one product with a (height, width) weight; `size` is bytes per number."""
     if _many_tiles(card, height, size, tokens) >= _programs(card):
         tile = _tile(card, MANY_TOKENS, MANY_TOKENS.rows, width, size, tokens, weights=1, wide=MANY)
-        return tile._replace(halved=_halved(card, -(-height // tile.rows), tokens))
+        return tile._replace(halved=_halved(card, -(-height // tile.rows), tile.tokens, tokens))
     wide = _wide(card, height, size, tokens)
     shape = LINEAR[wide]
     return _tile(card, shape, _rows(card, height, shape, wide // 2), width, size, tokens, weights=1, wide=wide)
 
 
-def are_quicker_apart(card: Card, height: int, size: int, tokens: int) -> bool:
-    """Return True if gate and up are two products: with this many tokens wide tiles save more than a launch costs."""
-    return _many_tiles(card, height, size, tokens) >= 4 * card.processors
-
-
 def gated_tile(card: Card, height: int, width: int, size: int, tokens: int) -> Tile:
     """Return the tile of gate and up, two weights at once."""
-    wide = tile_width(tokens)
+    wide, blocks = tile_width(tokens), -(-height // MANY_TOKENS.rows)
+    if _many_tiles(card, height, size, tokens) >= _programs(card) and _are_tall_quicker(card, 2 * blocks, blocks, tokens):
+        tile = _tile(card, MANY_TOKENS, MANY_TOKENS.rows, width, size, tokens, weights=2)
+        return tile._replace(halved=_halved(card, blocks, tile.tokens, tokens))
     if wide > NARROW and _wide(card, height, size, tokens) == NARROW:
         return _tile(card, SMALL_GATED, SMALLEST, width, size, tokens, weights=2, wide=2 * NARROW)
     shape = GATED[wide]
@@ -153,7 +151,9 @@ def project_tile(card: Card, height: int, width: int, dim: int, size: int, token
     rows = shape.rows if is_tall else SMALLEST
     if size == 2 and dim >= MOST and tokens >= 4 * MOST:
         rows = MOST // 2  # a whole head
-        if _many_tiles(card, 3 * height // 2, size, tokens) >= 2 * card.processors:
+        tiles = _many_tiles(card, 3 * height // 2, size, tokens)
+        narrow = -(-tokens // MOST) * -(-3 * height // 2 // MANY_TOKENS.rows)
+        if tiles >= 2 * card.processors and _turns(card, tiles) <= HALF * _turns(card, narrow):
             return _tile(card, MANY_TOKENS, rows, width, size, tokens, weights=2, wide=MANY)
     return _tile(card, shape, rows, width, size, tokens, weights=2, wide=wide)
 
@@ -248,14 +248,24 @@ def _many_tiles(card: Card, height: int, size: int, tokens: int) -> int:
     return -(-tokens // MANY) * -(-height // MANY_TOKENS.rows)
 
 
-def _halved(card: Card, blocks: int, tokens: int) -> int:
-    """Return how many of a product's blocks of rows go with half as many tokens at a time. A card runs a program per
+def _are_tall_quicker(card: Card, low: int, tall: int, tokens: int) -> bool:
+    """Return True if few blocks of rows are done sooner than many low ones, with MOST tokens at a time."""
+    groups = -(-tokens // MOST)
+    return _turns(card, tall * groups) <= HALF * _turns(card, low * groups)
+
+
+def _halved(card: Card, blocks: int, wide: int, tokens: int) -> int:
+    """Return how many of a product's blocks of rows go with half as many tokens at a time as `wide`. A card runs a program per
     multiprocessor, and the last ones are often few: halves of them, on all multiprocessors, end sooner."""
-    groups, halves = -(-tokens // MANY), -(-tokens // (MANY // 2))
+    groups, halves = -(-tokens // wide), -(-tokens // (wide // 2))
     turns = blocks * groups // card.processors
     rest = blocks - turns * card.processors // groups
-    took = turns + HALF * -(-rest * halves // card.processors)
-    return rest if took < -(-blocks * groups // card.processors) else 0
+    return rest if turns + HALF * _turns(card, rest * halves) < _turns(card, blocks * groups) else 0
+
+
+def _turns(card: Card, programs: int) -> int:
+    """Return how many programs a multiprocessor runs, one after the other."""
+    return -(-programs // card.processors)
 
 
 def _tile(

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from TIDE.kernels.cards import are_quicker_apart, card_of, gated_tile, linear_tile
+from TIDE.kernels.cards import Tile, card_of, gated_tile, linear_tile
 from TIDE.kernels.layer import MLP, Norm
 from TIDE.kernels.triton_launch import begin, fetch, kernel, looped
 
@@ -49,7 +49,7 @@ def _product(
 @kernel
 def _linear(
     x, weight, bias, out, places, tokens, height, width, scale,
-    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, TIMES: tl.constexpr, HAS_PLACES: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_PLACES: tl.constexpr, ACTIVATION: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -58,14 +58,14 @@ def _linear(
     first = 0 if ONCE else _first(TN)
     _write_products(
         x, weight, bias, out, places, rows, first, tokens, height, width, scale,
-        HAS_BIAS, HAS_BASE, TIMES, HAS_PLACES, ACTIVATION, BN, BK, TN, EVEN, ONCE, PDL,
+        HAS_BIAS, HAS_BASE, HAS_PLACES, ACTIVATION, BN, BK, TN, EVEN, ONCE, PDL,
     )  # fmt: skip
 
 
 @kernel
 def _long_linear(
     x, weight, bias, out, places, whole, tokens, height, width, scale,
-    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, TIMES: tl.constexpr, HAS_PLACES: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_PLACES: tl.constexpr, ACTIVATION: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same for many tokens: blocks of rows behind the first `whole` are multiplied with half as many tokens at a time."""
@@ -74,20 +74,20 @@ def _long_linear(
     if program < whole * groups:
         _write_products(
             x, weight, bias, out, places, program // groups * BN + tl.arange(0, BN), program % groups * TN, tokens,
-            height, width, scale, HAS_BIAS, HAS_BASE, TIMES, HAS_PLACES, ACTIVATION, BN, BK, TN, EVEN, False, PDL,
+            height, width, scale, HAS_BIAS, HAS_BASE, HAS_PLACES, ACTIVATION, BN, BK, TN, EVEN, False, PDL,
         )  # fmt: skip
     else:
         program -= whole * groups
         _write_products(
             x, weight, bias, out, places, (whole + program // halves) * BN + tl.arange(0, BN), program % halves * (TN // 2),
-            tokens, height, width, scale, HAS_BIAS, HAS_BASE, TIMES, HAS_PLACES, ACTIVATION, BN, BK, TN // 2, EVEN, False, PDL,
+            tokens, height, width, scale, HAS_BIAS, HAS_BASE, HAS_PLACES, ACTIVATION, BN, BK, TN // 2, EVEN, False, PDL,
         )  # fmt: skip
 
 
 @triton.jit
 def _write_products(
     x, weight, bias, out, places, rows, first, tokens, height, width, scale,
-    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, TIMES: tl.constexpr, HAS_PLACES: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_PLACES: tl.constexpr, ACTIVATION: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply some rows with TN tokens from `first` on; what becomes of the products is what `_launch_linear` says."""
@@ -112,8 +112,6 @@ def _write_products(
     if HAS_BASE:
         added = (total.to(kind).to(tl.float32) * scale).to(kind).to(tl.float32)
         total = tl.load(out + at, mask=known, other=0.0).to(tl.float32) + added
-    if TIMES:
-        total = tl.load(out + at, mask=known, other=0.0).to(tl.float32) * total.to(kind).to(tl.float32)
     tl.store(out + at, total.to(kind), mask=known)
 
 
@@ -151,13 +149,48 @@ def _gated(
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    rows, place = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, TN)
-    inside = rows < height
-    fetch(gate, rows, inside, width, BK, PDL)
-    fetch(up, rows, inside, width, BK, PDL)
+    rows = tl.program_id(1) * BN + tl.arange(0, BN)
+    fetch(gate, rows, rows < height, width, BK, PDL)
+    fetch(up, rows, rows < height, width, BK, PDL)
     begin(PDL, LOOPS=True)
+    first = 0 if ONCE else _first(TN)
+    _write_gated(
+        x, gate, up, gate_bias, up_bias, out, rows, first, tokens, height, width,
+        HAS_BIAS, ACTIVATION, BN, BK, TN, EVEN, ONCE, PDL,
+    )  # fmt: skip
+
+
+@kernel
+def _long_gated(
+    x, gate, up, gate_bias, up_bias, out, whole, tokens, height, width,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same for many tokens, in halves behind the first `whole` blocks of rows."""
+    begin(PDL, LOOPS=True)
+    groups, halves, program = tl.cdiv(tokens, TN), tl.cdiv(tokens, TN // 2), tl.program_id(0).to(tl.int64)
+    if program < whole * groups:
+        _write_gated(
+            x, gate, up, gate_bias, up_bias, out, program // groups * BN + tl.arange(0, BN), program % groups * TN, tokens,
+            height, width, HAS_BIAS, ACTIVATION, BN, BK, TN, EVEN, False, PDL,
+        )  # fmt: skip
+    else:
+        program -= whole * groups
+        _write_gated(
+            x, gate, up, gate_bias, up_bias, out, (whole + program // halves) * BN + tl.arange(0, BN),
+            program % halves * (TN // 2), tokens, height, width, HAS_BIAS, ACTIVATION, BN, BK, TN // 2, EVEN, False, PDL,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_gated(
+    x, gate, up, gate_bias, up_bias, out, rows, first, tokens, height, width,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply some rows of both weights with TN tokens from `first` on."""
+    inside, place = rows < height, tl.arange(0, TN)
     if not ONCE:
-        first = _first(TN)
         x, out, tokens = x + first * width, out + first * height, tokens - first
     kind = out.dtype.element_ty
     opened, raised = _two_products(x, gate, rows, up, rows, inside, tokens, width, BN, BK, TN, EVEN, ONCE)
@@ -244,18 +277,17 @@ def _launch_linear(
     places: torch.Tensor | None = None,
     scale: float = 1.0,
     has_base: bool = False,
-    times: bool = False,
     activation: int | None = None,
 ) -> None:
-    """Write products to `out`: in place of what is there, added to it, or times it."""
+    """Write products to `out`: in place of what is there, or added to it."""
     height, width = weight.shape
     tile = linear_tile(card_of(weight.device), height, width, weight.element_size(), len(x))
     blocks = triton.cdiv(height, tile.rows)
     given = x, weight, bias if len(bias) else x, out, x if places is None else places
-    kinds = len(bias) > 0, has_base, times, places is not None, -1 if activation is None else activation
+    kinds = len(bias) > 0, has_base, places is not None, -1 if activation is None else activation
     if tile.halved:
         whole, (*constants, _) = blocks - tile.halved, tile.constants
-        _long_linear[(whole * tile.groups + tile.halved * triton.cdiv(len(x), tile.tokens // 2),)](
+        _long_linear[(_long_grid(tile, blocks, len(x)),)](
             *given, whole, len(x), height, width, scale, *kinds, *constants, num_warps=tile.warps, num_stages=tile.stages
         )
     else:
@@ -268,18 +300,26 @@ def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:
     if not len(mlp.gate):
         return linear(x, mlp.up, mlp.up_bias, mlp.activation)
     (height, width), has_bias = mlp.gate.shape, len(mlp.up_bias) > 0
-    card, size = card_of(mlp.gate.device), mlp.gate.element_size()
-    if are_quicker_apart(card, height, size, len(x)):
-        out = linear(x, mlp.gate, mlp.gate_bias, mlp.activation)
-        _launch_linear(x, mlp.up, mlp.up_bias, out, times=True)
-        return out
-    tile = gated_tile(card, height, width, size, len(x))
-    out = x.new_empty(len(x), height)
-    _gated[(tile.groups, triton.cdiv(height, tile.rows))](
-        x, mlp.gate, mlp.up, mlp.gate_bias if has_bias else x, mlp.up_bias if has_bias else x, out, len(x), height, width,
-        has_bias, mlp.activation, *tile.constants, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    tile = gated_tile(card_of(mlp.gate.device), height, width, mlp.gate.element_size(), len(x))
+    out, blocks = x.new_empty(len(x), height), triton.cdiv(height, tile.rows)
+    given = x, mlp.gate, mlp.up, mlp.gate_bias if has_bias else x, mlp.up_bias if has_bias else x, out
+    if tile.halved:
+        whole, (*constants, _) = blocks - tile.halved, tile.constants
+        _long_gated[(_long_grid(tile, blocks, len(x)),)](
+            *given, whole, len(x), height, width, has_bias, mlp.activation, *constants,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    else:
+        _gated[(tile.groups, blocks)](
+            *given, len(x), height, width, has_bias, mlp.activation, *tile.constants,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     return out
+
+
+def _long_grid(tile: Tile, blocks: int, tokens: int) -> int:
+    """Return the programs of a product whose last blocks of rows go with half as many tokens at a time."""
+    return (blocks - tile.halved) * tile.groups + tile.halved * triton.cdiv(tokens, tile.tokens // 2)
 
 
 @triton.jit
