@@ -45,7 +45,7 @@ def test_tiles_fit_into_shared_memory_and_registers(name, size):
             assert tile.stages <= (2 if card.capability < (8, 0) else 5)
             assert tile.even == (width % tile.columns == 0)
             assert tokens <= tile.tokens * tile.groups < tokens + tile.tokens
-            is_large = card.capability[0] in (9, 10) and (tile.tokens == 256 or tile.rows == 128 and weights == 2)
+            is_large = card.capability[0] in (9, 10) and (tile.tokens == 256 or (tile.rows == 128 and weights == 2))
             sums = 32 if is_large else 16  # tensor cores there take the factors from shared memory
             assert weights * tile.rows * tile.tokens <= sums * 128 * tile.warps
     for dim in (16, 64, 128, 256):

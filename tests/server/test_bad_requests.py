@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from pydantic import ValidationError
 
 from servers import tiny
 from TIDE.server import ServerSettings
+from TIDE.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -111,6 +113,31 @@ def test_what_is_wrong_is_refused_by_name(server, name):
 def test_bodies_that_are_no_objects_are_refused(server, body):
     answer = server.http.post(TEXT, content=body, headers={"Content-Type": "application/json"})
     checked(answer, 400, "prompt" if b"NaN" in body else None)
+
+
+MANY = 2000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        dict(prompt=[[]] * MANY),
+        dict(prompt=[1.5] * MANY),
+        dict(prompt=[[1]] * MANY + [["x"]] * MANY),
+        dict(messages=[{}] * MANY),
+        dict(messages=[dict(role="user", content=[{}] * MANY)]),
+        dict(messages=[dict(role="user", tool_calls=[1] * MANY)]),
+        dict(messages=[dict(role="user")], tools=[{}] * MANY),
+        dict(tokens=["x"] * MANY),
+    ],
+    ids=lambda body: "-".join(body),
+)
+def test_of_thousands_of_faults_one_of_each_kind_is_found(body):
+    """Pydantic would list them all, which takes seconds for a body that is not too large."""
+    kind = CompletionRequest if "prompt" in body else ChatRequest if "messages" in body else DetokenizeRequest
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate(dict(body, model="tide"))
+    assert found.value.error_count() < 10
 
 
 def test_a_body_of_another_type_is_refused(server):

@@ -86,6 +86,7 @@ SMALL_GATED = Shape(16, 128, 4)  # small weights and more than 32 tokens
 MANY_TOKENS = Shape(128, 128, 3)
 HEAD = {16: Shape(64, 512, 4), 32: Shape(64, 256, 4), 64: Shape(64, 256, 4), 128: Shape(64, 256, 3)}
 PROJECT = {16: Shape(32, 512, 4), 32: Shape(32, 256, 4), 64: Shape(32, 256, 3), 128: Shape(32, 128, 4)}
+LONG_PROJECT = Shape(64, 128, 4)
 INTERPRETED = Card((9, 0), 227 * 1024, 132)  # Triton's interpreter runs the tiles of an H200
 
 
@@ -150,11 +151,7 @@ def project_tile(card: Card, height: int, width: int, dim: int, size: int, token
     is_tall = dim >= 64 and (not _is_small(card, height) or tokens > (MOST if size == 2 else SMALLEST))
     rows = shape.rows if is_tall else SMALLEST
     if size == 2 and dim >= MOST and tokens >= 4 * MOST:
-        rows = MOST // 2  # a whole head
-        tiles = _many_tiles(card, 3 * height // 2, size, tokens)
-        narrow = -(-tokens // MOST) * -(-3 * height // 2 // MANY_TOKENS.rows)
-        if tiles >= 2 * card.processors and _turns(card, tiles) <= HALF * _turns(card, narrow):
-            return _tile(card, MANY_TOKENS, rows, width, size, tokens, weights=2, wide=MANY)
+        return _tile(card, LONG_PROJECT, LONG_PROJECT.rows, width, size, tokens, weights=2)  # a whole head
     return _tile(card, shape, rows, width, size, tokens, weights=2, wide=wide)
 
 

@@ -9,7 +9,9 @@ from pydantic_core import PydanticCustomError
 
 MOST_LOGPROBS = 20
 MOST_LEVELS = 100  # of JSON inside JSON: llguidance reads 128
-Tokens = Annotated[list[int], Field(min_length=1)]
+# Of a list only the first fault is told: thousands of them take seconds to list.
+Tokens = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
 def shallow(value: Any) -> Any:
@@ -131,9 +133,9 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[AnyObject] | None = None
+    tool_calls: Annotated[list[AnyObject], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     __pydantic_extra__: dict[str, AnyJSON]
 
@@ -164,12 +166,12 @@ class NamedTool(Fields):
 class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -193,7 +195,7 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     """The body of /v1/completions."""
 
-    prompt: str | Tokens | Annotated[list[str], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)]
+    prompt: str | Tokens | Texts | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
     max_tokens: int | None = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     echo: bool | None = None
@@ -219,12 +221,12 @@ class TokenizeRequest(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: AnyObject | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     return_token_strs: bool = False
 
 
@@ -232,4 +234,4 @@ class DetokenizeRequest(Fields):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]

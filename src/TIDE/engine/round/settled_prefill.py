@@ -12,8 +12,7 @@ see `Seats`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,8 +25,6 @@ from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.round.prefill import Prefill
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.routing.settling import Settling
-
-AHEAD = 2  # layers whose K/V are written before those of tokens that stay begin
 
 
 class Shown(NamedTuple):
@@ -52,22 +49,17 @@ class Aside:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _stream_of(device) if device.type == "cuda" else None
-        self._done: dict[int, torch.cuda.Event] = {}
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    @contextmanager
-    def working(self, number: int) -> Iterator[None]:
-        """What is launched here is work of that number."""
-        with torch.cuda.stream(self._stream):
-            yield
-            if self._stream is not None:
-                self._done[number] = self._stream.record_event()
+    def working(self) -> AbstractContextManager[None]:
+        """What is launched here is part of the work."""
+        return torch.cuda.stream(self._stream)
 
-    def wait_for(self, number: int) -> None:
-        """Let what the current stream is given next wait for a work."""
-        if number in self._done:
-            torch.cuda.current_stream().wait_event(self._done.pop(number))
+    def join(self) -> None:
+        """Let what the current stream is given next wait for the work so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 @functools.cache
@@ -153,14 +145,10 @@ class SettledPrefill(Prefill):
         stay, staying = gathered(tokens, np.flatnonzero(~settled), rows)
         own, moving, part = states[gone], states[stay], shown.of(stay)
         aside = Aside(states.device)
-        for layer in range(span.start, span.stop + AHEAD):
-            if layer < span.stop:
-                with aside.working(layer):
-                    self.runner.write_kv_on_slots(self.slots, layer, self.settling.predict(layer, own), left)
-            layer -= AHEAD
-            if layer < span.start:
-                continue
-            aside.wait_for(layer)
+        for layer in span:
+            with aside.working():
+                self.runner.write_kv_on_slots(self.slots, layer, self.settling.predict(layer, own), left)
+            aside.join()
             if len(stay):
                 self._take(range(layer, layer + 1), moving, staying, columns, part)
         self._show_settled(span, own, gone, shown)

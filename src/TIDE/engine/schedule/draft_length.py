@@ -5,8 +5,10 @@
 
 The k with the most tokens per second is taken, of rows together for one in the slowest eighth: they are waited for. If
 that is 0, a rest follows, and a round with the fewest drafts tries again. While drafts pay, a round without any is timed now
-and then: it is what all others are compared with, and texts grow. Many rows rest from one text to the next, because what drafts
-cost is mostly a matter of how many they are, and for as long as a trial takes a hundredth of the time.
+and then, and of many rows one with the second best number: that is what the others are compared with, and texts grow. The
+first round with another number of drafts takes longer than those behind it (its graph was not the last one that ran), so of
+many rows two try, and the second is timed. Many rows rest from one text to the next, because what drafts cost is mostly a
+matter of how many they are, and for as long as a trial takes a hundredth of the time.
 
 Routers score every draft, and the scores of the latest rounds say how easy a text is just now. So a is a short running mean of
 the row's scores, times the long-run share of drafts that were accepted by those that the scores promised. Of many rows some are
@@ -64,6 +66,9 @@ class DraftLength:
         self._rounds = 0
         self._drafting = 0  # rounds for which drafts were chosen
         self._is_trial = False  # the round before tried what does not seem to pay
+        self._again = False  # and so does the next one
+        self._seen: Launched | None = None  # the round before
+        self._is_another = False  # the one at hand has another number of drafts
         self._rows: Sequence[Row] = ()  # of the round before
         self._crowd = 1  # most rows together since there were others
 
@@ -85,7 +90,9 @@ class DraftLength:
                 self._rested = 0
         self._rows, self._crowd = list(rows), max(self._crowd, len(rows))
         self._rounds += 1
-        if slots < MANY or self._rounds % EVERY == 0 or self._is_trial or self.chosen > most:
+        if self._again and self.chosen <= most:
+            self._again = False
+        elif slots < MANY or self._rounds % EVERY == 0 or self._is_trial or self.chosen > most:
             self.chosen = self._choose(rows, slots, lengths_on(slots, most) if lengths is None else lengths)
         return self.chosen
 
@@ -101,21 +108,30 @@ class DraftLength:
             self._rested = 0
             self._drafting += 1 if slots < MANY else EVERY
             if self._drafting % LOOKS == 0:
-                self._is_trial = True
-                return 0
+                self._begin_trial(slots)
+                return self._other(pace, best) if slots >= MANY and self._drafting // LOOKS % 2 else 0
             return best
         self._rested += 1 if slots < MANY else EVERY
         if self._rested < max(self._rest.length, self._least_rest(slots, lengths[1])):
             return 0
         self._rested = 0
         self._rest.take()
-        self._is_trial = True
+        self._begin_trial(slots)
         return lengths[1]
+
+    def _begin_trial(self, slots: int) -> None:
+        self._is_trial = True
+        self._again = slots >= MANY
+
+    @staticmethod
+    def _other(pace: dict[int, float], best: int) -> int:
+        """Return the length that seems to be the best one but for `best`."""
+        return max((length for length in pace if length != best), key=lambda length: pace[length])
 
     def _least_rest(self, slots: int, drafts: int) -> float:
         """Return for how many rounds to rest at least before one with so many drafts tries again."""
         step, trial = (self.costs.captured_round(slots, length) for length in (0, drafts))
-        return (trial / step - 1) / TRIALS if slots >= MANY and step and trial else 0.0
+        return 2 * (trial / step - 1) / TRIALS if slots >= MANY and step and trial else 0.0
 
     def tokens(self, rows: Sequence[Row]) -> list[float]:
         """Return, by the number of drafts, the tokens that a round is expected to give one of the slower rows."""
@@ -127,7 +143,10 @@ class DraftLength:
 
     def saw(self, row: Row, round_: Launched, result: RoundResult, seconds: float | None) -> None:
         """Record a round; seconds None: it was compiled or captured, and its time says nothing about others."""
-        if seconds is not None:
+        if round_ is not self._seen:
+            before, self._seen = self._seen or round_, round_
+            self._is_another = (round_.drafts, round_.rows) != (before.drafts, before.rows) and round_.rows >= MANY
+        if seconds is not None and not self._is_another:
             self.costs.saw_round(round_.rows, round_.drafts or 0, seconds)
         crowd, means, scores = self._crowd, self._scores, result.scores
         newest = NEWEST if crowd == 1 else NEWEST / LONGER
