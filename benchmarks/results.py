@@ -68,7 +68,7 @@ def parts(of: str, data: Path, out: Path, rows: int = 1) -> list[Part]:
 
 def _on_a_gpu(data: Path, out: Path, prompts: str, half: list[str]) -> list[Part]:
     """Return the parts of a GPU, each of a minute or two; those of calibration as long as their names say."""
-    rows, ours = ["--rows", "1", "8", "32", "64"], ["--without", "generate", "compiled", "continuous", "fast"]
+    rows, ours = ["--rows", "1", "8", "32", "64"], ["--without", "generate", "compiled", "continuous", "fast", "--rounds", "9"]
     spec, shape = ["--prompts", prompts], ["--model", "llama-8b"]
     lengths = [word for tokens in (128, 512, 1024, 2048, 8192, 32768) for word in ("--tokens", str(tokens))]
     curve = ["--work", str(out), "--out", str(out), "--figure", str(out / "curve.png")]
