@@ -1,4 +1,5 @@
-"""Long passes on a GPU: products whose last rows go with half as many tokens, and prompts whose tokens settle."""
+"""Long passes on a GPU: products whose last rows go with half as many tokens, and prompts whose tokens settle. And what
+calibration takes a step to cost there."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import torch
 
 import TIDE
 from families import build
+from TIDE.adapters.adapter import ModelAdapter
+from TIDE.calibration import timing
 from TIDE.kernels.cards import card_of, linear_tile
 from TIDE.routing.settling import Settling
 
@@ -74,3 +77,12 @@ def test_prompts_settle_as_on_the_models_own_modules(rows, monkeypatch):
             assert torch.equal(engine.generate(ids, **OPTIONS), expected)
             assert engine.last_stats.settled_tokens == rows * 233 * (2 if first else 1)
         assert engine.runner.name == "triton"
+
+
+def test_calibration_times_the_work_of_the_device():
+    """By the clock a step of a tiny model takes milliseconds, all of them Python's."""
+    adapter = ModelAdapter(build("llama").cuda())
+    seconds = timing.timed(adapter, lambda: adapter.head(timing._states(adapter, 1)))
+    by_the_clock = min(timing._by_the_clock(adapter.device, lambda: adapter.head(timing._states(adapter, 1))) for _ in range(9))
+    adapter.close()
+    assert 0 < seconds < by_the_clock / 2

@@ -113,7 +113,7 @@ def calibrate(
         settings = {"config": asdict(config), "seed": seed, "effort": asdict(effort), "model": asdict(made_for)}
         settings |= {} if start is None else {"start": str(start)}
         work = Work(path, settings, resume)
-        key = f"{made_for.weights or made_for.describe()}|{machine(adapter)}"
+        key = f"{made_for.weights or made_for.describe()}|{machine(adapter)}{'|work' if adapter.device.type == 'cuda' else ''}"
         asked = f"{config.calibration_dataset}|{config.calibration_samples}|{begin.strategy}|{effort.answer}"
         clock = Clock(config.calibration_minutes, f"{key}|{asked}") if effort.is_timed else None
         budget = Budget(adapter.device, Path(folder))

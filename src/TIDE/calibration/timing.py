@@ -1,8 +1,11 @@
 """Timing: the cost of a pass through layers, an exit head and a sampled token on this machine.
 
-Everything is timed as the engine runs it, including Python. One table is enough for every span of layers:
+One table is enough for every span of layers:
 
     time(start → stop, n tokens) = entry + (stop − start) · layer(n) + LM head(n), the last at full depth only
+
+On a CPU that is time by the clock. On a GPU rounds are launched as a whole and do not wait for Python, so it is the time that
+the device works; by the clock a layer would seem as dear as an LM head, and exits deep in the model as cheap as early ones.
 
 Timings of a model on a machine are stored in the cache folder, so that calibrating twice gives the same file.
 """
@@ -10,13 +13,16 @@ Timings of a model on a machine are stored in the cache folder, so that calibrat
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 from TIDE.adapters.adapter import ModelAdapter
@@ -30,6 +36,8 @@ from TIDE.models.default import cache_folder
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.policy import Candidates
 from TIDE.routing.storage import write_atomically
+
+logger = logging.getLogger(__name__)
 
 COUNTS = (1, 2, 4, 8, 16)
 CONTEXT = 128  # tokens before the timed ones, if the model takes as many
@@ -95,18 +103,40 @@ def measure_head(adapter: ModelAdapter, policy: CalibratedPolicy, depth: int, ke
 
 
 def timed(adapter: ModelAdapter, action: Callable[[], object]) -> float:
-    """Return the least seconds of an action, after a warm-up: noise only slows it down."""
-    cuda = adapter.device.type == "cuda"
-    found = []
-    for _ in range(REPEATS + 2):
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
+    """Return the seconds of an action, after a warm-up: on a GPU those in which it works, otherwise the least by the clock,
+    because noise only slows it down."""
+    for _ in range(2):
         action()
-        if cuda:
+    if adapter.device.type == "cuda" and (busy := _busy(action)):
+        return busy
+    return min(_by_the_clock(adapter.device, action) for _ in range(REPEATS))
+
+
+def _by_the_clock(device: torch.device, action: Callable[[], object]) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    action()
+    wait()
+    return time.perf_counter() - start
+
+
+def _busy(action: Callable[[], object]) -> float:
+    """Return the seconds that a GPU works for an action; 0: its profiler does not say."""
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(REPEATS):
+                action()
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return min(found[2:])
+    except RuntimeError as problem:  # another profiler may be at work
+        logger.warning("the GPU's work cannot be timed, so time by the clock is taken: %s", problem)
+        return 0.0
+    return work_of(seen.events() or ()) / REPEATS
+
+
+def work_of(events: Iterable[Any]) -> float:
+    """Return the seconds of work on a GPU among a profiler's events."""
+    return sum(event.device_time for event in events if event.device_type == DeviceType.CUDA) / 1e6
 
 
 def machine(adapter: ModelAdapter) -> str:
