@@ -171,16 +171,16 @@ def test_unless_told_otherwise_one_row_has_trees_and_several_have_none(rows, cap
     assert not [record for record in caplog.records if "draft_tree" in record.getMessage()]
 
 
-@pytest.mark.parametrize(("last", "slots"), [(60, 1), (20, 4)])
-def test_the_last_of_several_rows_gets_a_slot_of_its_own_and_trees(last, slots, monkeypatch):
-    """Unless it has little to write by then."""
+@pytest.mark.parametrize(("last", "is_known", "slots"), [(60, True, 1), (20, True, 4), (60, False, 4)])
+def test_the_last_of_several_rows_gets_a_slot_of_its_own_and_trees(last, is_known, slots, monkeypatch):
+    """Unless it has little to write by then, or nothing was captured for one slot."""
     widths, launch = [], DeviceStage.launch
     monkeypatch.setattr(DeviceStage, "launch", lambda stage: widths.append(stage.width) or launch(stage))
     ids, options = some_ids(3), dict(do_sample=False, eos_token_id=None, pad_token_id=0)
     with on_references(TIDE.TIDE(model())) as engine:
         texts = engine.generate(ids, max_new_tokens=last, **options).tolist()
     with an_engine() as engine:
-        engine.generate(ids, **OPTIONS)
+        engine.generate(ids[:1] if is_known else ids, **OPTIONS)
         widths.clear()
         rows = [engine.add(own[None], max_new_tokens=new, **options) for own, new in zip(ids, (9, 12, last), strict=True)]
         while not all(row.finished for row in rows):

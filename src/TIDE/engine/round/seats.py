@@ -97,10 +97,12 @@ class Seats:
     @property
     def is_wide(self) -> bool:
         """True if half of the slots would do. A few are as quick as one, and graphs for others take time to make; but the last
-        row of several gets a slot of its own if that is quicker and it has some way to go."""
-        if self.slots.rows > FEW:
-            return self.slots.rows >= 2 * len(self._blocks)
-        return self.is_quicker_alone and self.slots.rows > 1 and [row.stop.room(row) > SOME for row in self._blocks] == [True]
+        row of several gets a slot of its own if that is quicker, was used before, and the row has some way to go."""
+        if self.slots.rows > FEW or len(self._blocks) > 1:
+            return FEW < self.slots.rows >= 2 * len(self._blocks)
+        (row,) = self._blocks
+        is_worth_it = self.is_quicker_alone and self.slots.rows > 1 and row.stop.room(row) > SOME
+        return is_worth_it and self.runner.has_free(1, self._columns(row), self.exit)
 
     def fitting(self, rows: Sequence[Row]) -> int:
         """Return how many of these rows, from the first on, can join now.

@@ -219,6 +219,10 @@ class DeviceRunner(Runner):
         self._acquired.add(made)
         return made
 
+    def has_free(self, rows: int, columns: int, exit_: Exit | None) -> bool:
+        """Return True if there are such slots already, with what was captured on them."""
+        return any(slots.exit is exit_ and slots.rows == rows and slots.columns >= columns for slots in self._free)
+
     def prompts(self, exit_: Exit | None, columns: int) -> Prompts:
         """Return buffers for texts of up to `columns` tokens, on slots that no row is decoded on."""
         found = next((prompts for known, prompts in self._prompts if known is exit_), None)
