@@ -12,6 +12,7 @@ Timings of a model on a machine are stored in the cache folder, so that calibrat
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
@@ -129,9 +130,18 @@ def _busy(action: Callable[[], object]) -> float:
                 action()
             torch.cuda.synchronize()
     except RuntimeError as problem:  # another profiler may be at work
-        logger.warning("the GPU's work cannot be timed, so time by the clock is taken: %s", problem)
+        _say_without(str(problem))
         return 0.0
-    return work_of(seen.events() or ()) / REPEATS
+    found = work_of(seen.events() or ()) / REPEATS
+    if not found:
+        _say_without("its profiler saw none")
+    return found
+
+
+@functools.cache
+def _say_without(reason: str) -> None:
+    """Say, once, that Python's time is in what is timed on a GPU."""
+    logger.warning("the GPU's work cannot be timed, so time by the clock is taken: %s.", reason)
 
 
 def work_of(events: Iterable[Any]) -> float:

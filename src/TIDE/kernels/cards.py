@@ -129,7 +129,7 @@ def linear_tile(card: Card, height: int, width: int, size: int, tokens: int) -> 
 def gated_tile(card: Card, height: int, width: int, size: int, tokens: int) -> Tile:
     """Return the tile of gate and up, two weights at once."""
     wide, blocks = tile_width(tokens), -(-height // MANY_TOKENS.rows)
-    if _many_tiles(card, height, size, tokens) >= _programs(card) and _are_tall_quicker(card, 2 * blocks, blocks, tokens):
+    if _many_tiles(card, height, size, tokens) >= _programs(card) and _are_tall_quicker(card, blocks, tokens):
         tile = _tile(card, MANY_TOKENS, MANY_TOKENS.rows, width, size, tokens, weights=2)
         return tile._replace(halved=_halved(card, blocks, tile.tokens, tokens))
     if wide > NARROW and _wide(card, height, size, tokens) == NARROW:
@@ -245,10 +245,10 @@ def _many_tiles(card: Card, height: int, size: int, tokens: int) -> int:
     return -(-tokens // MANY) * -(-height // MANY_TOKENS.rows)
 
 
-def _are_tall_quicker(card: Card, low: int, tall: int, tokens: int) -> bool:
-    """Return True if few blocks of rows are done sooner than many low ones, with MOST tokens at a time."""
+def _are_tall_quicker(card: Card, blocks: int, tokens: int) -> bool:
+    """Return True if blocks of rows are done sooner than twice as many of half the height, with MOST tokens at a time."""
     groups = -(-tokens // MOST)
-    return _turns(card, tall * groups) <= HALF * _turns(card, low * groups)
+    return _turns(card, blocks * groups) <= HALF * _turns(card, 2 * blocks * groups)
 
 
 def _halved(card: Card, blocks: int, wide: int, tokens: int) -> int:

@@ -70,18 +70,27 @@ def _long_linear(
 ):  # fmt: skip
     """The same for many tokens: blocks of rows behind the first `whole` are multiplied with half as many tokens at a time."""
     begin(PDL, LOOPS=True)
-    groups, halves, program = tl.cdiv(tokens, TN), tl.cdiv(tokens, TN // 2), tl.program_id(0).to(tl.int64)
-    if program < whole * groups:
+    behind = tl.program_id(0) - whole * tl.cdiv(tokens, TN)
+    if behind < 0:
+        rows, first = _part(tl.program_id(0), 0, tokens, BN, TN)
         _write_products(
-            x, weight, bias, out, places, program // groups * BN + tl.arange(0, BN), program % groups * TN, tokens,
-            height, width, scale, HAS_BIAS, HAS_BASE, HAS_PLACES, ACTIVATION, BN, BK, TN, EVEN, False, PDL,
+            x, weight, bias, out, places, rows, first, tokens, height, width, scale,
+            HAS_BIAS, HAS_BASE, HAS_PLACES, ACTIVATION, BN, BK, TN, EVEN, False, PDL,
         )  # fmt: skip
     else:
-        program -= whole * groups
+        rows, first = _part(behind, whole, tokens, BN, TN // 2)
         _write_products(
-            x, weight, bias, out, places, (whole + program // halves) * BN + tl.arange(0, BN), program % halves * (TN // 2),
-            tokens, height, width, scale, HAS_BIAS, HAS_BASE, HAS_PLACES, ACTIVATION, BN, BK, TN // 2, EVEN, False, PDL,
+            x, weight, bias, out, places, rows, first, tokens, height, width, scale,
+            HAS_BIAS, HAS_BASE, HAS_PLACES, ACTIVATION, BN, BK, TN // 2, EVEN, False, PDL,
         )  # fmt: skip
+
+
+@triton.jit
+def _part(program, blocks, tokens, BN: tl.constexpr, TN: tl.constexpr):
+    """Return the rows and the first token of a program, where those before it take `blocks` blocks of rows; in 64 bits, for it
+    counts rows of large arrays."""
+    groups = tl.cdiv(tokens, TN)
+    return (blocks + program // groups) * BN + tl.arange(0, BN), (program % groups).to(tl.int64) * TN
 
 
 @triton.jit
@@ -168,17 +177,18 @@ def _long_gated(
 ):  # fmt: skip
     """The same for many tokens, in halves behind the first `whole` blocks of rows."""
     begin(PDL, LOOPS=True)
-    groups, halves, program = tl.cdiv(tokens, TN), tl.cdiv(tokens, TN // 2), tl.program_id(0).to(tl.int64)
-    if program < whole * groups:
+    behind = tl.program_id(0) - whole * tl.cdiv(tokens, TN)
+    if behind < 0:
+        rows, first = _part(tl.program_id(0), 0, tokens, BN, TN)
         _write_gated(
-            x, gate, up, gate_bias, up_bias, out, program // groups * BN + tl.arange(0, BN), program % groups * TN, tokens,
-            height, width, HAS_BIAS, ACTIVATION, BN, BK, TN, EVEN, False, PDL,
+            x, gate, up, gate_bias, up_bias, out, rows, first, tokens, height, width,
+            HAS_BIAS, ACTIVATION, BN, BK, TN, EVEN, False, PDL,
         )  # fmt: skip
     else:
-        program -= whole * groups
+        rows, first = _part(behind, whole, tokens, BN, TN // 2)
         _write_gated(
-            x, gate, up, gate_bias, up_bias, out, (whole + program // halves) * BN + tl.arange(0, BN),
-            program % halves * (TN // 2), tokens, height, width, HAS_BIAS, ACTIVATION, BN, BK, TN // 2, EVEN, False, PDL,
+            x, gate, up, gate_bias, up_bias, out, rows, first, tokens, height, width,
+            HAS_BIAS, ACTIVATION, BN, BK, TN // 2, EVEN, False, PDL,
         )  # fmt: skip
 
 
