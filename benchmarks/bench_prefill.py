@@ -14,15 +14,18 @@ table, then one JSON line.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 import transformers
 
 import TIDE
-from bench_decode import SHAPES, measure, random_model
+from bench_decode import SHAPES, random_model, timed
 from TIDE.engine.cache.prefixes import new_salt
 from TIDE.routing.router import Router
 from TIDE.routing.settling import SIGNALS, FittedSettling, StateMap
@@ -63,20 +66,37 @@ class Settles(TIDE.ExitPolicy):
         raise AssertionError("there is no checkpoint")
 
 
-def full(engine: TIDE.TIDE, ids: torch.Tensor, new: int, mode: str) -> torch.Tensor:
-    """Generate without exits, and without finding the prompt in the cache."""
-    with engine.using(TIDE.TIDEConfig(mode=mode)):
-        return engine.generate(ids, max_new_tokens=new, do_sample=False, cache_salt=new_salt())
+Run = tuple[AbstractContextManager[object], Callable[[], torch.Tensor]]
 
 
-def settled(engine: TIDE.TIDE, ids: torch.Tensor, new: int, share: float) -> torch.Tensor:
-    """Generate with exits in the prompt."""
-    engine.policy.settling.share = share
-    with engine.using(TIDE.TIDEConfig(mode="fast", prefill_exits=True)):
-        found = engine.generate(ids, max_new_tokens=new, do_sample=False)
-    expected = int((ids.shape[1] - 2) * share)
-    assert abs(engine.last_stats.settled_tokens - expected) <= 1, (engine.last_stats.settled_tokens, expected)
-    return found
+def full(engine: TIDE.TIDE, ids: torch.Tensor, mode: str) -> Run:
+    """Choose a token without exits, and without finding the prompt in the cache; in settings that are made before."""
+    run = functools.partial(engine.generate, ids, max_new_tokens=1, do_sample=False)
+    return engine.using(TIDE.TIDEConfig(mode=mode)), lambda: run(cache_salt=new_salt())
+
+
+def settled(engine: TIDE.TIDE, ids: torch.Tensor, share: float) -> Run:
+    """Choose a token with exits in the prompt."""
+
+    def run() -> torch.Tensor:
+        engine.policy.settling.share = share
+        found = engine.generate(ids, max_new_tokens=1, do_sample=False)
+        expected = int((ids.shape[1] - 2) * share)
+        assert abs(engine.last_stats.settled_tokens - expected) <= 1, (engine.last_stats.settled_tokens, expected)
+        return found
+
+    return engine.using(TIDE.TIDEConfig(mode="fast", prefill_exits=True)), run
+
+
+def measure(runs: dict[str, Callable[[], Run]], rounds: int) -> dict[str, float]:
+    """Milliseconds of every run, the order turned round each time: medians."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name in sorted(runs, reverse=bool(number % 2)):
+            settings, run = runs[name]()
+            with settings:
+                seconds[name].append(timed(run)[0])
+    return {name: 1000 * statistics.median(own) for name, own in seconds.items()}
 
 
 def main() -> None:
@@ -99,16 +119,17 @@ def main() -> None:
         for tokens in args.tokens or (32, 128, 512, 1024):
             ids = torch.randint(10, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(tokens))
             ids = ids.to(model.device)
-            runs = {
-                "model.generate": lambda new, ids=ids: model.generate(ids, max_new_tokens=new, do_sample=False),
-                "TIDE": lambda new, ids=ids: full(engine, ids, new, "exact" if args.settle is None else "fast"),
+            plainly = functools.partial(model.generate, ids, max_new_tokens=1, do_sample=False)
+            mode = "exact" if args.settle is None else "fast"
+            runs: dict[str, Callable[[], Run]] = {
+                "model.generate": lambda run=plainly: (nullcontext(), run),
+                "TIDE": functools.partial(full, engine, ids, mode),
             }
             if args.settle is not None:
-                runs["none settle"] = lambda new, ids=ids: settled(engine, ids, new, 0.0)
-                runs["settle"] = lambda new, ids=ids: settled(engine, ids, new, args.settle)
-            measure(runs, 2, 1)
-            seconds, _ = measure(runs, args.rounds, 1)
-            plain, own, *others = (1000 * statistics.median(seconds[name]) for name in runs)
+                runs["none settle"] = functools.partial(settled, engine, ids, 0.0)
+                runs["settle"] = functools.partial(settled, engine, ids, args.settle)
+            measure(runs, 2)
+            plain, own, *others = measure(runs, args.rounds).values()
             rows.append(dict(tokens=tokens, generate_ms=plain, tide_ms=own, ratio=plain / own))
             shown = ""
             if others:

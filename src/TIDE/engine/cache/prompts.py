@@ -78,7 +78,7 @@ class Prompts:
     def _grouped(self, counts: list[int], count: int) -> torch.Tensor:
         """Return the groups of a pass: of one that is captured in a fixed buffer, with room for any rows."""
         if count > CAPTURED:
-            return _grouped(counts, MANY).to(self._groups.device, non_blocking=True)
+            return grouped(counts, self._groups.device)
         found, room = _grouped(counts, FEW), self._groups[: min(count, count // FEW + ROWS)]
         room.fill_(-1)
         room[: len(found)].copy_(found, non_blocking=True)
@@ -90,17 +90,13 @@ class Prompts:
         self.slots.tables[: len(blocks), :width].copy_(table, non_blocking=True)
 
 
-def gathered(tokens: Tokens, numbers: np.ndarray, rows: np.ndarray) -> tuple[torch.Tensor, Tokens]:
-    """Return some tokens of a pass that is not captured, and their numbers on the device.
+def grouped(counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return the groups of a pass that is not captured.
 
     Args:
-        rows: of all tokens of the pass.
+        counts: tokens of its rows, which follow each other.
     """
-    at = torch.from_numpy(numbers).to(tokens.ids.device, non_blocking=True)
-    counts = np.unique(rows[numbers], return_counts=True)[1].tolist()
-    groups = _grouped(counts, MANY if len(numbers) > CAPTURED else FEW)
-    ids, own, positions, places, after = (table[at] for table in tokens[:5])
-    return at, Tokens(ids, own, positions, places, after, groups.to(at.device, non_blocking=True))
+    return _grouped(counts, MANY if sum(counts) > CAPTURED else FEW).to(device, non_blocking=True)
 
 
 def _grouped(counts: Sequence[int], together: int) -> torch.Tensor:

@@ -56,6 +56,11 @@ class Tokens(NamedTuple):
     columns: torch.Tensor | None = None  # (n,) int32, of tokens in trees; others stand at the columns of their positions
     ancestors: Ancestors | None = None
 
+    def taken(self, numbers: torch.Tensor | slice) -> Tokens:
+        """Return some of them, of a pass without trees; who lets them attend has to group them."""
+        ids, rows, positions, places, after = (table[numbers] for table in self[:5])
+        return Tokens(ids, rows, positions, places, after)
+
 
 class Memory:
     """Static buffers of a head that remembers; what it keeps of a whole text is in blocks."""

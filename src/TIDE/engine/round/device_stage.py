@@ -71,7 +71,7 @@ class DeviceStage:
     def most_ahead(self) -> int:
         """Rounds that may be launched before those before them are read. In mode "fast" how many tokens may exit depends on how
         many did. Twice as many may write before the host knows of it, and attention must be planned for that."""
-        if not self.plan.exact or self.choice.on_host:
+        if not self.is_full or self.choice.on_host:
             return 0
         if not self.runner.has_compiled_layers or self.tree(self.slots.rows) is not None:
             return 1
@@ -203,7 +203,12 @@ class DeviceStage:
     @property
     def may_choose_first(self) -> bool:
         """True if rows may begin without a round. In mode "fast" the drafts of that round may be part of the text."""
-        return self.plan.exact and self.runner.has_compiled_layers
+        return self.is_full and self.runner.has_compiled_layers
+
+    @property
+    def is_full(self) -> bool:
+        """True if every new token is chosen by the full model."""
+        return self.plan.exact or self.drafter is None
 
     def texts(self) -> Prefill | ModulePrefill:
         """Return what runs texts of rows that joined."""

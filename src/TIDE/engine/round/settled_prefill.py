@@ -1,9 +1,9 @@
 """Prefill on slots where tokens of prompts may settle: the rest of their layers is one product for K/V.
 
     layers 0 … c     all tokens of the pass, of any rows
-    at c             the host reads who settles
-    K/V, c … L       of the settled ones, made of their predicted states
-    c … L            the others, gathered: a ragged pass of fewer tokens
+    at c             those that stay are put first; the host reads how many they are, while K/V of layer c are written for all
+    K/V, c+1 … L     of the settled ones, made of their predicted states
+    c … L            the others: a ragged pass of fewer tokens
 
 Who settles is known on the host only when a pass runs, so such passes are not captured. K/V of these rows are never shared:
 see `Seats`.
@@ -12,6 +12,7 @@ see `Seats`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from TIDE.engine.cache.prompts import Prompts, gathered
+from TIDE.engine.cache.prompts import Prompts, grouped
 from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.round.prefill import Prefill
@@ -36,12 +37,6 @@ class Shown(NamedTuple):
     def of(self, numbers: torch.Tensor) -> Shown:
         """Return room for the same of some tokens."""
         return Shown(*(None if own is None else own.new_empty(len(numbers), own.shape[1]) for own in self))
-
-    def put(self, numbers: torch.Tensor, part: Shown) -> None:
-        """Take over what was seen of some tokens."""
-        for own, theirs in zip(self, part, strict=True):
-            if own is not None and theirs is not None:
-                own.index_copy_(0, numbers, theirs)
 
 
 class Aside:
@@ -60,6 +55,21 @@ class Aside:
         """Let what the current stream is given next wait for the work so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+def read_later(found: torch.Tensor) -> Callable[[], np.ndarray]:
+    """Copy numbers to the host; who asks for them waits for what was launched so far, and not for what comes next."""
+    if not found.is_cuda:
+        return found.numpy
+    copy, event = torch.empty(found.shape, dtype=found.dtype, pin_memory=True), torch.cuda.Event()
+    copy.copy_(found, non_blocking=True)
+    event.record()
+
+    def read() -> np.ndarray:
+        event.synchronize()
+        return copy.numpy()
+
+    return read
 
 
 @functools.cache
@@ -92,11 +102,9 @@ class SettledPrefill(Prefill):
         self.runner.embed_on_slots(slots, tokens, states)
         shown = Shown() if slots.memory is None else Shown(states.new_empty(count, slots.memory.seen), torch.empty_like(states))
         self._take(range(deep.start), states, tokens, columns, shown)
-        settled = self._ask(states)
-        if settled.any():
-            self._deep(deep, settled, states, tokens, columns, shown)
-        else:
+        if not self._deep(deep, states, tokens, columns, shown):
             self._take(deep, states, tokens, columns, shown)
+        torch.index_select(states, 0, self.prompts.ends, out=self.prompts.last)
         if self.drafter is not None and shown.noted is not None and shown.entry is not None:
             self.drafter.remember_prompt(tokens, shown.entry, shown.noted)
 
@@ -112,58 +120,68 @@ class SettledPrefill(Prefill):
                 for _ in self.runner.layers_on_slots(self.slots, range(start, stop), states, tokens, columns, ()):
                     pass
 
-    def _ask(self, states: torch.Tensor) -> np.ndarray:
+    def _ask(self, states: torch.Tensor) -> torch.Tensor:
         """Return who settles of the tokens of the pass: never the last one of a prompt, nor one that was written."""
-        settled = np.zeros(sum(len(part) for _, part in self.parts), bool)
-        if not len(settled):
-            return settled
         positions = np.concatenate([np.arange(part.start, part.stop) for _, part in self.parts])
-        settled |= self.settling.settles(states[: len(settled)], positions.tolist()).cpu().numpy()
-        first = 0
-        for own, part in self.parts:
-            row, numbers = own.row, slice(first, first + len(part))
-            settled[numbers] &= positions[numbers] < row.prompt - 1
-            count = int(settled[numbers].sum())
-            row.stats.settled_tokens += count
-            row.stats.layers_run -= count * (self.runner.num_layers - self.settling.depth)
-            first += len(part)
-        return settled
+        may = np.concatenate([np.arange(part.start, part.stop) < own.row.prompt - 1 for own, part in self.parts])
+        allowed = torch.from_numpy(may).to(states.device, non_blocking=True)
+        return self.settling.settles(states[: len(may)], positions.tolist()) & allowed
 
-    def _deep(
-        self,
-        span: range,
-        settled: np.ndarray,
-        states: torch.Tensor,
-        tokens: Tokens,
-        columns: int,
-        shown: Shown,
-    ) -> None:
-        """Take those that stay through the deep layers, one by one; K/V of the others are written beside the layer before, on
-        a stream of their own. They need nothing of the deep layers, and take the multiprocessors that its products leave."""
-        rows = np.repeat(np.arange(len(self.parts)), [len(part) for _, part in self.parts])
-        gone, left = gathered(tokens, np.flatnonzero(settled), rows)
-        stay, staying = gathered(tokens, np.flatnonzero(~settled), rows)
-        own, moving, part = states[gone], states[stay], shown.of(stay)
-        aside = Aside(states.device)
+    def _count(self, settled: np.ndarray) -> list[int]:
+        """Note who settled; return how many tokens of each row stay."""
+        starts = np.cumsum([0, *(len(part) for _, part in self.parts[:-1])])
+        gone = np.add.reduceat(settled, starts, dtype=int).tolist()
+        for (own, _), count in zip(self.parts, gone, strict=True):
+            own.row.stats.settled_tokens += count
+            own.row.stats.layers_run -= count * (self.runner.num_layers - self.settling.depth)
+        return [len(part) - count for (_, part), count in zip(self.parts, gone, strict=True)]
+
+    def _deep(self, span: range, states: torch.Tensor, tokens: Tokens, columns: int, shown: Shown) -> bool:
+        """Take those that stay, in place, through the deep layers; return False, and take nobody, if all do. K/V of the others
+        are written beside the layer before, on a stream of their own. They need nothing of the deep layers, and take the
+        multiprocessors that its products leave."""
+        if not self.parts:
+            return False
+        settled = self._ask(states)
+        known, order = read_later(settled), settled.to(torch.uint8).argsort(stable=True)
+        ordered, all_ = states[order], tokens.taken(order)
+        self._write_settled(span.start, states, tokens)
+        if not (found := known()).any():
+            return False
+        counts = self._count(found)
+        stays = sum(counts)
+        stay, gone, moving, own = order[:stays], order[stays:], ordered[:stays], ordered[stays:]
+        staying = all_.taken(slice(stays))._replace(groups=grouped(counts, order.device))
+        left = all_.taken(slice(stays, None))
+        part, aside = shown.of(stay), Aside(states.device)
         for layer in span:
-            with aside.working():
-                self.runner.write_kv_on_slots(self.slots, layer, self.settling.predict(layer, own), left)
-            aside.join()
-            if len(stay):
+            if layer > span.start:
+                with aside.working():
+                    self._write_settled(layer, own, left)
+                aside.join()
+            if stays:
                 self._take(range(layer, layer + 1), moving, staying, columns, part)
+        states.index_copy_(0, stay, moving)
         self._show_settled(span, own, gone, shown)
-        for depth in self._noted_before(span):
-            place = slice(depth * states.shape[1], (depth + 1) * states.shape[1])
-            if part.noted is not None and shown.noted is not None:
-                part.noted[:, place] = shown.noted[stay, place]
-        if part.entry is not None and shown.entry is not None and self.depth < span.start:
-            part.entry.copy_(shown.entry[stay])
-        shown.put(stay, part)
+        self._show_staying(span, part, stay, shown)
+        return True
 
-    def _noted_before(self, span: range) -> list[int]:
-        """Return the places of depths that a memory head remembers of all tokens, settled or not."""
-        depths = [] if self.drafter is None else self.drafter.depths
-        return [place for place, depth in enumerate(depths) if depth <= span.start]
+    def _write_settled(self, layer: int, states: torch.Tensor, tokens: Tokens) -> None:
+        """Write K/V of a layer, made of what states at the checkpoint are taken to be there."""
+        self.runner.write_kv_on_slots(self.slots, layer, self.settling.predict(layer, states), tokens)
+
+    def _show_staying(self, span: range, part: Shown, numbers: torch.Tensor, shown: Shown) -> None:
+        """Let a memory head see states of tokens that stay: those of the deep layers, and what was seen of all before."""
+        if self.drafter is None or part.noted is None or part.entry is None or shown.noted is None or shown.entry is None:
+            return
+        width = part.entry.shape[1]
+        for place in (place for place, depth in enumerate(self.drafter.depths) if depth <= span.start):
+            seen = slice(place * width, (place + 1) * width)
+            part.noted[:, seen] = shown.noted[numbers, seen]
+        if self.depth < span.start:
+            part.entry.copy_(shown.entry[numbers])
+        shown.noted.index_copy_(0, numbers, part.noted)
+        shown.entry.index_copy_(0, numbers, part.entry)
 
     def _show_settled(self, span: range, states: torch.Tensor, numbers: torch.Tensor, shown: Shown) -> None:
         """Let a memory head see predicted states of settled tokens."""
