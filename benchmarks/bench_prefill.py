@@ -20,7 +20,6 @@ import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-import numpy as np
 import torch
 import transformers
 
@@ -39,10 +38,8 @@ class Forced(FittedSettling):
     share = 0.0
 
     def settles(self, states, positions):
-        scores = self.scores(states)
-        at = np.array(positions)
-        chosen = (at * self.share).astype(int) > ((at - 1) * self.share).astype(int)
-        return torch.from_numpy(chosen).to(scores.device) & (scores >= 0)
+        chosen = (positions * self.share).int() > ((positions - 1) * self.share).int()
+        return chosen & (self.scores(states) >= 0)
 
 
 class Settles(TIDE.ExitPolicy):
@@ -69,9 +66,14 @@ class Settles(TIDE.ExitPolicy):
 Run = tuple[AbstractContextManager[object], Callable[[], torch.Tensor]]
 
 
+def asked(ids: torch.Tensor) -> dict[str, object]:
+    """Return the options of a request, as tokenizers and users give them."""
+    return dict(attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+
+
 def full(engine: TIDE.TIDE, ids: torch.Tensor, mode: str) -> Run:
     """Choose a token without exits, and without finding the prompt in the cache; in settings that are made before."""
-    run = functools.partial(engine.generate, ids, max_new_tokens=1, do_sample=False)
+    run = functools.partial(engine.generate, ids, **asked(ids))
     return engine.using(TIDE.TIDEConfig(mode=mode)), lambda: run(cache_salt=new_salt())
 
 
@@ -80,7 +82,7 @@ def settled(engine: TIDE.TIDE, ids: torch.Tensor, share: float) -> Run:
 
     def run() -> torch.Tensor:
         engine.policy.settling.share = share
-        found = engine.generate(ids, max_new_tokens=1, do_sample=False)
+        found = engine.generate(ids, **asked(ids))
         expected = int((ids.shape[1] - 2) * share)
         assert abs(engine.last_stats.settled_tokens - expected) <= 1, (engine.last_stats.settled_tokens, expected)
         return found
@@ -119,7 +121,7 @@ def main() -> None:
         for tokens in args.tokens or (32, 128, 512, 1024):
             ids = torch.randint(10, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(tokens))
             ids = ids.to(model.device)
-            plainly = functools.partial(model.generate, ids, max_new_tokens=1, do_sample=False)
+            plainly = functools.partial(model.generate, ids, **asked(ids))
             mode = "exact" if args.settle is None else "fast"
             runs: dict[str, Callable[[], Run]] = {
                 "model.generate": lambda run=plainly: (nullcontext(), run),

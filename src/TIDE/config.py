@@ -57,7 +57,7 @@ class TIDEConfig:
             ended, kept for others that begin alike; None: 1.
         draft_tree: mode "exact" on a GPU: most drafts of a row in a round, up to 63, as a tree instead of one behind the other:
             of several likely tokens at a place the full model's may be one. The text does not change. 0: no trees; None: 31
-            for one row, none for several.
+            for one row, 15 for two to four rows, none for more.
     """
 
     mode: str | None = None

@@ -150,7 +150,7 @@ def test_all_of_it_is_fitted_measured_and_saved(adapter, split, tmp_path):
     ids = some_ids(1, 30)
     with TIDE.TIDE(adapter.model, tmp_path / "router.safetensors", TIDE.TIDEConfig(mode="fast", prefill_exits=True)) as engine:
         engine.generate(ids, max_new_tokens=4, do_sample=False)
-        assert engine.last_stats.settled_tokens == int(engine.policy.settling.settles(_at(engine, ids), range(29)).sum())
+        assert engine.last_stats.settled_tokens == int(engine.policy.settling.settles(_at(engine, ids), torch.arange(29)).sum())
 
 
 @torch.no_grad()
@@ -164,7 +164,7 @@ def test_a_threshold_that_costs_too_much_is_not_chosen(adapter, split, monkeypat
     monkeypatch.setattr("TIDE.calibration.fit_settling.MOST_RISE", -1.0)
     fitted = fit_settling(adapter, split, 16, seed=0)
     assert fitted.threshold is None and "no token will settle" in caplog.text
-    assert not fitted.settles(torch.randn(3, 64), [0, 1, 2]).any()
+    assert not fitted.settles(torch.randn(3, 64), torch.arange(3)).any()
 
 
 def test_layers_that_share_kv_are_refused(split):

@@ -12,6 +12,7 @@ Padding is not counted, so layers can be compared as well.
 from __future__ import annotations
 
 import functools
+import itertools
 from contextlib import contextmanager
 from dataclasses import fields, replace
 
@@ -295,10 +296,14 @@ def test_a_text_without_drafts_takes_as_many_passes_as_it_has_new_tokens(new, st
 
 
 class Pretended:
-    """An event of a device that has done all of its work, or none."""
+    """An event of a device that has done all of its work, or none, at some time."""
 
-    def __init__(self, is_over: bool) -> None:
+    def __init__(self, is_over: bool, seconds: float = 0.0) -> None:
         self.query = lambda: is_over
+        self.seconds = seconds
+
+    def elapsed_time(self, other):
+        return 1000 * (other.seconds - self.seconds)
 
 
 @pytest.mark.parametrize("is_over", [True, False])
@@ -310,6 +315,23 @@ def test_a_device_that_would_wait_for_the_host_gets_some_rounds_at_once(is_over,
     (row,) = in_a_loop(runners()["on_references"], None, prompt(), NEW, Script([0]), device=True, overlap=True)
     assert row.tokens == text()[: PROMPT + NEW]
     assert max(seen) == (AT_ONCE if is_over else 1)
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_rounds_take_as_long_as_the_device_says(is_over, monkeypatch):
+    clock, seen, read_later, saw = itertools.count(), [], DeviceStage._read_later, Scheduler.saw
+
+    def launched(self, *given):
+        return replace(read_later(self, *given), event=Pretended(is_over, 100.0 * next(clock)))
+
+    def noted(self, row, plan, result, round_, seconds):
+        seen.append(seconds)
+        saw(self, row, plan, result, round_, seconds)
+
+    monkeypatch.setattr(DeviceStage, "_read_later", launched)
+    monkeypatch.setattr(Scheduler, "saw", noted)
+    in_a_loop(runners()["on_references"], None, prompt(), NEW, Script([0]), device=True, overlap=True)
+    assert set(seen) == {None, 100.0}
 
 
 @functools.cache

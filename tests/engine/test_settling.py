@@ -34,8 +34,8 @@ class Forced(Settling):
         self.asked: list[int] = []
 
     def settles(self, states, positions):
-        self.asked += positions
-        return torch.tensor([self.rule(position) for position in positions], dtype=torch.bool, device=states.device)
+        self.asked += positions.tolist()
+        return torch.tensor([self.rule(position) for position in positions.tolist()], dtype=torch.bool, device=states.device)
 
     def predict(self, depth, states):
         return states * (1 + self.slope * (depth - self.depth))

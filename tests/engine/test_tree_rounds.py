@@ -162,32 +162,35 @@ def test_without_drafts_or_without_a_tree_nothing_is_said(caplog):
     assert not [record for record in caplog.records if "draft_tree" in record.getMessage()]
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_unless_told_otherwise_one_row_has_trees_and_several_have_none(rows, caplog):
+@pytest.mark.parametrize(("rows", "drafts"), [(1, 31), (2, 15), (3, 15), (5, 0)])
+def test_unless_told_otherwise_few_rows_have_trees_and_many_have_none(rows, drafts, monkeypatch, caplog):
+    seen, deep_pass = set(), TreeRound.deep_pass
+    monkeypatch.setattr(TreeRound, "deep_pass", lambda own, levels: seen.add(own.tree.shape.drafts) or deep_pass(own, levels))
     text = expected(rows)
     with an_engine() as engine:
         assert torch.equal(engine.generate(some_ids(rows), **OPTIONS), text)
-        assert bool(engine.last_stats.trees) == (rows == 1)
+        assert seen == ({drafts} if drafts else set()) and bool(engine.last_stats.trees) == bool(drafts)
     assert not [record for record in caplog.records if "draft_tree" in record.getMessage()]
 
 
-@pytest.mark.parametrize(("last", "is_known", "slots"), [(60, True, 1), (20, True, 4), (60, False, 4)])
-def test_the_last_of_several_rows_gets_a_slot_of_its_own_and_trees(last, is_known, slots, monkeypatch):
-    """Unless it has little to write by then, or nothing was captured for one slot."""
+@pytest.mark.parametrize(("last", "known", "slots"), [(60, 3, 4), (20, 3, 8), (60, 5, 8)])
+def test_the_last_of_many_rows_get_fewer_slots_and_trees(last, known, slots, monkeypatch):
+    """Unless they have little to write by then, or nothing was captured for so few."""
     widths, launch = [], DeviceStage.launch
     monkeypatch.setattr(DeviceStage, "launch", lambda stage: widths.append(stage.width) or launch(stage))
-    ids, options = some_ids(3), dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+    ids, options = some_ids(5), dict(do_sample=False, eos_token_id=None, pad_token_id=0)
     with on_references(TIDE.TIDE(model())) as engine:
         texts = engine.generate(ids, max_new_tokens=last, **options).tolist()
     with an_engine() as engine:
-        engine.generate(ids[:1] if is_known else ids, **OPTIONS)
+        engine.generate(ids[:known], **OPTIONS)
         widths.clear()
-        rows = [engine.add(own[None], max_new_tokens=new, **options) for own, new in zip(ids, (9, 12, last), strict=True)]
+        lengths = 9, 12, last, 10, last - 2
+        rows = [engine.add(own[None], max_new_tokens=new, **options) for own, new in zip(ids, lengths, strict=True)]
         while not all(row.finished for row in rows):
             engine.step()
         assert [row.tokens for row in rows] == [text[: len(row.tokens)] for text, row in zip(texts, rows, strict=True)]
-        assert (widths[0], widths[-1]) == (4, slots)
-        assert [bool(row.stats.trees) for row in rows] == [False, False, slots == 1]
+        assert (widths[0], widths[-1]) == (8, slots)
+        assert bool(rows[2].stats.trees) == bool(rows[4].stats.trees) == (slots == 4)
 
 
 def test_trees_leave_their_rows_no_blocks_to_share_and_none_too_few():

@@ -77,6 +77,7 @@ class Loop:
         self.at_once = 1
         self._in_flight: list[Launched] = []
         self._read_at = time.perf_counter()
+        self._last: Launched | None = None  # that was read
 
     def add(self, rows: Sequence[Row]) -> None:
         """Decode these rows too, as soon as there is room."""
@@ -157,7 +158,7 @@ class Loop:
         Args:
             is_typical: there was nothing but these rounds since then.
         """
-        since, waited = self._read_at, 0.0
+        since, waited, before = self._read_at, 0.0, self._last
         for round_ in rounds:
             began = time.perf_counter()
             results = round_.results()
@@ -167,12 +168,19 @@ class Loop:
             if results and self.stage.is_planned:
                 results[0][0].stats.seconds.add("prompt" if round_.is_prefill else "deep", seconds)
             is_seen = round_ is rounds[-1]  # all are alike
-            is_timed = is_typical and is_seen
+            took = self._took(before, round_, now - since) / len(rounds) if is_typical and is_seen else None
             for row, result in results:
                 if row.finished:
                     continue  # removed while the round ran
                 row.extend(result)
                 if is_seen:
-                    self.scheduler.saw(row, self.plan, result, round_, (now - since) / len(rounds) if is_timed else None)
-                    is_timed = False
+                    self.scheduler.saw(row, self.plan, result, round_, took)
+                    took = None
+        self._last = rounds[-1]
         return waited / max(self._read_at - since, 1e-9)
+
+    @staticmethod
+    def _took(before: Launched | None, last: Launched, seconds: float) -> float:
+        """Return the seconds of rounds: by the device, or by the host's clock, which knows of a device's only when it looks."""
+        found = None if before is None else last.seconds_since(before)
+        return seconds if found is None else found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +23,7 @@ from TIDE.routing.settling import FittedSettling
 logger = logging.getLogger(__name__)
 MOST_ROWS = 64  # that are decoded together
 DRAFT_OVERHEAD = 0.25  # of a step: an exit head, its LM head and the draft's place in the deep pass
-DEFAULT_TREE = 31  # drafts of a tree, for one row on a GPU, unless asked for
+DEFAULT_TREES = {1: 31, 2: 15, 4: 15}  # drafts of a tree by the slots of a round on a GPU, unless asked for
 ROUNDING = 1e-9  # 0.29 * 100 is 28.999999999999996
 
 
@@ -44,9 +44,13 @@ class Plan:
     checkpoint: int | None = None  # the one that rounds launched as a whole draft from
     cache_gib: float | None = None  # of K/V on a GPU, at most
     settles_at: int | None = None  # depth at which tokens of prompts may stop
-    draft_tree: int = 0  # drafts of a tree; 0: drafts are in a row
-    tree_rows: int = 0  # on more slots they are in a row
+    trees: Mapping[int, int] = field(default_factory=dict)  # drafts of a tree by slots; on others drafts are in a row
     has_asked_for_tree: bool = False  # the configuration has, and so wants to hear where there is none
+
+    @property
+    def draft_tree(self) -> int:
+        """Most drafts of a tree; 0: there are none."""
+        return max(self.trees.values(), default=0)
 
     def threshold(self, depth: int) -> float:
         """The score needed to exit at a checkpoint."""
@@ -98,17 +102,18 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, adapter: ModelAdapt
         checkpoint=_draft_checkpoint(policy, checkpoints, mode, adapter.num_layers),
         cache_gib=config.cache_gib,
         settles_at=_settles_at(policy, adapter) if config.prefill_exits else None,
-        draft_tree=_draft_tree(config, mode, checkpoints),
-        tree_rows=1 if config.draft_tree is None else MOST_ROWS,
-        has_asked_for_tree=bool(config.draft_tree and _draft_tree(config, mode, checkpoints)),
+        trees=(trees := _trees(config, mode, checkpoints)),
+        has_asked_for_tree=config.draft_tree is not None and bool(trees),
     )
 
 
-def _draft_tree(config: TIDEConfig, mode: str, checkpoints: list[int]) -> int:
-    """Return the drafts of a tree: none where nothing is drafted and verified."""
-    if mode != "exact" or not checkpoints:
-        return 0
-    return DEFAULT_TREE if config.draft_tree is None else config.draft_tree
+def _trees(config: TIDEConfig, mode: str, checkpoints: list[int]) -> dict[int, int]:
+    """Return the drafts of trees by slots: none where nothing is drafted and verified."""
+    if mode != "exact" or not checkpoints or config.draft_tree == 0:
+        return {}
+    if config.draft_tree is None:
+        return DEFAULT_TREES
+    return {1 << power: config.draft_tree for power in range(MOST_ROWS.bit_length())}
 
 
 def _draft_checkpoint(policy: ExitPolicy | None, checkpoints: list[int], mode: str, num_layers: int) -> int | None:

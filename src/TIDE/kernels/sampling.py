@@ -15,6 +15,7 @@ import torch
 
 from TIDE.kernels.noise import WORD, noise
 from TIDE.kernels.result import ACCEPTED, TOKENS
+from TIDE.kernels.transfer import sent, write
 
 MOST_BANS = 16  # entries of a row's list of banned tokens
 # fields of `Settings.numbers` and `Settings.whole`
@@ -92,14 +93,14 @@ class Settings:
         """Set what rows need: their params, seeds, and prompts, whose ids count as text for penalties."""
         asked = [(params, seed) for params, seed, _ in rows]
         for table, values in zip((self.numbers, self.whole, self.bans), _fields(asked), strict=True):
-            table[: len(rows)].copy_(values, non_blocking=True)
+            write(table[: len(rows)], values)
         for row, (params, _, prompt) in enumerate(rows):
             self._write_tables(row, params, prompt)
 
     def write_row(self, row: int, params: Params, seed: int, prompt: Sequence[int], new: Sequence[int] = ()) -> None:
         """Set what one row needs; it has the new tokens already."""
         for table, values in zip((self.numbers, self.whole, self.bans), _fields([(params, seed)]), strict=True):
-            table[row].copy_(values[0], non_blocking=True)
+            write(table[row], values[0])
         self._write_tables(row, params, prompt, new)
 
     def _write_tables(self, row: int, params: Params, prompt: Sequence[int], new: Sequence[int] = ()) -> None:
@@ -146,12 +147,12 @@ def _add(row: torch.Tensor, bias: tuple[tuple[int, float], ...]) -> None:
     """Add a bias to a (vocabulary,) row; ids that the model does not have change nothing."""
     known = [(token, value) for token, value in bias if 0 <= token < len(row)]
     tokens, values = [token for token, _ in known], [value for _, value in known]
-    row.index_add_(0, _ids(tokens, row), torch.tensor(values).to(row.device, row.dtype, non_blocking=True))
+    row.index_add_(0, _ids(tokens, row), sent(torch.tensor(values, dtype=row.dtype), row.device))
 
 
 def _ids(tokens: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Return token ids where another tensor is, without waiting for the device."""
-    return torch.tensor(list(tokens), dtype=torch.long).to(like.device, non_blocking=True)
+    """Return token ids where another tensor is."""
+    return sent(torch.tensor(list(tokens), dtype=torch.long), like.device)
 
 
 def _signed(word: int) -> int:

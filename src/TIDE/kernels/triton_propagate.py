@@ -14,6 +14,7 @@ import triton.language as tl
 
 from TIDE.kernels.cards import card_of, propagate_tile
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass, only_kv
+from TIDE.kernels.transfer import sent
 from TIDE.kernels.triton_launch import begin, kernel, looped
 from TIDE.kernels.triton_ops import _place, _rotated, _squares, project, strides
 from TIDE.kernels.triton_products import _gained, norm
@@ -130,4 +131,4 @@ def _facts(layers: list[Layer], caches: list[tuple[torch.Tensor, torch.Tensor]])
         own, before = layer.attention, layer.attention_norm
         held = before.weight, own.k, own.v, own.k_bias, own.v_bias, own.k_norm.weight, *cache
         found.append([*(x.data_ptr() for x in held), int(own.rotary), before.bias.data_ptr()])
-    return torch.tensor(found).to(layers[0].attention.k.device, non_blocking=True)
+    return sent(torch.tensor(found), layers[0].attention.k.device)

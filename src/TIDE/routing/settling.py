@@ -37,8 +37,8 @@ class Settling(ABC):
     depth: int
 
     @abstractmethod
-    def settles(self, states: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
-        """Map (n, hidden) states at the checkpoint, of tokens at these positions of their texts, to (n,) booleans."""
+    def settles(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Map (n, hidden) states at the checkpoint, of tokens at (n,) positions of their texts, to (n,) booleans."""
 
     def predict(self, depth: int, states: torch.Tensor) -> torch.Tensor:
         """Map (n, hidden) states at the checkpoint to what they are taken to be at a depth, from the checkpoint to full."""
@@ -76,12 +76,11 @@ class FittedSettling(Settling):
     threshold: float | None = None
     figures: dict[str, Any] = field(default_factory=dict)
 
-    def settles(self, states: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+    def settles(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if self.threshold is None:
             return torch.zeros(len(states), dtype=torch.bool, device=states.device)
         # the first token is the one that most attention falls back on
-        first = torch.tensor([position == 0 for position in positions], device=states.device)
-        return (self.scores(states) >= self.threshold) & ~first
+        return (self.scores(states) >= self.threshold) & (positions > 0)
 
     def scores(self, states: torch.Tensor) -> torch.Tensor:
         """Map (n, hidden) states to (n,) scores in [0, 1]: how likely it is that settling changes little of what follows."""

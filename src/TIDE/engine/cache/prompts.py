@@ -15,6 +15,7 @@ import torch
 
 from TIDE.engine.cache.blocks import NOBODY
 from TIDE.engine.cache.slots import Slots, Tokens
+from TIDE.kernels.transfer import sent, write
 
 CHUNK = 2048  # tokens of a pass
 CAPTURED = 256  # tokens of a pass that is captured; a longer one keeps the device busy anyway
@@ -67,11 +68,11 @@ class Prompts:
             places = np.array(part.blocks)[positions // size] * size + positions % size
             table[:2, start:stop] = np.full(stop - start, number), positions[:-1]
             table[2:, start:stop] = np.asarray(part.ids), places[:-1], places[1:]
-        self._short[:, :count].copy_(torch.from_numpy(table[:2]), non_blocking=True)
-        self._long[:, :count].copy_(torch.from_numpy(table[2:]), non_blocking=True)
+        write(self._short[:, :count], torch.from_numpy(table[:2]))
+        write(self._long[:, :count], torch.from_numpy(table[2:]))
         self._write_tables([part.blocks for part in parts])
         ends = [stop - 1 for stop in starts[1:]]
-        self.ends.copy_(torch.tensor(ends + [0] * (ROWS - len(ends))), non_blocking=True)
+        write(self.ends, torch.tensor(ends + [0] * (ROWS - len(ends))))
         (rows, positions), (ids, places, after) = self._short[:, :count], self._long[:, :count]
         return Tokens(ids, rows, positions, places, after, self._grouped(counts, count))
 
@@ -81,13 +82,13 @@ class Prompts:
             return grouped(counts, self._groups.device)
         found, room = _grouped(counts, FEW), self._groups[: min(count, count // FEW + ROWS)]
         room.fill_(-1)
-        room[: len(found)].copy_(found, non_blocking=True)
+        write(room[: len(found)], found)
         return room
 
     def _write_tables(self, blocks: Sequence[Sequence[int]]) -> None:
         width = max(map(len, blocks))
         table = torch.tensor([[*own, *[NOBODY] * (width - len(own))] for own in blocks], dtype=torch.int32)
-        self.slots.tables[: len(blocks), :width].copy_(table, non_blocking=True)
+        write(self.slots.tables[: len(blocks), :width], table)
 
 
 def grouped(counts: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -96,7 +97,7 @@ def grouped(counts: Sequence[int], device: torch.device) -> torch.Tensor:
     Args:
         counts: tokens of its rows, which follow each other.
     """
-    return _grouped(counts, MANY if sum(counts) > CAPTURED else FEW).to(device, non_blocking=True)
+    return sent(_grouped(counts, MANY if sum(counts) > CAPTURED else FEW), device)
 
 
 def _grouped(counts: Sequence[int], together: int) -> torch.Tensor:

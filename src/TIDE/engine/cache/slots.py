@@ -30,6 +30,7 @@ from TIDE.engine.cache.tree_buffers import TreeBuffers
 from TIDE.kernels.layer import MOST_TOKENS, Ancestors, Pass, only_kv
 from TIDE.kernels.result import FIELDS
 from TIDE.kernels.sampling import Settings
+from TIDE.kernels.transfer import sent, write
 from TIDE.kernels.trees import TreeShape
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import RememberingHead
@@ -192,7 +193,7 @@ class Slots:
     def write_blocks(self, place: int, first: int, blocks: list[int]) -> None:
         """Note the blocks of a row from its number `first` on."""
         own = self.tables[place, first : first + len(blocks)]
-        own.copy_(torch.tensor(blocks, dtype=torch.int32), non_blocking=True)
+        write(own, torch.tensor(blocks, dtype=torch.int32))
 
     def clear(self, place: int) -> None:
         """Let a slot stand still; what is written for it belongs to nobody."""
@@ -206,7 +207,7 @@ class Slots:
 
     def take_over(self, other: Slots, places: list[int]) -> None:
         """Go on with rows of other slots, which are given in the order they have here."""
-        at, count = torch.tensor(places, dtype=torch.long).to(self.tables.device, non_blocking=True), len(places)
+        at, count = sent(torch.tensor(places, dtype=torch.long), self.tables.device), len(places)
         width = min(self.tables.shape[1], other.tables.shape[1])
         self.tables.fill_(NOBODY)
         self.tables[:count, :width] = other.tables[at, :width]

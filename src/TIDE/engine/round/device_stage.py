@@ -31,6 +31,7 @@ from TIDE.engine.schedule.draft_length import lengths_on
 from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.kernels.result import ACCEPTED, DRAFTED, NOTHING_LEFT, SCORES, TOKENS
 from TIDE.kernels.sampling import Features
+from TIDE.kernels.transfer import write
 from TIDE.kernels.trees import TreeShape
 from TIDE.routing.settling import Settling
 
@@ -62,7 +63,7 @@ class DeviceStage:
         has_trees = plan.draft_tree > 0 and self.without_tree is None
         ahead = AHEAD + plan.draft_tree if has_trees else AHEAD
         self.settling: Settling | None = None if plan.settles_at is None else getattr(policy, "settling", None)
-        self.seats = Seats(runner, exit_, plan.cache_gib, ahead, self.settling is None, is_quicker_alone=has_trees)
+        self.seats = Seats(runner, exit_, plan.cache_gib, ahead, self.settling is None, max(plan.trees) if has_trees else 0)
         self._launched = 0
         self._most = MIN_COLUMNS  # columns that attention is planned for
         self._limits: list[int] = []
@@ -269,7 +270,7 @@ class DeviceStage:
             if (row.wanted or 0) < drafts:
                 limits[place] = row.wanted or 0
         if limits != self._limits:
-            self.slots.limits.copy_(torch.tensor(limits, dtype=torch.int32), non_blocking=True)
+            write(self.slots.limits, torch.tensor(limits, dtype=torch.int32))
             self._limits = limits
 
     def _launch_round(self, drafts: int) -> bool:
@@ -299,7 +300,7 @@ class DeviceStage:
         copy, event = self.slots.pinned[self._launched % len(self.slots.pinned)], None
         copy.copy_(self.slots.result, non_blocking=True)
         if self.slots.result.is_cuda:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(enable_timing=True)
             event.record()
         self._launched += 1
         places, made = [row.slot for row in rows], [min(drafts, row.wanted or 0) for row in rows]
@@ -317,8 +318,7 @@ class DeviceStage:
                         found.append((row, result))
             return found
 
-        tree = 0 if shape is None else self.plan.draft_tree
-        return Launched(results, drafts, is_prefill, is_typical, self.slots.rows, tree, event)
+        return Launched(results, drafts, is_prefill, is_typical, self.slots.rows, self.tree_levels, event)
 
     def _result(self, row: Row, fields: list[float], made: int, is_tree: bool, layers: int) -> RoundResult | None:
         """Return the outcome of a round for a row; None: it failed."""

@@ -13,6 +13,7 @@ from TIDE.adapters.adapter import PassInputs
 from TIDE.engine.cache.slots import Memory, Slots
 from TIDE.engine.round.prefill import Entering
 from TIDE.engine.runners.device import DeviceRunner
+from TIDE.kernels.transfer import write
 
 SHORTEST = 32  # tokens of a pass
 LONGEST = 2048  # tokens of a pass that is captured; a longer one keeps the device busy anyway
@@ -42,7 +43,7 @@ class ModulePrefill:
         """Run the text; return True if that was as fast as it will be from now on."""
         (own,) = entering
         width, own.done = padded_length(own.target), own.target
-        self.slots.text[0, : own.target].copy_(torch.tensor(own.text), non_blocking=True)
+        write(self.slots.text[0, : own.target], torch.tensor(own.text))
         own.row.stats.layers_run += width * self.runner.num_layers
         if width > LONGEST:
             self._through(width)

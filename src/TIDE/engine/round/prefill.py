@@ -19,6 +19,7 @@ from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.row import Row
 from TIDE.engine.runners.device import DeviceRunner
+from TIDE.kernels.transfer import sent
 
 PACE = 256  # tokens of a pass between two rounds of others
 
@@ -92,7 +93,7 @@ class Prefill:
     def _hand_over(self) -> None:
         """Leave the states of newest tokens where the rows are decoded."""
         if ended := [(at, own.place) for at, (own, _) in enumerate(self.parts) if own.takes_newest and own.is_done]:
-            numbers, places = torch.tensor(ended).to(self.rows.last.device, non_blocking=True).T
+            numbers, places = sent(torch.tensor(ended), self.rows.last.device).T
             self.rows.last[places] = self.prompts.last[numbers]
 
     def run_nothing(self, count: int, columns: int) -> None:

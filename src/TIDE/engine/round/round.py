@@ -29,7 +29,7 @@ class Launched:
         is_prefill: it ran prompts.
         is_typical: nothing was compiled or captured for it.
         rows: how many took part.
-        tree: drafts of the tree that rounds may have; 0: drafts are in a row.
+        tree: levels of the tree that rounds may have; 0: drafts are in a row.
         event: recorded behind it on a device that works on its own; None: the host did it.
     """
 
@@ -48,6 +48,14 @@ class Launched:
             return False
         with device_errors():
             return self.event.query()
+
+    def seconds_since(self, before: Launched) -> float | None:
+        """Return the device's seconds from the end of a round to the end of this one, both of which were read; None: the host
+        did them, and its clock says it."""
+        if self.event is None or before.event is None:
+            return None
+        with device_errors():
+            return before.event.elapsed_time(self.event) / 1000
 
     @property
     def is_timed(self) -> bool:

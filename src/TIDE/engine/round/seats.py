@@ -26,7 +26,7 @@ AHEAD = 3 * MOST_TOKENS  # positions beyond the text that rounds may write; tree
 FIRST_BLOCKS = 17  # of K/V, before they grow
 FIRST_GIB = 1.0  # and on a GPU
 FEW = 8  # slots
-SOME = 16  # tokens for which a row moves to another slot
+SOME = 16  # tokens for which rows move to other slots
 FIRST_ROOM = 1024  # new tokens that slots have columns for before they are replaced by wider ones
 
 
@@ -37,7 +37,7 @@ class Seats:
         cache_gib: of K/V at most; None: what is free.
         ahead: positions beyond the text that rounds which were launched and the next ones may write.
         shares: blocks of texts that begin alike are shared; otherwise each row has its own, and others never find them.
-        is_quicker_alone: a row drafts more on one slot than on several.
+        quick: on so many slots or fewer rows draft more than on others.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Seats:
         cache_gib: float | None,
         ahead: int = AHEAD,
         shares: bool = True,
-        is_quicker_alone: bool = False,
+        quick: int = 0,
     ) -> None:
         self.runner = runner
         self.exit = exit_
@@ -55,7 +55,7 @@ class Seats:
         self.cache_gib = cache_gib
         self.shares = shares and self.in_blocks
         self.ahead = ahead
-        self.is_quicker_alone = is_quicker_alone
+        self.quick = quick
         self.places: dict[int, Row] = {}  # by slot
         self.entering: list[Entering] = []
         self._blocks: dict[Row, list[int]] = {}  # in the order of joining
@@ -97,12 +97,13 @@ class Seats:
     @property
     def is_wide(self) -> bool:
         """True if half of the slots would do. A few are as quick as one, and graphs for others take time to make; but the last
-        row of several gets a slot of its own if that is quicker, was used before, and the row has some way to go."""
-        if self.slots.rows > FEW or len(self._blocks) > 1:
-            return FEW < self.slots.rows >= 2 * len(self._blocks)
-        (row,) = self._blocks
-        is_worth_it = self.is_quicker_alone and self.slots.rows > 1 and row.stop.room(row) > SOME
-        return is_worth_it and self.runner.has_free(1, self._columns(row), self.exit)
+        rows of several go to slots that are quicker, if those were used before and one of the rows has some way to go."""
+        rows = len(self._blocks)
+        if self.slots.rows > FEW:
+            return self.slots.rows >= 2 * rows
+        if not rows <= self.quick < self.slots.rows or max(row.stop.room(row) for row in self._blocks) <= SOME:
+            return False
+        return self.runner.has_free(slots_for(rows), max(map(self._columns, self._blocks)), self.exit)
 
     def fitting(self, rows: Sequence[Row]) -> int:
         """Return how many of these rows, from the first on, can join now.
@@ -326,7 +327,7 @@ class Seats:
         """Have slots for `rows` rows and `columns` columns."""
         old = self._slots
         rows = slots_for(rows)
-        if old is not None and rows < old.rows <= FEW and not (rows == 1 and self.is_quicker_alone):
+        if old is not None and rows < old.rows <= FEW and not rows <= self.quick < old.rows:
             rows = old.rows
         if old is not None and old.rows == rows and old.columns >= columns:
             return

@@ -25,6 +25,7 @@ from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.round.prefill import Prefill
 from TIDE.engine.runners.device import DeviceRunner
+from TIDE.kernels.transfer import sent
 from TIDE.routing.settling import Settling
 
 
@@ -101,8 +102,9 @@ class SettledPrefill(Prefill):
         states = slots.like.new_empty(count, len(slots.like))
         self.runner.embed_on_slots(slots, tokens, states)
         shown = Shown() if slots.memory is None else Shown(states.new_empty(count, slots.memory.seen), torch.empty_like(states))
+        allowed = self._allowed(states.device)
         self._take(range(deep.start), states, tokens, columns, shown)
-        if not self._deep(deep, states, tokens, columns, shown):
+        if not self._deep(deep, allowed, states, tokens, columns, shown):
             self._take(deep, states, tokens, columns, shown)
         torch.index_select(states, 0, self.prompts.ends, out=self.prompts.last)
         if self.drafter is not None and shown.noted is not None and shown.entry is not None:
@@ -120,12 +122,10 @@ class SettledPrefill(Prefill):
                 for _ in self.runner.layers_on_slots(self.slots, range(start, stop), states, tokens, columns, ()):
                     pass
 
-    def _ask(self, states: torch.Tensor) -> torch.Tensor:
-        """Return who settles of the tokens of the pass: never the last one of a prompt, nor one that was written."""
-        positions = np.concatenate([np.arange(part.start, part.stop) for _, part in self.parts])
-        may = np.concatenate([np.arange(part.start, part.stop) < own.row.prompt - 1 for own, part in self.parts])
-        allowed = torch.from_numpy(may).to(states.device, non_blocking=True)
-        return self.settling.settles(states[: len(may)], positions.tolist()) & allowed
+    def _allowed(self, device: torch.device) -> torch.Tensor:
+        """Return who may settle of the tokens of the pass: never the last one of a prompt, nor one that was written."""
+        found = [position < own.row.prompt - 1 for own, part in self.parts for position in part]
+        return sent(torch.tensor(found, dtype=torch.bool), device)
 
     def _count(self, settled: np.ndarray) -> list[int]:
         """Note who settled; return how many tokens of each row stay."""
@@ -136,13 +136,15 @@ class SettledPrefill(Prefill):
             own.row.stats.layers_run -= count * (self.runner.num_layers - self.settling.depth)
         return [len(part) - count for (_, part), count in zip(self.parts, gone, strict=True)]
 
-    def _deep(self, span: range, states: torch.Tensor, tokens: Tokens, columns: int, shown: Shown) -> bool:
+    def _deep(
+        self, span: range, allowed: torch.Tensor, states: torch.Tensor, tokens: Tokens, columns: int, shown: Shown
+    ) -> bool:
         """Take those that stay, in place, through the deep layers; return False, and take nobody, if all do. K/V of the others
         are written beside the layer before, on a stream of their own. They need nothing of the deep layers, and take the
         multiprocessors that its products leave."""
         if not self.parts:
             return False
-        settled = self._ask(states)
+        settled = self.settling.settles(states[: len(allowed)], tokens.positions[: len(allowed)]) & allowed
         known, order = read_later(settled), settled.to(torch.uint8).argsort(stable=True)
         ordered, all_ = states[order], tokens.taken(order)
         self._write_settled(span.start, states, tokens)

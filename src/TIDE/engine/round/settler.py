@@ -107,7 +107,7 @@ class Settler:
         """Find out who settles of tokens that have reached the checkpoint."""
         count = min(len(states), row.prompt - 1 - tokens.starts[0])
         positions = tokens.positions()[:count]
-        flags = self.settling.settles(states[:count], positions).tolist()
+        flags = self.settling.settles(states[:count], torch.tensor(positions, device=states.device)).tolist()
         numbers = [number for number, settles in enumerate(flags) if settles]
         row.stats.settled_tokens += len(numbers)
         self._settled[row] = Settled([positions[number] for number in numbers], states[numbers])

@@ -36,8 +36,8 @@ def shape_for(plan: Plan, choice: DeviceChoice, rows: int) -> TreeShape | None:
 
     Penalties count the tokens before a draft, and a row's own processors run on the host: a tree has several of these.
     """
-    shape = tree_shape(plan.draft_tree, plan.max_pending) if plan.draft_tree else None
-    if shape is None or rows > plan.tree_rows or (shape.drafts + 1) * rows > MOST_ROUND or choice.on_host:
+    shape = tree_shape(plan.trees[rows], plan.max_pending) if rows in plan.trees else None
+    if shape is None or (shape.drafts + 1) * rows > MOST_ROUND or choice.on_host:
         return None
     return None if choice.features is not None and choice.features.penalties else shape
 

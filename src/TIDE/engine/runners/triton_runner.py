@@ -16,6 +16,7 @@ from TIDE.engine.runners.compiled import CompiledRunner, rows_of
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.runners.passes import PassTokens
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass, dense_tables
+from TIDE.kernels.transfer import sent
 from TIDE.routing.exits import Exit
 
 
@@ -150,7 +151,7 @@ class TritonRunner(CompiledRunner, DeviceRunner):
     def _pass(self, kind: str, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache) -> Pass:
         (cos, sin), angles = self._angles(kind, tokens.positions())
         places = torch.tensor([rows_of(tokens), self._columns(tokens, cache), tokens.positions(), angles], dtype=torch.int32)
-        rows, columns, positions, which = places.to(x.device, non_blocking=True)
+        rows, columns, positions, which = sent(places, x.device)
         return Pass(x, cos, sin, rows, columns, positions, which, dense_tables(cache.rows, x.device))
 
     def _linear(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ class Scheduler:
         self.costs = Costs()
         self.experience = Experience()
         self.length = DraftLength(self.costs)
-        self.trees: dict[int, DraftLength] = {}  # by their drafts
+        self.trees: dict[int, DraftLength] = {}  # by their levels
         self._planned = self.length  # of the next round that is launched as a whole
 
     def admit(self, row: Row, plan: Plan) -> None:
@@ -32,9 +32,9 @@ class Scheduler:
         if plan.rests:
             row.budget = DraftBudget(row.size, self.costs, self.experience, plan.weighs)
 
-    def _of(self, tree: int) -> DraftLength:
-        """Return what decides about trees of `tree` drafts, or about drafts in a row."""
-        return self.trees.setdefault(tree, DraftLength(Costs(), has_scores=False)) if tree else self.length
+    def _of(self, levels: int) -> DraftLength:
+        """Return what decides about trees of so many levels; 0: about drafts in a row."""
+        return self.trees.setdefault(levels, DraftLength(Costs(), has_scores=False)) if levels else self.length
 
     def begin_round(self, rows: Sequence[Row], plan: Plan, slots: int, levels: int = 0) -> None:
         """Decide how many drafts the next round of these rows has, which is launched as a whole on `slots` slots.
@@ -42,7 +42,7 @@ class Scheduler:
         Args:
             levels: of a tree that it may have; 0: its drafts are in a row.
         """
-        self._planned = self._of(plan.draft_tree if levels else 0)
+        self._planned = self._of(levels)
         if plan.exact:
             most = min(plan.max_pending, MOST_TOKENS - 1) if len(plan.spans) > 1 else 0
             self._planned.choose(rows, most, slots, [0, levels] if levels else None)
