@@ -36,7 +36,8 @@ LONGER = 4  # times as many rounds are in the means of rows together
 LOOKS = 128  # rounds with drafts from one without to the next
 TRIALS = 0.01  # of the time that many rows rest, at most, trials cost
 PAYS = 1.03  # times the tokens without drafts: less is not worth it
-PAYS_MANY = 1.15  # and of many rows, whose very slowest ones gain less than that and end last
+PAYS_MOST = 1.15  # and on more slots than CROWDED: the very slowest of so many rows gain less than the slowest eighth
+CROWDED = 32
 FIRST_SHARE = 0.7  # of drafts that are accepted, before any was seen
 
 
@@ -104,7 +105,7 @@ class DraftLength:
         tokens = self.tokens(rows)
         pace = {length: tokens[length] / (self.costs.captured_round(slots, length) or 1.0) for length in lengths}
         best = max(lengths, key=lambda length: pace[length])
-        if best and pace[best] > (PAYS if slots < MANY else PAYS_MANY) * pace[0]:
+        if best and pace[best] > (PAYS if slots <= CROWDED else PAYS_MOST) * pace[0]:
             self._rest.reset()
             self._rested = 0
             self._drafting += 1 if slots < MANY else EVERY
