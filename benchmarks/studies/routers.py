@@ -25,7 +25,7 @@ HELD_OUT = 4  # one text of so many is held out
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--texts", type=int, default=400, help="of each kind")
+    parser.add_argument("--texts", type=int, default=400, help="of each kind, at most")
     parser.add_argument("--answer", type=int, default=128, help="longest text, in tokens")
 
 
@@ -50,10 +50,10 @@ def run(options: argparse.Namespace) -> Record:
         for name, kind, width, share in jobs:
             kept.once(name, lambda how=(kind, width, share): _fitted(adapter, file, depth, data, *how))
     adapter.close()
+    counts = " and ".join(f"{len(own)} {kind}" for kind, own in asked.items())
     return {
         "what": "Routers by width, number of texts, and kind of text (drift), with the heads of the shipped file",
-        "settings": f"{options.texts} answers of up to {options.answer} tokens of each kind, one of {HELD_OUT} held out; "
-        f"exit at depth {depth}",
+        "settings": f"answers of up to {options.answer} tokens, {counts}, one of {HELD_OUT} held out; exit at depth {depth}",
         "table": {name: _row(kept.records[name]) for name, *_ in jobs},
         "figures": {f"agreement_{kind}": kept.records["code"][kind]["agreement"] for kind in KINDS},
     }
