@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -32,8 +33,9 @@ def folder(tmp_path_factory):
 def serving(folder, drain_seconds: float):
     """The command, and an endless answer that has begun."""
     command = [sys.executable, "-m", "TIDE.cli.app", "serve", str(folder), "--no-exits", "--port", "0", "--json"]
+    listening = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # shells tell their background jobs not to
     options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"TIDE_API_KEY": ""})
-    with subprocess.Popen([*command, "--drain-seconds", str(drain_seconds)], **options) as process:
+    with subprocess.Popen([*command, "--drain-seconds", str(drain_seconds)], preexec_fn=listening, **options) as process:
         try:
             url = json.loads(process.stdout.readline())["url"]
             with (
