@@ -17,6 +17,7 @@ from router_files import a_file, made
 from runners import on_modules, on_references, why_on_the_host
 from TIDE import TIDE, Conversation, TIDEConfig
 from TIDE.engine.plan import settings
+from TIDE.engine.round import prefill
 from TIDE.engine.runners.gathering import why_no_gathering, window_of
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.settling import Settling
@@ -270,6 +271,37 @@ def test_whole_rounds_settle_as_the_host_does(strategy, tmp_path):
     assert torch.equal(engine.generate(ids, **OPTIONS), expected)
     stats = engine.last_stats
     assert stats.settled_tokens == on_host.settled_tokens == 2 * 74
+    engine.close()
+
+
+@pytest.fixture
+def nan_in_fresh_memory():
+    """Tensors that nobody has written hold NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("strategy", [None, "memory"])
+def test_rows_that_settle_together_write_what_they_write_alone(strategy, monkeypatch, nan_in_fresh_memory):
+    """In passes with padding and with parts of several prompts."""
+    model = build("llama", max_position_embeddings=1024)
+    with TIDE(model) as engine:
+        policy = Settles(odd) if strategy is None else a_file(model, strategy, (1,), 0.0).policy(engine.adapter)
+    policy.settling = Forced(odd)
+    texts = [torch.randint(3, 128, (1, n), generator=torch.Generator().manual_seed(n)) for n in (1, 70, 17, 130, 40)]
+    engine = opened(model, policy, exit_threshold=0.0)
+    expected = [engine.generate(text, **OPTIONS | {"max_new_tokens": 20})[0].tolist() for text in texts]
+    engine.close()
+    monkeypatch.setattr(prefill, "CHUNK", 48)
+    monkeypatch.setattr(prefill, "PACE", 16)
+    engine, rows = opened(model, policy, exit_threshold=0.0), []
+    for text in texts:
+        rows.append(engine.add(text, **OPTIONS | {"max_new_tokens": 20}))
+        engine.step()
+    while not all(row.finished for row in rows):
+        engine.step()
+    assert [row.tokens for row in rows] == expected
     engine.close()
 
 

@@ -22,6 +22,7 @@ from TIDE.engine.plan import Plan
 from TIDE.engine.round.round import Launched
 from TIDE.engine.row import Row
 from TIDE.engine.schedule.scheduler import Scheduler
+from TIDE.kernels.trees import TreeShape
 
 
 class Launcher(Protocol):
@@ -42,8 +43,8 @@ class Launcher(Protocol):
         """Rows in it, in the order in which they joined."""
 
     @property
-    def tree_levels(self) -> int:
-        """Levels of the tree that a planned round may have; 0: its drafts are in a row."""
+    def shape(self) -> TreeShape | None:
+        """The tree that a planned round may have; None: its drafts are in a row."""
 
     def admit(self, rows: Sequence[Row]) -> int:
         """Let the first of these rows join, as many as there is room for; return how many."""
@@ -111,7 +112,7 @@ class Loop:
                 return
             count = self._needed(rows, most)
         if self.stage.is_planned:
-            self.scheduler.begin_round(rows, self.plan, self.stage.width, self.stage.tree_levels)
+            self.scheduler.begin_round(rows, self.plan, self.stage.width, self.stage.shape)
         for row in rows:
             row.wanted = self.scheduler.drafts(row, self.plan, self.stage.is_planned)
         ahead = [self.stage.launch() for _ in range(max(1, count))]

@@ -112,7 +112,7 @@ def _trees(config: TIDEConfig, mode: str, checkpoints: list[int]) -> dict[int, i
     if mode != "exact" or not checkpoints or config.draft_tree == 0:
         return {}
     if config.draft_tree is None:
-        return DEFAULT_TREES
+        return dict(DEFAULT_TREES)
     return {1 << power: config.draft_tree for power in range(MOST_ROWS.bit_length())}
 
 

@@ -23,7 +23,7 @@ from TIDE.engine.round.prefill import Prefill
 from TIDE.engine.round.round import Launched, run_passes, run_round
 from TIDE.engine.round.seats import AHEAD, Seats
 from TIDE.engine.round.settled_prefill import SettledPrefill
-from TIDE.engine.round.tree_round import TreeRound, shape_for, why_no_tree
+from TIDE.engine.round.tree_round import TreeRound, fitting, shape_for, why_no_tree
 from TIDE.engine.row import Draft, RoundResult, Row
 from TIDE.engine.runners.device import DeviceRunner, device_errors
 from TIDE.engine.runners.graphs import Held
@@ -61,9 +61,9 @@ class DeviceStage:
             self.drafter = DeviceDrafter(runner, exit_, self.depth, vocabulary, self.choice)
         self.without_tree = why_no_tree(plan, runner, self.drafter)
         has_trees = plan.draft_tree > 0 and self.without_tree is None
-        ahead = AHEAD + plan.draft_tree if has_trees else AHEAD
+        ahead, trees = (AHEAD + plan.draft_tree, fitting(plan.trees)) if has_trees else (AHEAD, {})
         self.settling: Settling | None = None if plan.settles_at is None else getattr(policy, "settling", None)
-        self.seats = Seats(runner, exit_, plan.cache_gib, ahead, self.settling is None, max(plan.trees) if has_trees else 0)
+        self.seats = Seats(runner, exit_, plan.cache_gib, ahead, self.settling is None, trees)
         self._launched = 0
         self._most = MIN_COLUMNS  # columns that attention is planned for
         self._limits: list[int] = []
@@ -96,9 +96,8 @@ class DeviceStage:
         return None if self.without_tree is not None else shape_for(self.plan, self.choice, rows)
 
     @property
-    def tree_levels(self) -> int:
-        shape = self.tree(self.slots.rows)
-        return 0 if shape is None else shape.levels
+    def shape(self) -> TreeShape | None:
+        return self.tree(self.slots.rows)
 
     @staticmethod
     def levels(tokens: int) -> list[int]:
@@ -318,7 +317,7 @@ class DeviceStage:
                         found.append((row, result))
             return found
 
-        return Launched(results, drafts, is_prefill, is_typical, self.slots.rows, self.tree_levels, event)
+        return Launched(results, drafts, is_prefill, is_typical, self.slots.rows, shape, event)
 
     def _result(self, row: Row, fields: list[float], made: int, is_tree: bool, layers: int) -> RoundResult | None:
         """Return the outcome of a round for a row; None: it failed."""

@@ -53,7 +53,7 @@ class HostStage:
 
     is_planned = False  # scores decide about drafts while a round runs
     most_ahead = 0  # a round is over when `launch` returns
-    tree_levels = 0
+    shape = None
 
     def __init__(
         self,

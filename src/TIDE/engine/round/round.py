@@ -17,6 +17,7 @@ import torch
 
 from TIDE.engine.row import RoundResult, Row
 from TIDE.engine.runners.device import device_errors
+from TIDE.kernels.trees import TreeShape
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Launched:
         is_prefill: it ran prompts.
         is_typical: nothing was compiled or captured for it.
         rows: how many took part.
-        tree: levels of the tree that rounds may have; 0: drafts are in a row.
+        tree: that rounds may have; None: drafts are in a row.
         event: recorded behind it on a device that works on its own; None: the host did it.
     """
 
@@ -38,7 +39,7 @@ class Launched:
     is_prefill: bool = False
     is_typical: bool = True
     rows: int = 1
-    tree: int = 0
+    tree: TreeShape | None = None
     event: torch.cuda.Event | None = None
 
     @property

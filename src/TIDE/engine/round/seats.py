@@ -10,7 +10,7 @@ for those that a row before it is about to make.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 from TIDE.engine.cache.blocks import BLOCK, KVBlocks
@@ -26,7 +26,8 @@ AHEAD = 3 * MOST_TOKENS  # positions beyond the text that rounds may write; tree
 FIRST_BLOCKS = 17  # of K/V, before they grow
 FIRST_GIB = 1.0  # and on a GPU
 FEW = 8  # slots
-SOME = 16  # tokens for which rows move to other slots
+SOME = 16  # tokens for which rows move to slots with trees
+SOME_MORE = 64  # and from trees to larger ones
 FIRST_ROOM = 1024  # new tokens that slots have columns for before they are replaced by wider ones
 
 
@@ -37,7 +38,7 @@ class Seats:
         cache_gib: of K/V at most; None: what is free.
         ahead: positions beyond the text that rounds which were launched and the next ones may write.
         shares: blocks of texts that begin alike are shared; otherwise each row has its own, and others never find them.
-        quick: on so many slots or fewer rows draft more than on others.
+        trees: drafts of a tree by the slots that have trees; rows draft more there than on others.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Seats:
         cache_gib: float | None,
         ahead: int = AHEAD,
         shares: bool = True,
-        quick: int = 0,
+        trees: Mapping[int, int] | None = None,
     ) -> None:
         self.runner = runner
         self.exit = exit_
@@ -55,7 +56,7 @@ class Seats:
         self.cache_gib = cache_gib
         self.shares = shares and self.in_blocks
         self.ahead = ahead
-        self.quick = quick
+        self.trees = trees or {}
         self.places: dict[int, Row] = {}  # by slot
         self.entering: list[Entering] = []
         self._blocks: dict[Row, list[int]] = {}  # in the order of joining
@@ -98,12 +99,18 @@ class Seats:
     def is_wide(self) -> bool:
         """True if half of the slots would do. A few are as quick as one, and graphs for others take time to make; but the last
         rows of several go to slots that are quicker, if those were used before and one of the rows has some way to go."""
-        rows = len(self._blocks)
         if self.slots.rows > FEW:
-            return self.slots.rows >= 2 * rows
-        if not rows <= self.quick < self.slots.rows or max(row.stop.room(row) for row in self._blocks) <= SOME:
+            return self.slots.rows >= 2 * len(self._blocks)
+        some = SOME_MORE if self.slots.rows in self.trees else SOME
+        return max(row.stop.room(row) for row in self._blocks) > some and self._may_go_to_fewer(self._blocks)
+
+    def _may_go_to_fewer(self, rows: Collection[Row]) -> bool:
+        """Return True if rows have larger trees on slots that just hold them than on those at hand. Where rows are decoded such
+        slots must have been used before."""
+        slots, drafts = slots_for(len(rows)), self.trees
+        if self._slots is None or slots >= self.slots.rows or drafts.get(slots, 0) <= drafts.get(self.slots.rows, 0):
             return False
-        return self.runner.has_free(slots_for(rows), max(map(self._columns, self._blocks)), self.exit)
+        return not self._blocks or self.runner.has_free(slots, max(map(self._columns, rows)), self.exit)
 
     def fitting(self, rows: Sequence[Row]) -> int:
         """Return how many of these rows, from the first on, can join now.
@@ -122,7 +129,8 @@ class Seats:
 
     def join(self, rows: Sequence[Row]) -> None:
         self.runner.forget_old_kv()
-        self._move(len(self._blocks) + len(rows), max(map(self._columns, [*self._blocks, *rows])))
+        together = [*self._blocks, *rows]
+        self._move(len(together), max(map(self._columns, together)), self._may_go_to_fewer(together))
         for row in rows:
             self._grow_store(self._needed(row))
             place = min(set(range(self.slots.rows)) - self.places.keys())
@@ -237,7 +245,7 @@ class Seats:
 
     def shrink(self) -> None:
         """Go on in as few slots as hold the rows."""
-        self._move(len(self._blocks), max(map(self._columns, self._blocks)))
+        self._move(len(self._blocks), max(map(self._columns, self._blocks)), is_fewer=True)
 
     def widen(self) -> bool:
         """Go on in slots with more columns if a text is about to need them; return True if so."""
@@ -323,11 +331,11 @@ class Seats:
         some = int(FIRST_GIB * 2**30 / self.store.block_bytes) if self.store.like.is_cuda else 0
         return max(FIRST_BLOCKS, min(some, self.most_blocks // 4))
 
-    def _move(self, rows: int, columns: int) -> None:
-        """Have slots for `rows` rows and `columns` columns."""
+    def _move(self, rows: int, columns: int, is_fewer: bool = False) -> None:
+        """Have slots for `rows` rows and `columns` columns; `is_fewer`: not more of them, even if they are few."""
         old = self._slots
         rows = slots_for(rows)
-        if old is not None and rows < old.rows <= FEW and not rows <= self.quick < old.rows:
+        if old is not None and rows < old.rows <= FEW and not is_fewer:
             rows = old.rows
         if old is not None and old.rows == rows and old.columns >= columns:
             return

@@ -1,7 +1,7 @@
 """Prefill on slots where tokens of prompts may settle: the rest of their layers is one product for K/V.
 
     layers 0 … c     all tokens of the pass, of any rows
-    at c             those that stay are put first; the host reads how many they are, while K/V of layer c are written for all
+    at c             those that stay are put first; the host reads who they are, while K/V of layer c are written for all
     K/V, c+1 … L     of the settled ones, made of their predicted states
     c … L            the others: a ragged pass of fewer tokens
 
@@ -101,7 +101,7 @@ class SettledPrefill(Prefill):
         slots, count, deep = self.slots, len(tokens.ids), range(self.settling.depth, self.runner.num_layers)
         states = slots.like.new_empty(count, len(slots.like))
         self.runner.embed_on_slots(slots, tokens, states)
-        shown = Shown() if slots.memory is None else Shown(states.new_empty(count, slots.memory.seen), torch.empty_like(states))
+        shown = Shown() if slots.memory is None else Shown(states.new_zeros(count, slots.memory.seen), torch.zeros_like(states))
         allowed = self._allowed(states.device)
         self._take(range(deep.start), states, tokens, columns, shown)
         if not self._deep(deep, allowed, states, tokens, columns, shown):

@@ -8,7 +8,7 @@ accept      the path that it takes is moved to where a text would have it; from 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -36,10 +36,16 @@ def shape_for(plan: Plan, choice: DeviceChoice, rows: int) -> TreeShape | None:
 
     Penalties count the tokens before a draft, and a row's own processors run on the host: a tree has several of these.
     """
-    shape = tree_shape(plan.trees[rows], plan.max_pending) if rows in plan.trees else None
-    if shape is None or (shape.drafts + 1) * rows > MOST_ROUND or choice.on_host:
+    drafts = fitting(plan.trees).get(rows)
+    if drafts is None or choice.on_host:
         return None
+    shape = tree_shape(drafts, plan.max_pending)
     return None if choice.features is not None and choice.features.penalties else shape
+
+
+def fitting(trees: Mapping[int, int]) -> dict[int, int]:
+    """Return, of trees of drafts by slots, those that a round has room for."""
+    return {slots: drafts for slots, drafts in trees.items() if (drafts + 1) * slots <= MOST_ROUND}
 
 
 class TreeRound:

@@ -14,6 +14,7 @@ from TIDE.engine.schedule.costs import Costs
 from TIDE.engine.schedule.draft_budget import DraftBudget, Experience
 from TIDE.engine.schedule.draft_length import DraftLength
 from TIDE.kernels.layer import MOST_TOKENS
+from TIDE.kernels.trees import TreeShape
 
 
 class Scheduler:
@@ -23,7 +24,7 @@ class Scheduler:
         self.costs = Costs()
         self.experience = Experience()
         self.length = DraftLength(self.costs)
-        self.trees: dict[int, DraftLength] = {}  # by their levels
+        self.trees: dict[TreeShape, DraftLength] = {}
         self._planned = self.length  # of the next round that is launched as a whole
 
     def admit(self, row: Row, plan: Plan) -> None:
@@ -32,20 +33,20 @@ class Scheduler:
         if plan.rests:
             row.budget = DraftBudget(row.size, self.costs, self.experience, plan.weighs)
 
-    def _of(self, levels: int) -> DraftLength:
-        """Return what decides about trees of so many levels; 0: about drafts in a row."""
-        return self.trees.setdefault(levels, DraftLength(Costs(), has_scores=False)) if levels else self.length
+    def _of(self, tree: TreeShape | None) -> DraftLength:
+        """Return what decides about trees of a shape; None: about drafts in a row."""
+        return self.length if tree is None else self.trees.setdefault(tree, DraftLength(Costs(), has_scores=False))
 
-    def begin_round(self, rows: Sequence[Row], plan: Plan, slots: int, levels: int = 0) -> None:
+    def begin_round(self, rows: Sequence[Row], plan: Plan, slots: int, tree: TreeShape | None = None) -> None:
         """Decide how many drafts the next round of these rows has, which is launched as a whole on `slots` slots.
 
         Args:
-            levels: of a tree that it may have; 0: its drafts are in a row.
+            tree: that it may have; None: its drafts are in a row.
         """
-        self._planned = self._of(levels)
+        self._planned = self._of(tree)
         if plan.exact:
             most = min(plan.max_pending, MOST_TOKENS - 1) if len(plan.spans) > 1 else 0
-            self._planned.choose(rows, most, slots, [0, levels] if levels else None)
+            self._planned.choose(rows, most, slots, None if tree is None else [0, tree.levels])
 
     def drafts(self, row: Row, plan: Plan, is_planned: bool) -> int | None:
         """Return how many drafts a row makes in its next round; None: scores decide while it runs.
@@ -64,8 +65,7 @@ class Scheduler:
     def saw(self, row: Row, plan: Plan, result: RoundResult, round_: Launched, seconds: float | None) -> None:
         """Record what a round gave a row, and the seconds since the round before it; None: they are not typical.
 
-        Rounds of mode "fast" teach nothing about those of mode exact: they are read before the next one is launched, and
-        whatever their scores let out is accepted.
+        Rounds of mode "fast" teach nothing about those of mode exact: whatever their scores let out is accepted.
         """
         if round_.drafts is not None:
             if plan.exact:
