@@ -173,13 +173,19 @@ def test_unless_told_otherwise_few_rows_have_trees_and_many_have_none(rows, draf
     assert not [record for record in caplog.records if "draft_tree" in record.getMessage()]
 
 
+@pytest.fixture
+def widths(monkeypatch):
+    """The slots of every round from now on."""
+    found, launch = [], DeviceStage.launch
+    monkeypatch.setattr(DeviceStage, "launch", lambda stage: found.append(stage.width) or launch(stage))
+    return found
+
+
 @pytest.mark.parametrize(
     ("drafts", "last", "known", "slots"), [(None, 60, 3, 4), (None, 20, 3, 8), (None, 60, 5, 8), (63, 60, 3, 4)]
 )
-def test_the_last_of_many_rows_get_fewer_slots_and_trees(drafts, last, known, slots, monkeypatch):
+def test_the_last_of_many_rows_get_fewer_slots_and_trees(drafts, last, known, slots, widths):
     """Unless they have little to write by then, or nothing was captured for so few. Trees of 63 do not fit on eight slots."""
-    widths, launch = [], DeviceStage.launch
-    monkeypatch.setattr(DeviceStage, "launch", lambda stage: widths.append(stage.width) or launch(stage))
     ids, options = some_ids(5), dict(do_sample=False, eos_token_id=None, pad_token_id=0)
     with on_references(TIDE.TIDE(model())) as engine:
         texts = engine.generate(ids, max_new_tokens=last, **options).tolist()
@@ -196,9 +202,7 @@ def test_the_last_of_many_rows_get_fewer_slots_and_trees(drafts, last, known, sl
 
 
 @pytest.mark.parametrize(("last", "slots"), [(120, 1), (40, 4)])
-def test_the_last_row_of_a_few_gets_a_larger_tree_if_it_has_far_to_go(last, slots, monkeypatch):
-    widths, launch = [], DeviceStage.launch
-    monkeypatch.setattr(DeviceStage, "launch", lambda stage: widths.append(stage.width) or launch(stage))
+def test_the_last_row_of_a_few_gets_a_larger_tree_if_it_has_far_to_go(last, slots, widths):
     ids, options = some_ids(3), dict(do_sample=False, eos_token_id=None, pad_token_id=0)
     with on_references(TIDE.TIDE(model())) as engine:
         texts = engine.generate(ids, max_new_tokens=last, **options).tolist()
@@ -212,13 +216,11 @@ def test_the_last_row_of_a_few_gets_a_larger_tree_if_it_has_far_to_go(last, slot
         assert (widths[0], widths[-1]) == (4, slots)
 
 
-def test_a_row_that_joins_others_takes_them_to_no_slots_that_were_never_used(monkeypatch):
-    widths, launch = [], DeviceStage.launch
-    monkeypatch.setattr(DeviceStage, "launch", lambda stage: widths.append(stage.width) or launch(stage))
+def test_a_row_that_joins_others_takes_them_to_no_slots_that_were_never_used(widths):
     ids, options = some_ids(6), dict(do_sample=False, eos_token_id=None, pad_token_id=0)
     with an_engine() as engine:
         rows = [engine.add(own[None], max_new_tokens=new, **options) for own, new in zip(ids, (9, 9, 9, 60, 60), strict=False)]
-        while not rows[0].finished or not rows[1].finished or not rows[2].finished:
+        while not all(row.finished for row in rows[:3]):
             engine.step()
         rows.append(engine.add(ids[5:], max_new_tokens=20, **options))
         while not all(row.finished for row in rows):

@@ -15,6 +15,7 @@ from typing import Any
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.probe import Store
 from TIDE.config import TIDEConfig
+from TIDE.engine.cache.slots import MOST_ROUND
 from TIDE.engine.runners.gathering import why_no_gathering
 from TIDE.routing.certificate import Certificate, Settings
 from TIDE.routing.policy import ExitPolicy
@@ -108,12 +109,13 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, adapter: ModelAdapt
 
 
 def _trees(config: TIDEConfig, mode: str, checkpoints: list[int]) -> dict[int, int]:
-    """Return the drafts of trees by slots: none where nothing is drafted and verified."""
+    """Return the drafts of trees by slots: none where nothing is drafted and verified, or a round has no room for them."""
     if mode != "exact" or not checkpoints or config.draft_tree == 0:
         return {}
     if config.draft_tree is None:
         return dict(DEFAULT_TREES)
-    return {1 << power: config.draft_tree for power in range(MOST_ROWS.bit_length())}
+    slots = [1 << power for power in range(MOST_ROWS.bit_length())]
+    return {count: config.draft_tree for count in slots if (config.draft_tree + 1) * count <= MOST_ROUND}
 
 
 def _draft_checkpoint(policy: ExitPolicy | None, checkpoints: list[int], mode: str, num_layers: int) -> int | None:

@@ -23,7 +23,7 @@ from TIDE.engine.round.prefill import Prefill
 from TIDE.engine.round.round import Launched, run_passes, run_round
 from TIDE.engine.round.seats import AHEAD, Seats
 from TIDE.engine.round.settled_prefill import SettledPrefill
-from TIDE.engine.round.tree_round import TreeRound, fitting, shape_for, why_no_tree
+from TIDE.engine.round.tree_round import TreeRound, shape_for, why_no_tree
 from TIDE.engine.row import Draft, RoundResult, Row
 from TIDE.engine.runners.device import DeviceRunner, device_errors
 from TIDE.engine.runners.graphs import Held
@@ -61,7 +61,7 @@ class DeviceStage:
             self.drafter = DeviceDrafter(runner, exit_, self.depth, vocabulary, self.choice)
         self.without_tree = why_no_tree(plan, runner, self.drafter)
         has_trees = plan.draft_tree > 0 and self.without_tree is None
-        ahead, trees = (AHEAD + plan.draft_tree, fitting(plan.trees)) if has_trees else (AHEAD, {})
+        ahead, trees = (AHEAD + plan.draft_tree, plan.trees) if has_trees else (AHEAD, {})
         self.settling: Settling | None = None if plan.settles_at is None else getattr(policy, "settling", None)
         self.seats = Seats(runner, exit_, plan.cache_gib, ahead, self.settling is None, trees)
         self._launched = 0
@@ -74,7 +74,7 @@ class DeviceStage:
         many did. Twice as many may write before the host knows of it, and attention must be planned for that."""
         if not self.is_full or self.choice.on_host:
             return 0
-        if not self.runner.has_compiled_layers or self.tree(self.slots.rows) is not None:
+        if not self.runner.has_compiled_layers or self.shape is not None:
             return 1
         return min(AT_ONCE, BEYOND // (2 * (1 + self.lengths(self.slots.rows)[-1])))
 
@@ -173,7 +173,7 @@ class DeviceStage:
             drafts = next((length for length in lengths if length >= wanted), lengths[-1])
             self._write_limits(drafts)
             is_typical &= self._launch_round(drafts)
-            shape = self.tree(self.slots.rows) if drafts else None
+            shape = self.shape if drafts else None
             tokens = 1 + (drafts if shape is None else shape.drafts)
             for row in running:  # counted when they run: a round launched ahead of the text's end is work too
                 row.stats.layers_run += tokens * self.runner.num_layers
@@ -274,7 +274,7 @@ class DeviceStage:
 
     def _launch_round(self, drafts: int) -> bool:
         """Launch a round; return True if that was as fast as it will be from now on."""
-        shape = self.tree(self.slots.rows) if drafts else None
+        shape = self.shape if drafts else None
         vocabulary = Held(None if self.drafter is None else self.drafter.vocabulary)
         key = (shape or drafts, self._most, self.plan.exact, self.threshold, self.choice.features, vocabulary)
         with device_errors():
@@ -303,7 +303,7 @@ class DeviceStage:
             event.record()
         self._launched += 1
         places, made = [row.slot for row in rows], [min(drafts, row.wanted or 0) for row in rows]
-        shape = self.tree(self.slots.rows)
+        shape = self.shape
 
         def results() -> list[tuple[Row, RoundResult]]:
             if event is not None:

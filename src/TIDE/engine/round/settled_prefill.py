@@ -12,7 +12,6 @@ see `Seats`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.round.prefill import Prefill
 from TIDE.engine.runners.device import DeviceRunner
-from TIDE.kernels.transfer import sent
+from TIDE.kernels.transfer import read_later, sent
 from TIDE.routing.settling import Settling
 
 
@@ -56,21 +55,6 @@ class Aside:
         """Let what the current stream is given next wait for the work so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-
-def read_later(found: torch.Tensor) -> Callable[[], np.ndarray]:
-    """Copy numbers to the host; who asks for them waits for what was launched so far, and not for what comes next."""
-    if not found.is_cuda:
-        return found.numpy
-    copy, event = torch.empty(found.shape, dtype=found.dtype, pin_memory=True), torch.cuda.Event()
-    copy.copy_(found, non_blocking=True)
-    event.record()
-
-    def read() -> np.ndarray:
-        event.synchronize()
-        return copy.numpy()
-
-    return read
 
 
 @functools.cache

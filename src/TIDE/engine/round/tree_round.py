@@ -8,11 +8,11 @@ accept      the path that it takes is moved to where a text would have it; from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
-from TIDE.engine.cache.slots import MOST_ROUND, Slots, Tokens
+from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.plan import Plan
 from TIDE.engine.round.device_choice import DeviceChoice, Places
 from TIDE.engine.round.device_drafter import DeviceDrafter
@@ -36,16 +36,10 @@ def shape_for(plan: Plan, choice: DeviceChoice, rows: int) -> TreeShape | None:
 
     Penalties count the tokens before a draft, and a row's own processors run on the host: a tree has several of these.
     """
-    drafts = fitting(plan.trees).get(rows)
-    if drafts is None or choice.on_host:
+    has_penalties = choice.features is not None and choice.features.penalties
+    if rows not in plan.trees or choice.on_host or has_penalties:
         return None
-    shape = tree_shape(drafts, plan.max_pending)
-    return None if choice.features is not None and choice.features.penalties else shape
-
-
-def fitting(trees: Mapping[int, int]) -> dict[int, int]:
-    """Return, of trees of drafts by slots, those that a round has room for."""
-    return {slots: drafts for slots, drafts in trees.items() if (drafts + 1) * slots <= MOST_ROUND}
+    return tree_shape(plan.trees[rows], plan.max_pending)
 
 
 class TreeRound:
