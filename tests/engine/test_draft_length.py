@@ -119,6 +119,20 @@ def test_the_last_rows_of_a_batch_do_not_speak_for_the_next_batch():
     assert a_text(length).scores[0] > 0.7 > 0.5 > rows[-1].scores[0]
 
 
+@pytest.mark.parametrize(("rows", "slow", "drafts"), [(8, 1, 1), (9, 1, 3), (9, 2, 1), (64, 8, 1), (64, 7, 3)])
+def test_drafts_of_many_rows_are_those_of_the_slowest_eighth(rows, slow, drafts):
+    """They are waited for: of eight rows one, of nine one more is needed to be heard."""
+    length = DraftLength(Costs())
+    texts = [a_text(length) for _ in range(rows)]
+    for number in range(4):
+        length.costs.saw_round(64, number, 1 + number / 10)
+    for text in texts:
+        text.scores = [1.0] * 7
+    for text in texts[:slow]:
+        text.scores = [0.4, *[0.0] * 6]
+    assert [length.choose(texts, 3, 64) for _ in range(4)][-1] == drafts
+
+
 def test_draft_length_adapts_quickly_to_a_new_prompt():
     _, length = lengths_after(0, lambda drafts: 1 + drafts / 10, 200)
     row, chosen = a_text(length), []

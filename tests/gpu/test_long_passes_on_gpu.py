@@ -11,6 +11,7 @@ from families import build
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration import timing
 from TIDE.kernels.cards import card_of, linear_tile
+from TIDE.kernels.layer import Attention, Norm, Pass, no_norm
 from TIDE.routing.settling import Settling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
@@ -60,6 +61,34 @@ def test_halves_have_the_bits_of_whole_tiles(height, monkeypatch):
     assert torch.equal(found(), halves)
     few = ops.linear(x[:5], weight)
     assert torch.equal(ops.linear(x, weight)[:5], few)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("tokens", [100, 700])
+def test_queries_of_some_tokens_have_the_bits_of_all(tokens, norms, dim):
+    ops = pytest.importorskip("TIDE.kernels.triton_ops")
+    generator = torch.Generator().manual_seed(1)
+
+    def some(*size):
+        return (torch.randn(size, generator=generator) / size[-1] ** 0.5).bfloat16().cuda()
+
+    none, hidden = no_norm(some(0)), 256
+    own = Norm(some(dim), 1e-6, 0.0, False, some(0)) if norms else none
+    weights = some(4 * dim, hidden), some(2 * dim, hidden), some(2 * dim, hidden), some(hidden, 4 * dim)
+    attention = Attention(*weights, *(some(0) for _ in range(4)), own, own, dim, dim**-0.5)
+    at = torch.arange(tokens, dtype=torch.int32).cuda()
+    tables = torch.arange(12, dtype=torch.int32).cuda()[None]
+    pass_ = Pass(some(tokens, hidden), some(tokens, dim), some(tokens, dim), at * 0, at, at, at, tables)
+
+    def found(asking):
+        cache = torch.zeros(2, 12, 2, 64, dim, dtype=torch.bfloat16, device="cuda")
+        return ops.project(attention, pass_._replace(asking=asking), pass_.x, cache[0], cache[1]), cache
+
+    queries, cache = found(None)
+    for asking in (0, 1, 65, tokens - 1):
+        own_queries, own_cache = found(asking)
+        assert torch.equal(own_queries, queries[:asking]) and torch.equal(own_cache, cache)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

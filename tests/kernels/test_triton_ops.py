@@ -80,6 +80,25 @@ def test_kv_of_layers_that_many_tokens_skip(features):
     assert_close(found, expected)
 
 
+@pytest.mark.parametrize("features", [own for own in FEATURES if not own or OF_KV & own.keys()], ids=str)
+@pytest.mark.parametrize("asking", [0, 3, 6])
+def test_tokens_behind_those_that_ask_leave_kv_and_nothing_else(features, asking):
+    generator = torch.Generator().manual_seed(12)
+    layer, tokens = a_layer(generator, **features), a_pass(generator, {2: 4, 0: 3}, {2: 9, 0: 14})
+    cache, before = torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator), tokens.x.clone()
+    all_ask, own = in_dtype(tokens, torch.float32), cache.clone()
+    own_x = all_ask.x.clone()
+    reference.decoder_layer(layer, all_ask._replace(x=own_x), own[0], own[1])
+    for ops in (reference, triton_ops):
+        some, kept = in_dtype(tokens, torch.float32)._replace(asking=asking), cache.clone()
+        some = some._replace(x=before.clone())
+        ops.decoder_layer(layer, some, kept[0], kept[1])
+        assert_close(kept, own)
+        if asking:
+            assert_close(some.x[:asking], own_x[:asking])
+        assert torch.equal(some.x[asking:], before[asking:])
+
+
 def test_stretches_of_keys_are_joined(monkeypatch):
     monkeypatch.setattr(triton_attention, "CHUNK", 16)
     for features in (dict(), dict(window=5)):

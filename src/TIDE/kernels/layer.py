@@ -138,11 +138,21 @@ class Pass(NamedTuple):
     # Tokens of a row may read its K/V together: (groups, most) their numbers, -1: none. An int n: token i is of row i % n.
     groups: Any = None
     ancestors: Ancestors | None = None  # of tokens that are in trees, in blocks; each reads its row's K/V for itself then
+    asking: int | None = None  # the first of them, which run the layer; those behind them have K/V written, and nothing else
 
     @property
     def is_paged(self) -> bool:
         """True if rows have several blocks."""
         return bool(self.tables.shape[1] > 1)
+
+    def of_asking(self) -> Pass:
+        """Return the pass of the tokens that run the layer."""
+        if self.asking is None:
+            return self
+        x, rows, columns, positions, angles = (
+            own[: self.asking] for own in (self.x, self.rows, self.columns, self.positions, self.angles)
+        )
+        return self._replace(x=x, rows=rows, columns=columns, positions=positions, angles=angles, asking=None)
 
 
 @functools.cache

@@ -24,10 +24,14 @@ def decoder_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.
 
     `most` is for backends that have to plan: no token attends to more columns.
     """
-    x, attention, mlp = tokens.x, layer.attention, layer.mlp
-    h = norm(x, layer.attention_norm)
-    beside = norm(x, layer.mlp_norm) if layer.parallel and len(layer.mlp_norm.weight) else h
+    attention, mlp = layer.attention, layer.mlp
+    h = norm(tokens.x, layer.attention_norm)
     queries = project(attention, tokens, h, keys, values)
+    if not len(queries):
+        return
+    tokens = tokens.of_asking()
+    x = tokens.x
+    beside = norm(x, layer.mlp_norm) if layer.parallel and len(layer.mlp_norm.weight) else h[: len(x)]
     seen = attend(attention, tokens, queries, keys, values, most or tokens.tables.shape[1] * keys.shape[2])
     add_linear(x, seen, attention.o, attention.o_bias, layer.attention_out_norm, layer.residual)
     if not layer.parallel:
@@ -70,13 +74,14 @@ def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:
 
 
 def project(attention: Attention, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return (n, heads * dim) queries of normed states; keys and values go into the cache."""
-    q = _normed_heads(linear(h, attention.q, attention.q_bias), attention.q_norm, attention.head_dim)
+    """Return (n, heads * dim) queries of normed states, of those that ask; keys and values of all go into the cache."""
+    asking = h[: tokens.asking]
+    q = _normed_heads(linear(asking, attention.q, attention.q_bias), attention.q_norm, attention.head_dim)
     k = _normed_heads(linear(h, attention.k, attention.k_bias), attention.k_norm, attention.head_dim)
     v = linear(h, attention.v, attention.v_bias).view(len(h), -1, attention.head_dim)
     if attention.rotary:
         cos, sin = tokens.cos[tokens.angles], tokens.sin[tokens.angles]
-        q, k = (_rotate(states, cos, sin) for states in (q, k))
+        q, k = (_rotate(states, cos[: len(states)], sin[: len(states)]) for states in (q, k))
     blocks, places = _find(tokens.tables, tokens.rows, tokens.columns, keys.shape[2])
     keys[blocks, :, places] = k
     values[blocks, :, places] = v
@@ -92,7 +97,7 @@ def _normed_heads(states: torch.Tensor, own: Norm, dim: int) -> torch.Tensor:
     """(n, heads * dim) -> (n, heads, dim), normed as wide as the norm is."""
     heads = states.shape[1] // dim
     if len(own.weight) and heads:
-        states = norm(states.view(len(states), -1, len(own.weight)), own)
+        states = norm(states.unflatten(1, (-1, len(own.weight))), own)
     return states.reshape(len(states), heads, dim)
 
 

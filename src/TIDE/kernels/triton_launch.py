@@ -35,7 +35,9 @@ LINE = tl.constexpr(32)  # bytes that one instruction fetches at least
 # One binary for any number of tokens, and for any place of a round's small buffers.
 NUMBERS = [
     "tokens",
+    "asking",
     "whole",
+    "full",
     "drafts",
     "all_rows",
     "stride_table",

@@ -28,12 +28,13 @@ __all__ = ["add_linear", "attend", "decoder_layer", "linear", "mlp_inner", "norm
 
 @kernel
 def _project(
-    x, wq, wk, wv, bq, bk, bv, cos, sin, queries, keys, values, rows, columns, angles, tables, tokens, width,
+    x, wq, wk, wv, bq, bk, bv, cos, sin, queries, keys, values, rows, columns, angles, tables, tokens, asking, width,
     heads, kv_heads, stride_table, stride_block, stride_head, stride_column, SIZE: tl.constexpr,
     DIM: tl.constexpr, ROTARY: tl.constexpr, HAS_BIAS: tl.constexpr,
     HALF: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute pairs of outputs of one head: those that are rotated together. Without ROTARY they are any two."""
+    """Compute pairs of outputs of one head: those that are rotated together. Without ROTARY they are any two. Queries are those
+    of the first `asking` tokens."""
     head, pair, place = tl.program_id(1), tl.program_id(2) * HALF + tl.arange(0, HALF), tl.arange(0, TN)
     weight, bias, own = wq, bq, head
     if head >= heads:
@@ -47,8 +48,11 @@ def _project(
     fetch(weight, starts[0], inside, width, BK, PDL)
     fetch(weight, starts[1], inside, width, BK, PDL)
     begin(PDL, LOOPS=True)
+    tokens = tl.where(head < heads, asking, tokens)
     if not ONCE:
         first = _first(TN)
+        if first >= tokens:
+            return
         x, queries, tokens = x + first * width, queries + first * heads * DIM, tokens - first
         rows, columns, angles = rows + first, columns + first, angles + first
     a, b = _two_products(x, weight, starts[0], weight, starts[1], inside, tokens, width, HALF, BK, TN, EVEN, ONCE)
@@ -103,13 +107,15 @@ def _times(a, b):
 
 @kernel
 def _norm_and_rotate(
-    queries, keys, q_norm, k_norm, cos, sin, rows, columns, angles, tables, eps, heads,
+    queries, keys, q_norm, k_norm, cos, sin, rows, columns, angles, tables, asking, eps, heads,
     stride_table, stride_block, stride_head, stride_column, SIZE: tl.constexpr,
     OFFSET: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate one head of one token in place: queries where `_project` put them, keys in the cache."""
     begin(PDL)
     token, head, pair = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
+    if (head < heads) & (token >= asking):
+        return
     inside, half = pair < DIM // 2, ROTARY // 2
     one = tl.where(pair < half, pair, pair + half)
     two = one + tl.where(pair < half, half, (DIM - ROTARY) // 2)
@@ -136,13 +142,15 @@ def _squares(x):
 
 @kernel
 def _norm_all_and_rotate(
-    queries, keys, q_norm, k_norm, cos, sin, rows, columns, angles, tables, eps, heads, kv_heads,
+    queries, keys, q_norm, k_norm, cos, sin, rows, columns, angles, tables, asking, eps, heads, kv_heads,
     stride_table, stride_block, stride_head, stride_column, SIZE: tl.constexpr,
     OFFSET: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm over all heads of a token, then rotate: a program takes its queries or its keys."""
     begin(PDL)
     token, head, pair = tl.program_id(0), tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    if (tl.program_id(1) == 0) & (token >= asking):
+        return
     half = ROTARY // 2
     one = tl.where(pair < half, pair, pair + half)
     two = one + tl.where(pair < half, half, (DIM - ROTARY) // 2)
@@ -168,36 +176,37 @@ def _norm_all_and_rotate(
 def project(attention: Attention, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     dim, (height, width), kv_heads = attention.head_dim, attention.q.shape, keys.shape[1]
     tile = project_tile(card_of(h.device), height, width, dim, h.element_size(), len(h))
-    queries, heads, rotary = h.new_empty(len(h), height), height // dim, tokens.cos.shape[1] if attention.rotary else 0
+    asking, heads, rotary = len(h[: tokens.asking]), height // dim, tokens.cos.shape[1] if attention.rotary else 0
+    queries = h.new_empty(asking, height)
     places, has_bias = (tokens.rows, tokens.columns, tokens.angles, tokens.tables), len(attention.k_bias) > 0
     has_norm = len(attention.k_norm.weight) > 0
     biases = (attention.q_bias, attention.k_bias, attention.v_bias) if has_bias else (h, h, h)
     _project[(tile.groups, heads + 2 * kv_heads, triton.cdiv(dim // 2, tile.rows))](
         h, attention.q, attention.k, attention.v, *biases, tokens.cos, tokens.sin, queries, keys, values, *places,
-        len(h), width, heads, kv_heads, *strides(tokens, keys),
+        len(h), asking, width, heads, kv_heads, *strides(tokens, keys),
         dim, 0 if has_norm else rotary, has_bias, *tile.constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if has_norm:
-        _launch_norms(attention, tokens, queries, keys, rotary)
+        _launch_norms(attention, tokens, len(h), queries, keys, rotary)
     return queries
 
 
-def _launch_norms(attention: Attention, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, rotary: int) -> None:
-    """Norm and rotate queries and keys. The two norms differ in their weights only."""
+def _launch_norms(
+    attention: Attention, tokens: Pass, count: int, queries: torch.Tensor, keys: torch.Tensor, rotary: int
+) -> None:
+    """Norm and rotate queries and the keys of `count` tokens. The two norms differ in their weights only."""
     dim, kv_heads, own = attention.head_dim, keys.shape[1], attention.k_norm
     heads, own_strides = queries.shape[1] // dim, strides(tokens, keys)
     assert not own.layer_norm and not len(own.bias), "norms of queries and keys are RMS norms"
     weights = attention.q_norm.weight if heads else own.weight, own.weight
     places = tokens.rows, tokens.columns, tokens.angles, tokens.tables
-    given = queries, keys, *weights, tokens.cos, tokens.sin, *places, own.eps, heads
+    given = queries, keys, *weights, tokens.cos, tokens.sin, *places, len(queries), own.eps, heads
     pairs = triton.next_power_of_2(dim // 2)
     if len(own.weight) == dim:
-        _norm_and_rotate[(len(queries), heads + kv_heads)](*given, *own_strides, own.offset, dim, rotary, pairs, num_warps=1)
+        _norm_and_rotate[(count, heads + kv_heads)](*given, *own_strides, own.offset, dim, rotary, pairs, num_warps=1)
     else:
         most = triton.next_power_of_2(max(heads, kv_heads))
-        _norm_all_and_rotate[(len(queries), 2)](
-            *given, kv_heads, *own_strides, own.offset, dim, rotary, most, pairs, num_warps=8
-        )
+        _norm_all_and_rotate[(count, 2)](*given, kv_heads, *own_strides, own.offset, dim, rotary, most, pairs, num_warps=8)
 
 
 # ---- the layer --------------------------------------------------------------------------------------------------------------
@@ -205,10 +214,14 @@ def _launch_norms(attention: Attention, tokens: Pass, queries: torch.Tensor, key
 
 def decoder_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor, most: int | None = None) -> None:
     """All arrays are on the device; no token attends to more than `most` columns."""
-    x, attention, mlp = tokens.x, layer.attention, layer.mlp
-    h = norm(x, layer.attention_norm)
-    beside = norm(x, layer.mlp_norm) if layer.parallel and len(layer.mlp_norm.weight) else h
+    attention, mlp = layer.attention, layer.mlp
+    h = norm(tokens.x, layer.attention_norm)
     queries = project(attention, tokens, h, keys, values)
+    if not len(queries):
+        return
+    tokens = tokens.of_asking()
+    x = tokens.x
+    beside = norm(x, layer.mlp_norm) if layer.parallel and len(layer.mlp_norm.weight) else h[: len(x)]
     seen = attend(attention, tokens, queries, keys, values, most or tokens.tables.shape[1] * keys.shape[2])
     add_linear(x, seen, attention.o, attention.o_bias, layer.attention_out_norm, layer.residual)
     if not layer.parallel:

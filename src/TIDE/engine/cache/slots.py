@@ -56,6 +56,7 @@ class Tokens(NamedTuple):
     groups: torch.Tensor | int | None = None  # those of one row: see `Pass`
     columns: torch.Tensor | None = None  # (n,) int32, of tokens in trees; others stand at the columns of their positions
     ancestors: Ancestors | None = None
+    asking: int | None = None  # the first of them, which run; those behind them only leave K/V
 
     def taken(self, numbers: torch.Tensor | slice) -> Tokens:
         """Return some of them, of a pass without trees; who lets them attend has to group them."""
@@ -173,7 +174,7 @@ class Slots:
         """Return tokens on their way through a layer."""
         at = tokens.positions
         columns = at if tokens.columns is None else tokens.columns
-        return Pass(states, *angles, tokens.rows, columns, at, at, self.tables, tokens.groups, tokens.ancestors)
+        return Pass(states, *angles, tokens.rows, columns, at, at, self.tables, tokens.groups, tokens.ancestors, tokens.asking)
 
     def tree(self, shape: TreeShape, vocabulary: int) -> TreeBuffers:
         """Return room for trees of a shape."""

@@ -1,9 +1,8 @@
-"""Prefill on slots where tokens of prompts may settle: the rest of their layers is one product for K/V.
+"""Prefill on slots where tokens of prompts may settle: of the rest of their layers only K/V are computed.
 
     layers 0 … c     all tokens of the pass, of any rows
     at c             those that stay are put first; the host reads who they are, while K/V of layer c are written for all
-    K/V, c+1 … L     of the settled ones, made of their predicted states
-    c … L            the others: a ragged pass of fewer tokens
+    c … L            those that stay; the products of q, k and v also write K/V of the settled ones, from predicted states
 
 Who settles is known on the host only when a pass runs, so such passes are not captured. K/V of these rows are never shared:
 see `Seats`.
@@ -11,8 +10,6 @@ see `Seats`.
 
 from __future__ import annotations
 
-import functools
-from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -37,29 +34,6 @@ class Shown(NamedTuple):
     def of(self, numbers: torch.Tensor) -> Shown:
         """Return room for the same of some tokens."""
         return Shown(*(None if own is None else own.new_empty(len(numbers), own.shape[1]) for own in self))
-
-
-class Aside:
-    """Work beside that of the current stream, after everything launched there when this is made; in turn without a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = _stream_of(device) if device.type == "cuda" else None
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-
-    def working(self) -> AbstractContextManager[None]:
-        """What is launched here is part of the work."""
-        return torch.cuda.stream(self._stream)
-
-    def join(self) -> None:
-        """Let what the current stream is given next wait for the work so far."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-
-@functools.cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 class SettledPrefill(Prefill):
@@ -95,11 +69,11 @@ class SettledPrefill(Prefill):
             self.drafter.remember_prompt(tokens, shown.entry, shown.noted)
 
     def _take(self, span: range, states: torch.Tensor, tokens: Tokens, columns: int, shown: Shown) -> None:
-        """Take states, in place, through layers."""
+        """Take states of tokens that ask, in place, through layers."""
         edges = sorted({span.start, span.stop, *({self.depth} & set(span))})
         for start, stop in pairwise(edges):
             if start == self.depth and shown.entry is not None:
-                shown.entry.copy_(states)
+                shown.entry.copy_(states[: tokens.asking])
             if self.drafter is not None:
                 self.drafter.through(range(start, stop), states, tokens, columns, shown.noted)
             else:
@@ -108,8 +82,8 @@ class SettledPrefill(Prefill):
 
     def _allowed(self, device: torch.device) -> torch.Tensor:
         """Return who may settle of the tokens of the pass: never the last one of a prompt, nor one that was written."""
-        found = [position < own.row.prompt - 1 for own, part in self.parts for position in part]
-        return sent(torch.tensor(found, dtype=torch.bool), device)
+        found = [np.arange(part.start, part.stop) < own.row.prompt - 1 for own, part in self.parts]
+        return sent(torch.from_numpy(np.concatenate([[], *found]).astype(bool)), device)
 
     def _count(self, settled: np.ndarray) -> list[int]:
         """Note who settled; return how many tokens of each row stay."""
@@ -123,38 +97,29 @@ class SettledPrefill(Prefill):
     def _deep(
         self, span: range, allowed: torch.Tensor, states: torch.Tensor, tokens: Tokens, columns: int, shown: Shown
     ) -> bool:
-        """Take those that stay, in place, through the deep layers; return False, and take nobody, if all do. K/V of the others
-        are written beside the layer before, on a stream of their own. They need nothing of the deep layers, and take the
-        multiprocessors that its products leave."""
+        """Take those that stay, in place, through the deep layers; return False, and take nobody, if all do."""
         if not self.parts:
             return False
         settled = self.settling.settles(states[: len(allowed)], tokens.positions[: len(allowed)]) & allowed
         known, order = read_later(settled), settled.to(torch.uint8).argsort(stable=True)
         ordered, all_ = states[order], tokens.taken(order)
-        self._write_settled(span.start, states, tokens)
+        self._take(span[:1], states, tokens._replace(asking=0), columns, Shown())
         if not (found := known()).any():
             return False
         counts = self._count(found)
         stays = sum(counts)
-        stay, gone, moving, own = order[:stays], order[stays:], ordered[:stays], ordered[stays:]
-        staying = all_.taken(slice(stays))._replace(groups=grouped(counts, order.device))
-        left = all_.taken(slice(stays, None))
-        part, aside = shown.of(stay), Aside(states.device)
+        stay, gone, own = order[:stays], order[stays:], ordered[stays:].clone()
+        part = shown.of(stay)
+        all_ = all_._replace(groups=grouped(counts, order.device), asking=stays)
+        predicted = self.settling.predictions(span[1:], own)
         for layer in span:
             if layer > span.start:
-                with aside.working():
-                    self._write_settled(layer, own, left)
-                aside.join()
-            if stays:
-                self._take(range(layer, layer + 1), moving, staying, columns, part)
-        states.index_copy_(0, stay, moving)
+                ordered[stays:] = next(predicted)
+            self._take(range(layer, layer + 1), ordered, all_, columns, part)
+        states.index_copy_(0, stay, ordered[:stays])
         self._show_settled(span, own, gone, shown)
         self._show_staying(span, part, stay, shown)
         return True
-
-    def _write_settled(self, layer: int, states: torch.Tensor, tokens: Tokens) -> None:
-        """Write K/V of a layer, made of what states at the checkpoint are taken to be there."""
-        self.runner.write_kv_on_slots(self.slots, layer, self.settling.predict(layer, states), tokens)
 
     def _show_staying(self, span: range, part: Shown, numbers: torch.Tensor, shown: Shown) -> None:
         """Let a memory head see states of tokens that stay: those of the deep layers, and what was seen of all before."""

@@ -271,10 +271,6 @@ class DeviceRunner(Runner):
             most: no row has more tokens.
         """
 
-    def write_kv_on_slots(self, slots: Slots, index: int, states: torch.Tensor, tokens: Tokens) -> None:
-        """Write K/V of tokens, made of (n, hidden) states, into a layer that they do not run."""
-        raise NotImplementedError(f"{type(self).__name__} runs all tokens of a text")
-
     def embed_on_slots(self, slots: Slots, tokens: Tokens, out: torch.Tensor) -> None:
         """Write the states of tokens at depth 0."""
         table, rows = self.embedded(slots, tokens)

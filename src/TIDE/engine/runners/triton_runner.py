@@ -85,7 +85,7 @@ class TritonRunner(CompiledRunner, DeviceRunner):
             layer = self.layers[index]
             self.ops.decoder_layer(layer, passes[layer.rope], slots.store.keys[index], slots.store.values[index], most)
             if index + 1 in taps:
-                yield index + 1, states
+                yield index + 1, states[: tokens.asking]
 
     def choose(
         self,
@@ -141,12 +141,6 @@ class TritonRunner(CompiledRunner, DeviceRunner):
             layers = [self.layers[span[place]] for place in places]
             with self.device_guard():
                 self.propagate(layers, self._pass(kind, x, tokens, cache), [caches[place] for place in places])
-
-    def write_kv_on_slots(self, slots: Slots, index: int, states: torch.Tensor, tokens: Tokens) -> None:
-        assert slots.angles is not None
-        layer, store = self.layers[index], slots.store
-        own = slots.pass_of(states.contiguous(), tokens, slots.angles[layer.rope])
-        self.propagate([layer], own, [(store.keys[index], store.values[index])])
 
     def _pass(self, kind: str, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache) -> Pass:
         (cos, sin), angles = self._angles(kind, tokens.positions())

@@ -3,7 +3,7 @@
     tokens of a row with k drafts     1 + a1 + a1·a2 + … + a1·…·ak        a: probability that a draft is accepted, by number
     seconds of the round              measured, by slots and drafts
 
-The k with the most tokens per second is taken, of rows together for one in the slowest eighth: they are waited for. If
+The k with the most tokens per second is taken, of rows together for the last of the slowest eighth: they are waited for. If
 that is 0, a rest follows, and a round with the fewest drafts tries again. While drafts pay, a round without any is timed now
 and then, and of many rows one with the second best number: that is what the others are compared with, and texts grow. The
 first round with another number of drafts takes longer than those behind it (its graph was not the last one that ran), so of
@@ -140,7 +140,7 @@ class DraftLength:
         shares = [self.acceptance.share(number) for number in range(1, max(LENGTHS) + 1)]
         scores = np.array([row.scores if self.has_scores else [1.0] * len(shares) for row in rows])
         chances = np.minimum(scores * shares, 1.0)
-        accepted = np.sort(chances.cumprod(axis=1).cumsum(axis=1), axis=0)[len(rows) // 8]
+        accepted = np.sort(chances.cumprod(axis=1).cumsum(axis=1), axis=0)[(len(rows) - 1) // 8]
         return [1.0, *(1.0 + accepted).tolist()]
 
     def saw(self, row: Row, round_: Launched, result: RoundResult, seconds: float | None) -> None:
