@@ -122,8 +122,8 @@ NO_HALVES = 0, False
 )
 def test_the_last_blocks_of_a_long_product_go_in_halves_where_few_programs_would_run_last(tokens, linear, gated):
     """(4096, 14336) and twice (14336, 4096), on 132 multiprocessors: 6 * 32 programs of 256 tokens are 132 and 60, for example,
-    and 22 * 6 and 10 * 12 of which the last have half as many tokens are 132 and 120. Of 1,434 tokens 26 are behind 11 groups of
-    128: with half a tile for them, 112 * 11 programs are nine turns and a third, and the halves begin beside the last."""
+    and 22 * 6 and 10 * 12 of which the last have half as many tokens are 132 and 120. Of 1,434 tokens 26 are behind 11 groups:
+    with half a tile for them, 112 * 11 programs are nine turns and a third, and the halves begin beside the last."""
     for tile, halves in (
         (cards.linear_tile(CARDS["H200"], 4096, 14336, 2, tokens), linear),
         (cards.gated_tile(CARDS["H200"], 14336, 4096, 2, tokens), gated),
