@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from TIDE.kernels import cards, dispatch
 from TIDE.kernels.cards import Card
@@ -86,57 +83,33 @@ def test_an_h200_has_the_tiles_that_were_measured_on_it(size):
             propagate = cards.propagate_tile(card, max(16, dim // 2), width, size, tokens)
             assert project[:3] == (rows, 512 // size, 4) and propagate[1:3] == (128 // size, 2)
             assert cards.attention_tile(card, dim, 16, size) == (64 if size == 2 else 16, 3, 4)
-            assert {own[4:] for own in (linear, gated, head, project, propagate)} == {(16, 1, 4, 0, False)}
+            assert {own[4:] for own in (linear, gated, head, project, propagate)} == {(16, 1, 4, 0)}
 
 
 @pytest.mark.parametrize(
     ("tokens", "height", "expected"),
     [
-        (32, 28672, (64, 128, 4, True, 32, 1, 4, 0, False)),
-        (64, 28672, (128, 64, 4, True, 64, 1, 4, 0, False)),
-        (64, 8192, (64, 128, 4, True, 64, 1, 4, 0, False)),
-        (128, 28672, (128, 64, 3, True, 128, 1, 8, 0, False)),
-        (128, 4096, (64, 128, 3, True, 128, 1, 4, 0, False)),
-        (300, 28672, (128, 64, 3, True, 128, 3, 8, 0, False)),
-        (2048, 4096, (128, 64, 3, True, 256, 8, 8, 0, False)),
-        (1024, 576, (64, 128, 3, True, 128, 8, 4, 0, False)),
+        (32, 28672, (64, 128, 4, True, 32, 1, 4, 0)),
+        (64, 28672, (128, 64, 4, True, 64, 1, 4, 0)),
+        (64, 8192, (64, 128, 4, True, 64, 1, 4, 0)),
+        (128, 28672, (128, 64, 3, True, 128, 1, 8, 0)),
+        (128, 4096, (64, 128, 3, True, 128, 1, 4, 0)),
+        (300, 28672, (128, 64, 3, True, 128, 3, 8, 0)),
+        (2048, 4096, (128, 64, 3, True, 256, 8, 8, 0)),
+        (1024, 576, (64, 128, 3, True, 128, 8, 4, 0)),
     ],
 )
 def test_more_than_16_tokens_have_wider_tiles_that_were_measured_too(tokens, height, expected):
     assert cards.linear_tile(CARDS["H200"], height, 4096, 2, tokens) == expected
 
 
-NO_HALVES = 0, False
-
-
-@pytest.mark.parametrize(
-    ("tokens", "linear", "gated"),
-    [
-        (1024, NO_HALVES, NO_HALVES),
-        (1100, (0, True), NO_HALVES),
-        (1434, (10, False), (0, True)),
-        (1536, (10, False), (2, False)),
-        (1700, NO_HALVES, (1, True)),
-        (2048, NO_HALVES, NO_HALVES),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "linear", "gated"), [(1024, 0, 0), (1434, 10, 2), (1536, 10, 2), (2048, 0, 0)])
 def test_the_last_blocks_of_a_long_product_go_in_halves_where_few_programs_would_run_last(tokens, linear, gated):
     """(4096, 14336) and twice (14336, 4096), on 132 multiprocessors: 6 * 32 programs of 256 tokens are 132 and 60, for example,
-    and 22 * 6 and 10 * 12 of which the last have half as many tokens are 132 and 120. Of 1,434 tokens 26 are behind 11 groups:
-    with half a tile for them, 112 * 11 programs are nine turns and a third, and the halves begin beside the last."""
-    for tile, halves in (
-        (cards.linear_tile(CARDS["H200"], 4096, 14336, 2, tokens), linear),
-        (cards.gated_tile(CARDS["H200"], 14336, 4096, 2, tokens), gated),
-    ):
-        assert (tile.halved, tile.ends_in_half) == halves
-
-
-@given(st.integers(1, 3000), st.integers(0, 3000), st.sampled_from([48, 132]))
-def test_turns_with_halves_are_those_of_programs_that_begin_wherever_one_has_ended(programs, halves, processors):
-    card, free = cards.Card((9, 0), 0, processors), [0.0] * processors
-    for length in [1.0] * programs + [cards.HALF] * halves:
-        heapq.heapreplace(free, round(free[0] + length, 6))
-    assert cards._turns_with_halves(card, programs, halves) == pytest.approx(max(free))
+    and 22 * 6 and 10 * 12 of which the last have half as many tokens are 132 and 120."""
+    card = CARDS["H200"]
+    assert cards.linear_tile(card, 4096, 14336, 2, tokens).halved == linear
+    assert cards.gated_tile(card, 14336, 4096, 2, tokens).halved == gated
 
 
 @pytest.mark.parametrize("name", CARDS)

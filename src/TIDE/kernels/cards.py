@@ -46,11 +46,6 @@ class Tile(NamedTuple):
     groups: int  # of `tokens` each, with programs of their own
     warps: int
     halved: int = 0  # blocks of rows, the last ones, whose programs take half as many tokens each
-    ends_in_half: bool = False  # and so does the last group of the other blocks
-
-    @property
-    def has_halves(self) -> bool:
-        return self.ends_in_half or self.halved > 0
 
     @property
     def constants(self) -> tuple[int, int, int, bool, bool]:
@@ -126,7 +121,7 @@ def linear_tile(card: Card, height: int, width: int, size: int, tokens: int) -> 
     """Return the tile of one product with a (height, width) weight; `size` is bytes per number."""
     if _many_tiles(card, height, size, tokens) >= _programs(card):
         tile = _tile(card, MANY_TOKENS, MANY_TOKENS.rows, width, size, tokens, weights=1, wide=MANY)
-        return _in_halves(card, tile, -(-height // tile.rows), tokens)
+        return tile._replace(halved=_halved(card, -(-height // tile.rows), tile.tokens, tokens))
     wide = _wide(card, height, size, tokens)
     shape = LINEAR[wide]
     return _tile(card, shape, _rows(card, height, shape, wide // 2), width, size, tokens, weights=1, wide=wide)
@@ -138,7 +133,7 @@ def gated_tile(card: Card, height: int, width: int, size: int, tokens: int) -> T
     wide, blocks = tile_width(tokens), -(-height // MANY_TOKENS.rows)
     if _many_tiles(card, height, size, tokens) >= _programs(card) and _are_tall_quicker(card, blocks, tokens):
         tile = _tile(card, MANY_TOKENS, MANY_TOKENS.rows, width, size, tokens, weights=2)
-        return _in_halves(card, tile, blocks, tokens)
+        return tile._replace(halved=_halved(card, blocks, tile.tokens, tokens))
     if wide > NARROW and _wide(card, height, size, tokens) == NARROW:
         return _tile(card, SMALL_GATED, SMALLEST, width, size, tokens, weights=2, wide=2 * NARROW)
     shape = GATED[wide]
@@ -259,34 +254,13 @@ def _are_tall_quicker(card: Card, blocks: int, tokens: int) -> bool:
     return _turns(card, blocks * groups) <= HALF * _turns(card, 2 * blocks * groups)
 
 
-def _in_halves(card: Card, tile: Tile, blocks: int, tokens: int) -> Tile:
-    """Return the tile of a long product some of whose programs have half as many tokens. A card runs a program per
+def _halved(card: Card, blocks: int, wide: int, tokens: int) -> int:
+    """Return how many of a product's blocks of rows go with half as many tokens at a time as `wide`. A card runs a program per
     multiprocessor, and the last ones are often few: halves of them, on all multiprocessors, end sooner."""
-    half = tile.tokens // 2
-    halves, ends_in_half = -(-tokens // half), 0 < tokens % tile.tokens <= half
-    groups = tile.groups - ends_in_half
+    groups, halves = -(-tokens // wide), -(-tokens // (wide // 2))
     turns = blocks * groups // card.processors
     rest = blocks - turns * card.processors // groups
-    took = {
-        halved: _turns_with_halves(card, (blocks - halved) * groups, (blocks - halved) * ends_in_half + halved * halves)
-        for halved in (0, rest)
-    }
-    best = min(took, key=lambda halved: took[halved])
-    if took[best] >= _turns(card, blocks * tile.groups):
-        return tile
-    return tile._replace(halved=best, ends_in_half=ends_in_half)
-
-
-def _turns_with_halves(card: Card, programs: int, halves: int) -> float:
-    """Return how many turns a card takes for programs and, behind them, halves, which begin wherever one has ended."""
-    turns, late = divmod(programs, card.processors)
-    if not late:
-        return turns + HALF * _turns(card, halves)
-    early = card.processors - late
-    if halves <= early:
-        return turns + 1
-    more, place = divmod(halves - early - 1, card.processors)
-    return turns + HALF * more + (2 * HALF if place < early else 1 + HALF)
+    return rest if turns + HALF * _turns(card, rest * halves) < _turns(card, blocks * groups) else 0
 
 
 def _turns(card: Card, programs: int) -> int:

@@ -37,7 +37,6 @@ NUMBERS = [
     "tokens",
     "asking",
     "whole",
-    "full",
     "drafts",
     "all_rows",
     "stride_table",

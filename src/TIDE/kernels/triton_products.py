@@ -64,21 +64,21 @@ def _linear(
 
 @kernel
 def _long_linear(
-    x, weight, bias, out, places, whole, full, tokens, height, width, scale,
+    x, weight, bias, out, places, whole, tokens, height, width, scale,
     HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_PLACES: tl.constexpr, ACTIVATION: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same for many tokens: `whole` blocks of rows with `full` groups, the rest with half as many tokens at a time."""
+    """The same for many tokens: blocks of rows behind the first `whole` are multiplied with half as many tokens at a time."""
     begin(PDL, LOOPS=True)
-    behind = tl.program_id(0) - whole * full
+    behind = tl.program_id(0) - whole * tl.cdiv(tokens, TN)
     if behind < 0:
-        rows, first = _part(tl.program_id(0), full, BN, TN)
+        rows, first = _part(tl.program_id(0), 0, tokens, BN, TN)
         _write_products(
             x, weight, bias, out, places, rows, first, tokens, height, width, scale,
             HAS_BIAS, HAS_BASE, HAS_PLACES, ACTIVATION, BN, BK, TN, EVEN, False, PDL,
         )  # fmt: skip
     else:
-        rows, first = _half(behind, whole, full, tokens, BN, TN)
+        rows, first = _part(behind, whole, tokens, BN, TN // 2)
         _write_products(
             x, weight, bias, out, places, rows, first, tokens, height, width, scale,
             HAS_BIAS, HAS_BASE, HAS_PLACES, ACTIVATION, BN, BK, TN // 2, EVEN, False, PDL,
@@ -86,22 +86,11 @@ def _long_linear(
 
 
 @triton.jit
-def _part(program, groups, BN: tl.constexpr, TN: tl.constexpr):
-    """Return the rows and the first token of a program; in 64 bits, for it counts rows of large arrays."""
-    return program // groups * BN + tl.arange(0, BN), (program % groups).to(tl.int64) * TN
-
-
-@triton.jit
-def _half(program, whole, full, tokens, BN: tl.constexpr, TN: tl.constexpr):
-    """Return the same of a program with half as many tokens: the last tokens of the first blocks, if full groups leave any,
-    then all tokens of the others."""
-    beside = tl.where(tokens > full * TN, whole, 0)
-    rows, first = _part(program - beside, tl.cdiv(tokens, TN // 2), BN, TN // 2)
-    if program < beside:
-        rows, first = program * BN + tl.arange(0, BN), first * 0 + full * TN
-    else:
-        rows += whole * BN
-    return rows, first
+def _part(program, blocks, tokens, BN: tl.constexpr, TN: tl.constexpr):
+    """Return the rows and the first token of a program, where those before it take `blocks` blocks of rows; in 64 bits, for it
+    counts rows of large arrays."""
+    groups = tl.cdiv(tokens, TN)
+    return (blocks + program // groups) * BN + tl.arange(0, BN), (program % groups).to(tl.int64) * TN
 
 
 @triton.jit
@@ -182,21 +171,21 @@ def _gated(
 
 @kernel
 def _long_gated(
-    x, gate, up, gate_bias, up_bias, out, whole, full, tokens, height, width,
+    x, gate, up, gate_bias, up_bias, out, whole, tokens, height, width,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same for many tokens, as in `_long_linear`."""
+    """The same for many tokens, in halves behind the first `whole` blocks of rows."""
     begin(PDL, LOOPS=True)
-    behind = tl.program_id(0) - whole * full
+    behind = tl.program_id(0) - whole * tl.cdiv(tokens, TN)
     if behind < 0:
-        rows, first = _part(tl.program_id(0), full, BN, TN)
+        rows, first = _part(tl.program_id(0), 0, tokens, BN, TN)
         _write_gated(
             x, gate, up, gate_bias, up_bias, out, rows, first, tokens, height, width,
             HAS_BIAS, ACTIVATION, BN, BK, TN, EVEN, False, PDL,
         )  # fmt: skip
     else:
-        rows, first = _half(behind, whole, full, tokens, BN, TN)
+        rows, first = _part(behind, whole, tokens, BN, TN // 2)
         _write_gated(
             x, gate, up, gate_bias, up_bias, out, rows, first, tokens, height, width,
             HAS_BIAS, ACTIVATION, BN, BK, TN // 2, EVEN, False, PDL,
@@ -306,10 +295,10 @@ def _launch_linear(
     blocks = triton.cdiv(height, tile.rows)
     given = x, weight, bias if len(bias) else x, out, x if places is None else places
     kinds = len(bias) > 0, has_base, places is not None, -1 if activation is None else activation
-    if tile.has_halves:
-        grid, whole, full, (*constants, _) = *_long_grid(tile, blocks, len(x)), tile.constants
-        _long_linear[(grid,)](
-            *given, whole, full, len(x), height, width, scale, *kinds, *constants, num_warps=tile.warps, num_stages=tile.stages
+    if tile.halved:
+        whole, (*constants, _) = blocks - tile.halved, tile.constants
+        _long_linear[(_long_grid(tile, blocks, len(x)),)](
+            *given, whole, len(x), height, width, scale, *kinds, *constants, num_warps=tile.warps, num_stages=tile.stages
         )
     else:
         _linear[(tile.groups, blocks)](
@@ -324,10 +313,10 @@ def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:
     tile = gated_tile(card_of(mlp.gate.device), height, width, mlp.gate.element_size(), len(x))
     out, blocks = x.new_empty(len(x), height), triton.cdiv(height, tile.rows)
     given = x, mlp.gate, mlp.up, mlp.gate_bias if has_bias else x, mlp.up_bias if has_bias else x, out
-    if tile.has_halves:
-        grid, whole, full, (*constants, _) = *_long_grid(tile, blocks, len(x)), tile.constants
-        _long_gated[(grid,)](
-            *given, whole, full, len(x), height, width, has_bias, mlp.activation, *constants,
+    if tile.halved:
+        whole, (*constants, _) = blocks - tile.halved, tile.constants
+        _long_gated[(_long_grid(tile, blocks, len(x)),)](
+            *given, whole, len(x), height, width, has_bias, mlp.activation, *constants,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     else:
@@ -338,10 +327,9 @@ def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:
     return out
 
 
-def _long_grid(tile: Tile, blocks: int, tokens: int) -> tuple[int, int, int]:
-    """Return the programs of a product with halves, the blocks of rows that have groups of whole tiles, and these groups."""
-    whole, full = blocks - tile.halved, tile.groups - tile.ends_in_half
-    return whole * tile.groups + tile.halved * triton.cdiv(tokens, tile.tokens // 2), whole, full
+def _long_grid(tile: Tile, blocks: int, tokens: int) -> int:
+    """Return the programs of a product whose last blocks of rows go with half as many tokens at a time."""
+    return (blocks - tile.halved) * tile.groups + tile.halved * triton.cdiv(tokens, tile.tokens // 2)
 
 
 @triton.jit
