@@ -133,6 +133,22 @@ def test_drafts_of_many_rows_are_those_of_the_slowest_eighth(rows, slow, drafts)
     assert [length.choose(texts, 3, 64) for _ in range(4)][-1] == drafts
 
 
+def test_in_a_hard_text_drafts_that_are_never_reached_count_for_less():
+    """Of eight rows one has every first draft rejected: nobody knows its second and third, but they are not those of others."""
+    length = DraftLength(Costs())
+    texts = [a_text(length) for _ in range(8)]
+    for _ in range(12):
+        length.choose(texts, 3, 8)
+        round_ = Launched(list, 3, rows=8)
+        for number, text in enumerate(texts):
+            text.stats.catch_ups += 1
+            accepted, scores = (0, [0.2, 0.9, 0.9]) if not number else (3, [0.9] * 3)
+            length.saw(text, round_, RoundResult([], 3, accepted, scores=scores, made=3), 1.0)
+    hard, easy = texts[0].scores[:3], texts[1].scores[:3]
+    assert max(hard) < 0.4 and min(easy) > 0.8
+    assert max(easy) <= 1.0
+
+
 def test_draft_length_adapts_quickly_to_a_new_prompt():
     _, length = lengths_after(0, lambda drafts: 1 + drafts / 10, 200)
     row, chosen = a_text(length), []

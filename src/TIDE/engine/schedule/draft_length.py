@@ -11,9 +11,10 @@ many rows two try, and the second is timed. Many rows rest from one text to the 
 matter of how many they are, and for as long as a trial takes a hundredth of the time.
 
 Routers score every draft, and the scores of the latest rounds say how easy a text is just now. So a is a short running mean of
-the row's scores, times the long-run share of drafts that were accepted by those that the scores promised. Of many rows some are
-always in a hard place; what counts then is which texts are hard, so their means are longer. Rounds that are launched at once
-are one round here.
+the row's scores, times the long-run share of drafts that were accepted by those that the scores promised. Drafts behind the
+first are seldom reached in a hard text, so their means go with that of the first. Of many rows some are always in a hard place;
+what counts then is which texts are hard, so their means are longer, but for the first rounds of a text. Rounds that are
+launched at once are one round here.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ TOGETHER = (0, 1, 2, 3)  # on MANY slots or more, where each draft of all rows m
 MANY = 8
 EVERY = 4  # rounds of rows together from one choice to the next
 LONGER = 4  # times as many rounds are in the means of rows together
+FEW = 4  # rounds that such a mean counts as seen when a text begins
+LEAST = 1e-6  # of a mean that others are divided by
 LOOKS = 128  # rounds with drafts from one without to the next
 TRIALS = 0.01  # of the time that many rows rest, at most, trials cost
 PAYS = 1.03  # times the tokens without drafts: less is not worth it
@@ -150,11 +153,14 @@ class DraftLength:
             self._is_another = (round_.drafts, round_.rows) != (before.drafts, before.rows) and round_.rows >= MANY
         if seconds is not None and not self._is_another:
             self.costs.saw_round(round_.rows, round_.drafts or 0, seconds)
-        crowd, means, scores = self._crowd, self._scores, result.scores
+        crowd, means, scores, first = self._crowd, self._scores, result.scores, row.scores[0]
         newest = NEWEST if crowd == 1 else NEWEST / LONGER
+        own = max(newest, 1 / (FEW + row.stats.catch_ups)) if crowd > 1 else newest
         for number in range(min(result.accepted + 1, result.made, len(means))):
             score = scores[number] if number < len(scores) else 1.0
             if self.has_scores:
-                row.scores[number] += newest * (score - row.scores[number])
+                row.scores[number] += own * (score - row.scores[number])
                 means[number] += newest / crowd * (score - means[number])
             self.acceptance.add(number + 1, number < result.accepted, score, crowd)
+        for number in range(1, len(means)):
+            row.scores[number] = min(1.0, row.scores[number] * row.scores[0] / max(first, LEAST))
