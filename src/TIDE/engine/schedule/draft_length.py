@@ -38,6 +38,7 @@ FEW = 4  # rounds that such a mean counts as seen when a text begins
 LEAST = 1e-6  # of a mean that others are divided by
 LOOKS = 128  # rounds with drafts from one without to the next
 TRIALS = 0.01  # of the time that many rows rest, at most, trials cost
+ANOTHER = 1.03  # times the tokens per second, for many rows to change their number of drafts: the first such round is slow
 PAYS = 1.03  # times the tokens without drafts: less is not worth it
 PAYS_MOST = 1.15  # and on more slots than CROWDED: the very slowest of so many rows gain less than the slowest eighth
 CROWDED = 32
@@ -70,6 +71,7 @@ class DraftLength:
         self._rested = 0  # rounds
         self._rounds = 0
         self._drafting = 0  # rounds for which drafts were chosen
+        self._usual = 0  # drafts of the latest of them that tried nothing
         self._is_trial = False  # the round before tried what does not seem to pay
         self._again = False  # and so does the next one
         self._seen: Launched | None = None  # the round before
@@ -109,6 +111,9 @@ class DraftLength:
         pace = {length: tokens[length] / (self.costs.captured_round(slots, length) or 1.0) for length in lengths}
         best = max(lengths, key=lambda length: pace[length])
         if best and pace[best] > (PAYS if slots <= CROWDED else PAYS_MOST) * pace[0]:
+            if self._usual and slots >= MANY and pace.get(self._usual, 0.0) * ANOTHER > pace[best]:
+                best = self._usual
+            self._usual = best
             self._rest.reset()
             self._rested = 0
             self._drafting += 1 if slots < MANY else EVERY
