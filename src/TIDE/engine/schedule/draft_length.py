@@ -158,6 +158,11 @@ class DraftLength:
             self._is_another = (round_.drafts, round_.rows) != (before.drafts, before.rows) and round_.rows >= MANY
         if seconds is not None and not self._is_another:
             self.costs.saw_round(round_.rows, round_.drafts or 0, seconds)
+        if result.made:
+            self._learn(row, result)
+
+    def _learn(self, row: Row, result: RoundResult) -> None:
+        """Note scores and acceptance of a row's drafts."""
         crowd, means, scores, first = self._crowd, self._scores, result.scores, row.scores[0]
         newest = NEWEST if crowd == 1 else NEWEST / LONGER
         own = max(newest, 1 / (FEW + row.stats.catch_ups)) if crowd > 1 else newest
@@ -167,5 +172,5 @@ class DraftLength:
                 row.scores[number] += own * (score - row.scores[number])
                 means[number] += newest / crowd * (score - means[number])
             self.acceptance.add(number + 1, number < result.accepted, score, crowd)
-        for number in range(1, len(means)):
-            row.scores[number] = min(1.0, row.scores[number] * row.scores[0] / max(first, LEAST))
+        change = row.scores[0] / max(first, LEAST)
+        row.scores[1:] = [min(1.0, score * change) for score in row.scores[1:]]
