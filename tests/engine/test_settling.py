@@ -305,6 +305,18 @@ def test_rows_that_settle_together_write_what_they_write_alone(strategy, monkeyp
     engine.close()
 
 
+def test_a_prompt_that_runs_again_has_settled_once():
+    """The first request begins on the host, and goes on in whole rounds, where its prompt runs again."""
+    model = build("llama", max_position_embeddings=1024)
+    ids = torch.randint(3, 128, (2, 150), generator=torch.Generator().manual_seed(2))
+    engine = on_references(TIDE(model, Settles(odd), FAST))
+    for _ in range(2):
+        engine.generate(ids, **OPTIONS)
+        assert [row.stats.settled_tokens for row in engine.last_rows] == [74, 74]
+    assert why_on_the_host(engine, ids, **OPTIONS) is None
+    engine.close()
+
+
 def test_blocks_with_settled_tokens_are_never_shared():
     model = build("llama", max_position_embeddings=1024)
     ids = torch.randint(3, 128, (1, 200), generator=torch.Generator().manual_seed(2))

@@ -89,8 +89,9 @@ class SettledPrefill(Prefill):
         """Note who settled; return how many tokens of each row stay."""
         starts = np.cumsum([0, *(len(part) for _, part in self.parts[:-1])])
         gone = np.add.reduceat(settled, starts, dtype=int).tolist()
-        for (own, _), count in zip(self.parts, gone, strict=True):
-            own.row.stats.settled_tokens += count
+        for (own, part), count in zip(self.parts, gone, strict=True):
+            before = own.row.stats.settled_tokens if part.start else 0  # a text may run again
+            own.row.stats.settled_tokens = before + count
             own.row.stats.layers_run -= count * (self.runner.num_layers - self.settling.depth)
         return [len(part) - count for (_, part), count in zip(self.parts, gone, strict=True)]
 
