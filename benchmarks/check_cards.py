@@ -62,6 +62,7 @@ FLOATS = {"parts", "peaks", "sums"}  # arrays of fp32
 NUMBERS = {"scale", "factor", "eps", "head_eps"}
 SIZES = {
     "tokens",
+    "asking",
     "height",
     "width",
     "heads",
@@ -98,7 +99,7 @@ def main() -> None:
 
 
 def check(number: int, card: Card, args: argparse.Namespace) -> bool:
-    """Compile all kernels for a card and print a line of what they use; return if all fit."""
+    """Compile all kernels for a card and print a line of what they use; return if all compile and fit."""
     found, fits = [], True
     for name, (own, constants, tile) in launches(card, args.dtype, args.dim, args.tokens).items():
         try:
@@ -106,6 +107,7 @@ def check(number: int, card: Card, args: argparse.Namespace) -> bool:
             used = int(compiled(own.compiled, constants, tile, args.dtype, number).metadata.shared)
         except Exception as problem:  # compilers refuse cards in many ways
             found.append(f"{name}: {type(problem).__name__} {str(problem).splitlines()[0][:60] if str(problem) else ''}")
+            fits = False
             continue
         fits &= used <= card.shared_memory
         found.append(f"{name} {used / 1024:.0f}{'' if used <= card.shared_memory else ' TOO MUCH'}")
@@ -125,7 +127,7 @@ def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[k
     seen = cards.attention_tile(card, dim, queries, size)
     long = cards.prompt_tile(card, dim)
     no_bias = {"HAS_BIAS": False}
-    plain = {**no_bias, "HAS_BASE": True, "TIMES": False, "HAS_PLACES": False, "ACTIVATION": -1}
+    plain = {**no_bias, "HAS_BASE": True, "HAS_PLACES": False, "ACTIVATION": -1}
     whole = {"CHOSEN": False, "GATHERS": False}
     rotated = dict(SIZE=0, DIM=dim, ROTARY=dim)
     products, ops = triton_products, triton_ops
@@ -172,7 +174,7 @@ def compiled(function: Any, constants: dict[str, object], tile: Any, dtype: str,
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
         signature[name] = "constexpr" if name in constants else type_of(name, dtype)
-        if signature[name] != "constexpr" and name not in NUMBERS | WHOLE | {"tokens"}:
+        if signature[name] != "constexpr" and name not in NUMBERS | WHOLE | {"tokens", "asking"}:
             attributes[(index,)] = [["tt.divisibility", 16]]
     options = {"num_warps": getattr(tile, "warps", 4), "num_stages": tile.stages}
     return triton.compile(ASTSource(function, signature, constants, attributes), GPUTarget("cuda", number, 32), options)

@@ -133,20 +133,31 @@ def test_drafts_of_many_rows_are_those_of_the_slowest_eighth(rows, slow, drafts)
     assert [length.choose(texts, 3, 64) for _ in range(4)][-1] == drafts
 
 
-def test_in_a_hard_text_drafts_that_are_never_reached_count_for_less():
-    """Of eight rows one has every first draft rejected: nobody knows its second and third, but they are not those of others."""
+def a_round_of(length, rows, results):
+    """Eight slots, three drafts of each row."""
+    length.choose(rows, 3, 8)
+    round_ = Launched(list, 3, rows=8)
+    for row, result in zip(rows, results, strict=True):
+        length.saw(row, round_, result, 1.0)
+
+
+def test_a_text_of_many_in_which_scores_promise_too_much_is_trusted_less():
+    """Of eight rows one has every second draft rejected, whatever its score."""
+    length = DraftLength(Costs())
+    texts = [a_text(length) for _ in range(8)]
+    hard, easy = (RoundResult([], 3, accepted, scores=[0.9] * 3, made=3) for accepted in (1, 3))
+    for _ in range(12):
+        a_round_of(length, texts, [hard, *[easy] * 7])
+    assert length.tokens(texts[:1])[3] < 2.3
+    assert length.tokens(texts[1:2])[3] > 3.2
+
+
+def test_a_draft_whose_score_is_below_the_threshold_is_none():
     length = DraftLength(Costs())
     texts = [a_text(length) for _ in range(8)]
     for _ in range(12):
-        length.choose(texts, 3, 8)
-        round_ = Launched(list, 3, rows=8)
-        for number, text in enumerate(texts):
-            text.stats.catch_ups += 1
-            accepted, scores = (0, [0.2, 0.9, 0.9]) if not number else (3, [0.9] * 3)
-            length.saw(text, round_, RoundResult([], 3, accepted, scores=scores, made=3), 1.0)
-    hard, easy = texts[0].scores[:3], texts[1].scores[:3]
-    assert max(hard) < 0.4 and min(easy) > 0.8
-    assert max(easy) <= 1.0
+        a_round_of(length, texts, [RoundResult([], made=3), *[RoundResult([], 3, 3, scores=[0.9] * 3, made=3)] * 7])
+    assert texts[0].scores[0] < 0.5 and texts[1].scores[0] > 0.7
 
 
 @pytest.mark.parametrize(("second", "drafts"), [(0.6, 1), (0.9, 2)])
@@ -161,6 +172,18 @@ def test_many_rows_change_their_drafts_only_for_some_gain(second, drafts):
             text.scores = [1.0, share, *[0.0] * 5]
         chosen = [length.choose(texts, 2, 8) for _ in range(8)]
         assert chosen[-1] == (1 if share == 0.1 else drafts)
+    assert [length.choose([a_text(length) for _ in range(8)], 2, 8) for _ in range(4)][-1] == 2, "others are another matter"
+
+
+def test_a_usual_number_of_drafts_that_no_longer_pays_is_not_kept():
+    length = DraftLength(Costs())
+    texts = [a_text(length) for _ in range(8)]
+    for number, seconds in enumerate((1.0, 1.2, 1.37)):
+        length.costs.saw_round(8, number, seconds)
+    for first, drafts in ((0.9, 1), (0.21, 2)):
+        for text in texts:
+            text.scores = [first, 0.0 if first == 0.9 else 1.0, *[0.0] * 5]
+        assert [length.choose(texts, 2, 8) for _ in range(8)][-1] == drafts
 
 
 def test_draft_length_adapts_quickly_to_a_new_prompt():

@@ -20,7 +20,8 @@ from TIDE.engine.plan import settings
 from TIDE.engine.round import prefill
 from TIDE.engine.runners.gathering import why_no_gathering, window_of
 from TIDE.routing.policy import ExitPolicy
-from TIDE.routing.settling import Settling
+from TIDE.routing.router import Router
+from TIDE.routing.settling import SIGNALS, FittedSettling, Settling, StateMap
 
 DEPTH, PROMPT, NEW = 2, 12, 6
 OPTIONS = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -303,6 +304,21 @@ def test_rows_that_settle_together_write_what_they_write_alone(strategy, monkeyp
         engine.step()
     assert [row.tokens for row in rows] == expected
     engine.close()
+
+
+@pytest.mark.parametrize("depths", [(), (3,), (3, 4, 5), (2, 3)])
+def test_predictions_are_those_of_each_depth(depths):
+    """One product stands for the first halves of all maps; at the checkpoint itself there is none."""
+    generator = torch.Generator().manual_seed(1)
+
+    def some(*size):
+        return torch.randn(size, generator=generator)
+
+    maps = {depth: StateMap(some(depth, 8), some(8, depth), some(8)) for depth in (3, 4, 5)}
+    settling, states = FittedSettling(2, Router(8, 4, SIGNALS), maps), some(6, 8)
+    expected = [settling.predict(depth, states) for depth in depths]
+    for found, own in zip(settling.predictions(depths, states), expected, strict=True):
+        torch.testing.assert_close(found, own)
 
 
 def test_a_prompt_that_runs_again_has_settled_once():

@@ -65,7 +65,7 @@ def test_halves_have_the_bits_of_whole_tiles(height, monkeypatch):
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("tokens", [100, 700])
+@pytest.mark.parametrize("tokens", [20, 100, 700])
 def test_queries_of_some_tokens_have_the_bits_of_all(tokens, norms, dim):
     ops = pytest.importorskip("TIDE.kernels.triton_ops")
     generator = torch.Generator().manual_seed(1)

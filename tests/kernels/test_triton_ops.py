@@ -85,6 +85,7 @@ def test_kv_of_layers_that_many_tokens_skip(features):
 def test_tokens_behind_those_that_ask_leave_kv_and_nothing_else(features, asking):
     generator = torch.Generator().manual_seed(12)
     layer, tokens = a_layer(generator, **features), a_pass(generator, {2: 4, 0: 3}, {2: 9, 0: 14})
+    tokens = some_of(tokens, torch.tensor([1, 3, 6, 5, 0, 2, 4]))  # those that ask see others behind them
     cache, before = torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator), tokens.x.clone()
     all_ask, own = in_dtype(tokens, torch.float32), cache.clone()
     own_x = all_ask.x.clone()

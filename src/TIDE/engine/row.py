@@ -71,6 +71,7 @@ class Row:
     wanted: int | None = field(init=False, default=None)  # drafts to make in this round; None: scores decide
     budget: DraftBudget | None = field(init=False, default=None)
     scores: list[float] = field(init=False, default_factory=list)  # of its latest drafts, by number: running means
+    outcome: list[float] = field(init=False, default_factory=lambda: [1.0, 1.0])  # its drafts: accepted, and expected to be
     exits: int = field(init=False, default=0)  # final tokens that left early
     exits_in_a_row: int = field(init=False, default=0)  # since the full model decided a token
     decided: list[Draft] = field(init=False, default_factory=list)  # the new tokens, and where

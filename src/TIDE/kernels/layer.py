@@ -125,7 +125,7 @@ class Ancestors(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """The tokens of a pass, of any rows; tokens of one row follow each other in rising columns."""
+    """The tokens of a pass, of any rows; tokens of one row that run follow each other in rising columns."""
 
     x: Any  # (n, hidden) states, changed in place
     cos: Any  # (m, rotary_dim) tables of cosines and sines

@@ -66,8 +66,8 @@ BUFFERS = [
 
 
 class kernel:
-    """A Triton kernel that begins with `begin(PDL)`. Its first parameter has a row for each token; its last one, PDL, is set by
-    their number and the card that it is launched on.
+    """A Triton kernel that begins with `begin(PDL)`. Its first parameter has a row for each token that runs; the last one, PDL,
+    is set by their number and the card that it is launched on.
 
     Attributes:
         compiled: the kernel as Triton knows it.

@@ -96,7 +96,7 @@ class FittedSettling(Settling):
 
     def predictions(self, depths: Sequence[int], states: torch.Tensor) -> Iterator[torch.Tensor]:
         """Like the base's, with one product for all of the maps' first halves."""
-        if not self.maps.keys() >= set(depths):
+        if not depths or not self.maps.keys() >= set(depths):
             yield from super().predictions(depths, states)
             return
         maps = [self.maps[depth] for depth in depths]

@@ -58,7 +58,7 @@ class Tokens(NamedTuple):
     ancestors: Ancestors | None = None
     asking: int | None = None  # the first of them, which run; those behind them only leave K/V
 
-    def taken(self, numbers: torch.Tensor | slice) -> Tokens:
+    def taken(self, numbers: torch.Tensor) -> Tokens:
         """Return some of them, of a pass without trees; who lets them attend has to group them."""
         ids, rows, positions, places, after = (table[numbers] for table in self[:5])
         return Tokens(ids, rows, positions, places, after)

@@ -265,7 +265,8 @@ class DeviceRunner(Runner):
     def layers_on_slots(
         self, slots: Slots, span: range, states: torch.Tensor, tokens: Tokens, most: int, taps: tuple[int, ...]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Take the (n, hidden) states of tokens, in place, through layers; yield those at the depths of `taps`.
+        """Take the (n, hidden) states of tokens that ask, in place, through layers; yield those at the depths of `taps`. Only
+        compiled layers take tokens that do not ask.
 
         Args:
             most: no row has more tokens.

@@ -11,10 +11,9 @@ many rows two try, and the second is timed. Many rows rest from one text to the 
 matter of how many they are, and for as long as a trial takes a hundredth of the time.
 
 Routers score every draft, and the scores of the latest rounds say how easy a text is just now. So a is a short running mean of
-the row's scores, times the long-run share of drafts that were accepted by those that the scores promised. Drafts behind the
-first are seldom reached in a hard text, so their means go with that of the first. Of many rows some are always in a hard place;
-what counts then is which texts are hard, so their means are longer, but for the first rounds of a text. Rounds that are
-launched at once are one round here.
+the row's scores, times the long-run share of drafts that were accepted by those that the scores promised. Of many rows some are
+always in a hard place; what counts then is which texts are hard, so their means are longer, and each text has a share of its
+own: scores are too high in one and too low in another. Rounds that are launched at once are one round here.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import numpy as np
 from TIDE.engine.cache.slots import MOST_ROUND
 from TIDE.engine.round.round import Launched
 from TIDE.engine.row import RoundResult, Row
-from TIDE.engine.schedule.acceptance import Acceptance, Rest
+from TIDE.engine.schedule.acceptance import PRIOR, Acceptance, Rest
 from TIDE.engine.schedule.costs import NEWEST, Costs
 
 LENGTHS = (0, 2, 4, 7)
@@ -34,8 +33,6 @@ TOGETHER = (0, 1, 2, 3)  # on MANY slots or more, where each draft of all rows m
 MANY = 8
 EVERY = 4  # rounds of rows together from one choice to the next
 LONGER = 4  # times as many rounds are in the means of rows together
-FEW = 4  # rounds that such a mean counts as seen when a text begins
-LEAST = 1e-6  # of a mean that others are divided by
 LOOKS = 128  # rounds with drafts from one without to the next
 TRIALS = 0.01  # of the time that many rows rest, at most, trials cost
 ANOTHER = 1.03  # times the tokens per second, for many rows to change their number of drafts: the first such round is slow
@@ -82,6 +79,7 @@ class DraftLength:
     def begin(self, row: Row) -> None:
         """Start another text, with what was learnt from those before."""
         row.scores = list(self._scores)
+        row.outcome = [PRIOR, PRIOR]
 
     def choose(self, rows: Sequence[Row], most: int, slots: int = 1, lengths: list[int] | None = None) -> int:
         """Choose the drafts of each row in the next round on `slots` slots, at most `most`.
@@ -92,6 +90,7 @@ class DraftLength:
         if rows[0] not in self._rows:  # the longest there: others are written now
             self.acceptance.fade()
             self._crowd = 1
+            self._usual = 0
             if slots < MANY:
                 self._rest.reset()
                 self._rested = 0
@@ -110,8 +109,9 @@ class DraftLength:
         tokens = self.tokens(rows)
         pace = {length: tokens[length] / (self.costs.captured_round(slots, length) or 1.0) for length in lengths}
         best = max(lengths, key=lambda length: pace[length])
-        if best and pace[best] > (PAYS if slots <= CROWDED else PAYS_MOST) * pace[0]:
-            if self._usual and slots >= MANY and pace.get(self._usual, 0.0) * ANOTHER > pace[best]:
+        pays = (PAYS if slots <= CROWDED else PAYS_MOST) * pace[0]
+        if best and pace[best] > pays:
+            if slots >= MANY and pace.get(self._usual, 0.0) > max(pays, pace[best] / ANOTHER):
                 best = self._usual
             self._usual = best
             self._rest.reset()
@@ -147,6 +147,8 @@ class DraftLength:
         """Return, by the number of drafts, the tokens that a round is expected to give one of the slower rows."""
         shares = [self.acceptance.share(number) for number in range(1, max(LENGTHS) + 1)]
         scores = np.array([row.scores if self.has_scores else [1.0] * len(shares) for row in rows])
+        if self._crowd > 1:
+            scores *= np.array([[row.outcome[0] / row.outcome[1]] for row in rows])
         chances = np.minimum(scores * shares, 1.0)
         accepted = np.sort(chances.cumprod(axis=1).cumsum(axis=1), axis=0)[(len(rows) - 1) // 8]
         return [1.0, *(1.0 + accepted).tolist()]
@@ -163,14 +165,13 @@ class DraftLength:
 
     def _learn(self, row: Row, result: RoundResult) -> None:
         """Note scores and acceptance of a row's drafts."""
-        crowd, means, scores, first = self._crowd, self._scores, result.scores, row.scores[0]
+        crowd, means, scores = self._crowd, self._scores, result.scores
         newest = NEWEST if crowd == 1 else NEWEST / LONGER
-        own = max(newest, 1 / (FEW + row.stats.catch_ups)) if crowd > 1 else newest
         for number in range(min(result.accepted + 1, result.made, len(means))):
-            score = scores[number] if number < len(scores) else 1.0
+            score = 0.0 if number >= result.drafted else scores[number] if number < len(scores) else 1.0
             if self.has_scores:
-                row.scores[number] += own * (score - row.scores[number])
+                row.outcome[0] += number < result.accepted
+                row.outcome[1] += score * self.acceptance.share(number + 1)
+                row.scores[number] += newest * (score - row.scores[number])
                 means[number] += newest / crowd * (score - means[number])
             self.acceptance.add(number + 1, number < result.accepted, score, crowd)
-        change = row.scores[0] / max(first, LEAST)
-        row.scores[1:] = [min(1.0, score * change) for score in row.scores[1:]]
