@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -138,3 +139,15 @@ def test_compiled_code_waits_before_it_loads():
     assert (
         found[0] == "griddepcontrol.wait" and found.count("griddepcontrol.wait") == 1 and {"ld.global", "st.global"} <= {*found}
     )
+
+
+def test_the_script_that_compiles_kernels_for_cards_knows_their_parameters(monkeypatch):
+    """It gives every constant, and no number is taken for an array."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent.parent / "benchmarks")
+    cards = importlib.import_module("check_cards")
+    for name, (own, constants, _) in cards.launches(Card((9, 0), 227 * 1024, 132), "bf16", 128, 16).items():
+        node = KERNELS[own.compiled.fn.__name__]
+        wanted = {part.arg for part in node.args.args if part.annotation is not None}
+        assert constants.keys() | {"PDL"} == wanted, name
+        numbers = {part.arg for part in node.args.args} & {*launch.NUMBERS} - {"whole"}
+        assert all(cards.type_of(number, "bf16") == "i32" for number in numbers), name
