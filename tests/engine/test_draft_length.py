@@ -152,6 +152,17 @@ def test_a_text_of_many_in_which_scores_promise_too_much_is_trusted_less():
     assert length.tokens(texts[1:2])[3] > 3.2
 
 
+def test_trees_have_no_scores_to_trust():
+    """How often a depth was reached says all of them, also of rows that have drafted in a row before."""
+    length = DraftLength(Costs(), has_scores=False)
+    texts = [a_text(length) for _ in range(2)]
+    length.choose(texts, 3, 2)
+    before = length.tokens(texts)
+    for text in texts:
+        text.outcome = [4.0, 16.0]
+    assert length.tokens(texts) == before
+
+
 def test_a_draft_whose_score_is_below_the_threshold_is_none():
     length = DraftLength(Costs())
     texts = [a_text(length) for _ in range(8)]

@@ -147,7 +147,7 @@ class DraftLength:
         """Return, by the number of drafts, the tokens that a round is expected to give one of the slower rows."""
         shares = [self.acceptance.share(number) for number in range(1, max(LENGTHS) + 1)]
         scores = np.array([row.scores if self.has_scores else [1.0] * len(shares) for row in rows])
-        if self._crowd > 1:
+        if self.has_scores and self._crowd > 1:
             scores *= np.array([[row.outcome[0] / row.outcome[1]] for row in rows])
         chances = np.minimum(scores * shares, 1.0)
         accepted = np.sort(chances.cumprod(axis=1).cumsum(axis=1), axis=0)[(len(rows) - 1) // 8]
