@@ -12,8 +12,8 @@
     fast                TIDE in mode fast
 
 Every text has the same number of new tokens. Tokens per second are those of all rows together, medians over the rounds:
-with the prompts, and without them (the time of one new token per row taken off). On a GPU they stand beside what the memory
-allows: weights once and each row's K/V for every step. Prints a table, then one JSON line.
+with the prompts, and without them (the time of one new token per row, taken just before, is taken off in every round). On a GPU
+they stand beside what the memory allows: weights once and each row's K/V for every step. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ def report(rows: int, new: int, seconds: dict[str, dict[int, list[float]]], limi
     found = {}
     for name, own in seconds.items():
         whole, first = statistics.median(own[new]), statistics.median(own[1])
-        decoding = rows * (new - 1) / max(1e-9, whole - first)
+        behind = statistics.median(whole - first for whole, first in zip(own[new], own[1], strict=True))
+        decoding = rows * (new - 1) / max(1e-9, behind)
         found[name] = dict(tok_s=rows * new / whole, decoding=decoding, first_s=first)
         line = f"{name:14}{rows * new / whole:14.1f}{decoding:10.1f}{decoding / rows:8.1f}"
         if limit:
