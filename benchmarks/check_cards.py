@@ -31,6 +31,7 @@ from TIDE.kernels import (
     triton_propagate,
 )
 from TIDE.kernels.cards import Card
+from TIDE.kernels.triton_launch import NUMBERS as ANY_NUMBERS
 from TIDE.kernels.triton_launch import early, kernel
 
 LIMITS = {  # compute capability -> KB of shared memory for a block, multiprocessors
@@ -61,20 +62,13 @@ WHOLE = {
 FLOATS = {"parts", "peaks", "sums"}  # arrays of fp32
 NUMBERS = {"scale", "factor", "eps", "head_eps"}
 SIZES = {
-    "tokens",
-    "asking",
+    *ANY_NUMBERS,  # kernels are compiled for any of these
     "height",
     "width",
     "heads",
     "kv_heads",
     "blocks",
-    "chunks",
-    "together",
-    "each",
-    "stride_group",
-    "stride_member",
     "stride_ancestors",
-    "stride_table",
     "stride_block",
     "stride_head",
     "stride_column",
@@ -174,7 +168,7 @@ def compiled(function: Any, constants: dict[str, object], tile: Any, dtype: str,
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
         signature[name] = "constexpr" if name in constants else type_of(name, dtype)
-        if signature[name] != "constexpr" and name not in NUMBERS | WHOLE | {"tokens", "asking"}:
+        if signature[name] != "constexpr" and name not in {*NUMBERS, *WHOLE, *ANY_NUMBERS}:
             attributes[(index,)] = [["tt.divisibility", 16]]
     options = {"num_warps": getattr(tile, "warps", 4), "num_stages": tile.stages}
     return triton.compile(ASTSource(function, signature, constants, attributes), GPUTarget("cuda", number, 32), options)

@@ -149,5 +149,5 @@ def test_the_script_that_compiles_kernels_for_cards_knows_their_parameters(monke
         node = KERNELS[own.compiled.fn.__name__]
         wanted = {part.arg for part in node.args.args if part.annotation is not None}
         assert constants.keys() | {"PDL"} == wanted, name
-        numbers = {part.arg for part in node.args.args} & {*launch.NUMBERS} - {"whole"}
+        numbers = {part.arg for part in node.args.args} & {*launch.NUMBERS}
         assert all(cards.type_of(number, "bf16") == "i32" for number in numbers), name

@@ -104,7 +104,7 @@ class SettledPrefill(Prefill):
         settled = self.settling.settles(states[: len(allowed)], tokens.positions[: len(allowed)]) & allowed
         known, order = read_later(settled), settled.to(torch.uint8).argsort(stable=True)
         ordered, all_ = states[order], tokens.taken(order)
-        self._take(span[:1], states, tokens._replace(asking=0), columns, Shown())
+        self._take(span[:1], states, tokens._replace(asking=0), columns, Shown())  # the device works while the host reads
         if not (found := known()).any():
             return False
         counts = self._count(found)
