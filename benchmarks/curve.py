@@ -246,13 +246,18 @@ def point(way: Way, kept: Kept, count: int) -> Record:
         "label": way.label,
         "quality": round(1 - fmean(rouge_l(*pair) for pair in pairs), 3),
         "agreement": round(1 - fmean(mismatch(*pair) for pair in pairs), 3),
-        "seconds": round(sum(one["seconds"] for one in own) / tokens, 4),
-        "CPU seconds": round(sum(one["cpu"] for one in own) / tokens, 4),
+        "seconds": shortened(sum(one["seconds"] for one in own) / tokens),
+        "CPU seconds": shortened(sum(one["cpu"] for one in own) / tokens),
         "layers": round(sum(one["layers"] for one in own) / max(1, tokens - count), 2),  # the first token comes with the prompt
-        "joules": round(sum(joules) / tokens, 4) if joules else None,
+        "joules": shortened(sum(joules) / tokens) if joules else None,
         "exits": round(sum(one["exited"] for one in own) / tokens, 3),
         "settled": round(fmean(one.get("settled", 0) for one in own), 3),
     }
+
+
+def shortened(number: float) -> float:
+    """Return a number with three digits that say something: a token takes 0.1 s on a CPU, 0.0004 on a GPU."""
+    return float(f"{number:.3g}")
 
 
 def report(points: list[Record], absent: dict[str, str]) -> None:
@@ -260,7 +265,7 @@ def report(points: list[Record], absent: dict[str, str]) -> None:
     for own in points:
         joules = "-" if own["joules"] is None else f"{own['joules']:.3f}"
         print(
-            f"{own['name']:36}{own['quality']:9.3f}{own['agreement']:11.3f}{own['seconds']:10.4f}{own['CPU seconds']:9.4f}"
+            f"{own['name']:36}{own['quality']:9.3f}{own['agreement']:11.3f}{own['seconds']:10.5f}{own['CPU seconds']:9.5f}"
             f"{own['layers']:8.2f}{joules:>8}{own['exits']:8.1%}{own['settled']:9.1%}"
         )
     for name, why in absent.items():
