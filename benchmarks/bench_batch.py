@@ -11,9 +11,11 @@
     exits off, exact    TIDE on the same batch
     fast                TIDE in mode fast
 
-Every text has the same number of new tokens. Tokens per second are those of all rows together, medians over the rounds:
-with the prompts, and without them (the time of one new token per row, taken just before, is taken off in every round). On a GPU
-they stand beside what the memory allows: weights once and each row's K/V for every step. Prints a table, then one JSON line.
+Every text has the same number of new tokens. Prompts come from the whole file, whatever the number of rows. A batch ends with
+its slowest row, so a few sets of prompts (--sets) say more than one: they are answered one after the other in every round.
+Tokens per second are those of all rows together, medians over the rounds: with the prompts, and without them (the time of one
+new token per row, taken just before, is taken off in every round). On a GPU they stand beside what the memory allows: weights
+once and each row's K/V for every step. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -38,6 +40,24 @@ from TIDE.engine.cache.prefixes import new_salt
 Run = Callable[[int], Any]
 
 
+class Seconds:
+    """Seconds of a contender: by set of prompts, then by round."""
+
+    def __init__(self, sets: int) -> None:
+        self.first: list[list[float]] = [[] for _ in range(sets)]  # of one new token per row
+        self.whole: list[list[float]] = [[] for _ in range(sets)]
+
+    @property
+    def behind(self) -> list[list[float]]:
+        """Those behind the first token."""
+        pairs = zip(self.whole, self.first, strict=True)
+        return [[whole - first for whole, first in zip(*pair, strict=True)] for pair in pairs]
+
+    @staticmethod
+    def medians(seconds: list[list[float]]) -> list[float]:
+        return [statistics.median(own) for own in seconds]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default", help=f"one of {', '.join(SHAPES)}, or what TIDE.load_model takes")
@@ -48,6 +68,7 @@ def main() -> None:
     parser.add_argument(
         "--prompt-tokens", type=int, default=128, help="of random models; otherwise, of the longest prompt taken"
     )
+    parser.add_argument("--sets", type=int, default=1, help="of prompts, for each number of rows")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=4, help="times everything runs before; graphs are made then")
@@ -60,22 +81,23 @@ def main() -> None:
         model, tokenizer = TIDE.load_model(options.model, dtype=options.dtype and getattr(torch, options.dtype))
         router = options.router or (TIDE.default_router() if options.model == "default" else None)
     model.generation_config.eos_token_id = None
-    prompts = texts(model, tokenizer, options)
+    prompts = texts(model, tokenizer, options, options.sets)
     manager = None if not on_gpu() or "continuous" in options.without else continuous(model, options.new_tokens)
     with TIDE.TIDE(model, router) as engine:
         if on_gpu():  # rows end at different times, and each number of rows that are left has graphs of its own
             engine.warm_up(rows=max(options.rows), tokens=options.prompt_tokens + options.new_tokens, progress=False)
         found = {rows: compared(engine, prompts(rows), manager, options) for rows in options.rows}
-        facts = dict(model=options.model, new_tokens=options.new_tokens, backend=engine.backend, dtype=str(model.dtype))
+        facts = dict(model=options.model, new_tokens=options.new_tokens, sets=options.sets)
+        facts |= dict(backend=engine.backend, dtype=str(model.dtype))
     if manager is not None:
         manager.stop()
     print(json.dumps(dict(facts, results=found)))
 
 
-def texts(model: Any, tokenizer: Any, options: argparse.Namespace) -> Callable[[int], list[list[int]]]:
-    """Return a function that gives a number of prompts, as ids."""
+def texts(model: Any, tokenizer: Any, options: argparse.Namespace, sets: int = 1) -> Callable[[int], list[list[list[int]]]]:
+    """Return a function that gives sets of a number of prompts, as ids."""
     if tokenizer is None:
-        return lambda rows: torch.randint(10, model.config.vocab_size, (rows, options.prompt_tokens)).tolist()
+        return lambda rows: torch.randint(10, model.config.vocab_size, (sets, rows, options.prompt_tokens)).tolist()
     questions = QUESTIONS
     if options.prompts is not None:
         questions = [json.loads(line)["turns"][0] for line in options.prompts.read_text("utf-8").splitlines()]
@@ -84,8 +106,12 @@ def texts(model: Any, tokenizer: Any, options: argparse.Namespace) -> Callable[[
     short = [own for own in ids if len(own) <= options.prompt_tokens]
     if not short:
         raise SystemExit(f"no prompt has at most {options.prompt_tokens} tokens: pass --prompt-tokens {min(map(len, ids))}.")
-    step = max(1, len(short) // max(options.rows))  # prompts of all kinds
-    return lambda rows: [short[(index * step) % len(short)] for index in range(rows)]
+    return lambda rows: [spread(short, rows, number / sets) for number in range(sets)]
+
+
+def spread(some: list[list[int]], count: int, shift: float) -> list[list[int]]:
+    """Return so many of a list, evenly, moved by a part of the distance between two."""
+    return [some[int((index + shift) * len(some) / count) % len(some)] for index in range(count)]
 
 
 def continuous(model: Any, new_tokens: int) -> Any:
@@ -97,26 +123,28 @@ def continuous(model: Any, new_tokens: int) -> Any:
     return manager
 
 
-def compared(engine: Any, prompts: list[list[int]], manager: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Time every contender on some prompts."""
-    runs = contenders(engine, prompts, manager)
-    runs = {name: run for name, run in runs.items() if name not in options.without}
+def compared(engine: Any, sets: list[list[list[int]]], manager: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Time every contender on sets of prompts."""
+    runs = [contenders(engine, prompts, manager) for prompts in sets]
+    runs = {name: [own[name] for own in runs] for name in runs[0] if name not in options.without}
     for new in (options.new_tokens,) * options.warm_up + (1, 1):
         for name in list(runs):
             try:
-                runs[name](new)
+                for run in runs[name]:
+                    run(new)
             except (RuntimeError, SystemExit) as problem:
                 if name not in ("compiled", "continuous"):
                     raise
                 print(f"{name} is left out: {problem}", flush=True)
                 del runs[name]
-    seconds: dict[str, dict[int, list[float]]] = {name: {1: [], options.new_tokens: []} for name in runs}
-    for number in range(options.rounds):
+    seconds = {name: Seconds(len(sets)) for name in runs}
+    for number, place in itertools.product(range(options.rounds), range(len(sets))):
         for name in sorted(runs, reverse=bool(number % 2)):
-            for new, own in seconds[name].items():
-                own.append(timed(lambda run=runs[name], new=new: run(new))[0])
-    limit = step_seconds(engine.model, prompts, options.new_tokens) if on_gpu() else None
-    return report(len(prompts), options.new_tokens, seconds, limit)
+            first, whole = (timed(lambda new=new: runs[name][place](new))[0] for new in (1, options.new_tokens))
+            seconds[name].first[place].append(first)
+            seconds[name].whole[place].append(whole)
+    limit = step_seconds(engine.model, sets[0], options.new_tokens) if on_gpu() else None
+    return report(len(sets[0]), options.new_tokens, seconds, limit)
 
 
 def contenders(engine: Any, prompts: list[list[int]], manager: Any) -> dict[str, Run]:
@@ -165,16 +193,17 @@ def step_seconds(model: Any, prompts: list[list[int]], new: int) -> float:
     return (step_bytes(model) + sum(len(own) + new // 2 for own in prompts) * column) / copy_bandwidth()
 
 
-def report(rows: int, new: int, seconds: dict[str, dict[int, list[float]]], limit: float | None) -> dict[str, Any]:
+def report(rows: int, new: int, seconds: dict[str, Seconds], limit: float | None) -> dict[str, Any]:
     """Print and return tokens per second of every contender."""
     print(f"{rows} rows".ljust(14) + f"{'with prompts':>14}{'decoding':>10}{'a row':>8}" + f"{'of limit':>10}" * bool(limit))
     found = {}
     for name, own in seconds.items():
-        whole, first = statistics.median(own[new]), statistics.median(own[1])
-        behind = statistics.median(whole - first for whole, first in zip(own[new], own[1], strict=True))
-        decoding = rows * (new - 1) / max(1e-9, behind)
-        found[name] = dict(tok_s=rows * new / whole, decoding=decoding, first_s=first)
-        line = f"{name:14}{rows * new / whole:14.1f}{decoding:10.1f}{decoding / rows:8.1f}"
+        whole, behind = own.medians(own.whole), own.medians(own.behind)
+        tokens, decoded = (rows * count * len(own.whole) for count in (new, new - 1))
+        decoding = decoded / max(1e-9, sum(behind))
+        found[name] = dict(tok_s=tokens / sum(whole), decoding=decoding, decoding_s=behind)
+        found[name]["first_s"] = statistics.fmean(own.medians(own.first))
+        line = f"{name:14}{tokens / sum(whole):14.1f}{decoding:10.1f}{decoding / rows:8.1f}"
         if limit:
             found[name]["of_limit"] = decoding * limit / rows
             line += f"{decoding * limit / rows:10.3f}"

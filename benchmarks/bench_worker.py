@@ -80,7 +80,7 @@ async def compared(worker: Worker, manager: Any, give: Any, options: argparse.Na
     found = []
     print(f"{'rows':>5}  {'':<12}{'tok/s':>9}{'first ms':>10}{'p95':>8}{'differ':>8}")
     for rows in options.rows:
-        prompts, new = give(rows * options.each), options.new_tokens
+        (prompts,), new = give(rows * options.each), options.new_tokens
         written = sum(tokens_of(number, new) for number in range(len(prompts)))
         for name, exits in (("exits off", False), ("exact", True)):
             alone, _ = await loaded(worker, prompts, 1, options, exits)

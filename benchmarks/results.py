@@ -79,7 +79,7 @@ def _on_a_gpu(data: Path, out: Path, prompts: str, half: list[str]) -> list[Part
         Part("trees-8b", ["bench_trees.py", *spec, "--every", "40", *half, *shape], (PROMPTS,)),
         Part(
             "batch-gpu",
-            ["bench_batch.py", *half, *spec, "--prompt-tokens", "200", "--new-tokens", "128", *rows, *ours],
+            ["bench_batch.py", *half, *spec, "--sets", "4", "--prompt-tokens", "200", "--new-tokens", "128", *rows, *ours],
             (PROMPTS,),
         ),
         Part("batch-8b", ["bench_batch.py", *shape, *rows, "--rounds", "2"]),

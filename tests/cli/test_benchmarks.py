@@ -34,10 +34,11 @@ def test_sampling_is_timed(warm):
 
 
 def test_rows_together_are_timed(warm):
-    found = report(warm.run(FOLDER / "bench_batch.py", "--model", "tiny", "--rows", 1, 3, "--new-tokens", 4, "--rounds", 1))
+    asked = ("--model", "tiny", "--rows", 1, 3, "--sets", 2, "--new-tokens", 4, "--rounds", 1)
+    found = report(warm.run(FOLDER / "bench_batch.py", *asked))
     assert set(found["results"]) == {"1", "3"}
     assert set(found["results"]["3"]) == {"generate", "exits off"}
-    assert all(own["tok_s"] > 0 for own in found["results"]["3"].values())
+    assert all(own["tok_s"] > 0 and len(own["decoding_s"]) == 2 for own in found["results"]["3"].values())
 
 
 def test_trees_are_timed_by_replay(warm):

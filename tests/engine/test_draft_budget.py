@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from TIDE.engine.schedule.acceptance import FIRST_REST, LONGEST_REST
-from TIDE.engine.schedule.costs import ClippedMean, Costs
+from TIDE.engine.schedule.costs import LATEST, ClippedMean, Costs, Undisturbed
 from TIDE.engine.schedule.draft_budget import BETWEEN, TRIAL, DraftBudget, Experience
 
 
@@ -221,6 +221,32 @@ def test_a_short_time_counts_at_once_and_a_long_one_little():
     for value, expected in ((8.0, 8.0), (1.0, 1.0), (100.0, 1.2)):
         seconds.add(value)
         assert seconds.mean == pytest.approx(expected)
+
+
+def test_rounds_in_which_the_device_waited_do_not_count():
+    """Rows of a batch end one after the other, and each end keeps the host busy: most of the last rounds seem long."""
+    round_ = Undisturbed()
+    for number in range(LATEST):
+        round_.add(1.0 if number < LATEST // 2 or number % 4 == 0 else 1.5)
+    assert round_.seconds == 1.0
+
+
+def test_rounds_that_have_become_longer_do_count():
+    round_ = Undisturbed()
+    for value in [1.0] * 1000 + [1.5] * (LATEST - LATEST // 4):
+        round_.add(value)
+    assert round_.seconds == 1.0
+    round_.add(1.5)
+    assert round_.seconds == 1.5
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=3 * LATEST))
+def test_a_quarter_of_the_latest_rounds_took_no_longer_than_is_said(values):
+    round_ = Undisturbed()
+    for value in values:
+        round_.add(value)
+    latest = sorted(values[-LATEST:])
+    assert round_.seconds == latest[(len(latest) - 1) // 4]
 
 
 def test_odds_that_turn_out_too_high_are_corrected_by_number_in_the_row():

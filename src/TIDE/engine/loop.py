@@ -49,8 +49,8 @@ class Launcher(Protocol):
     def admit(self, rows: Sequence[Row]) -> int:
         """Let the first of these rows join, as many as there is room for; return how many."""
 
-    def leave(self, row: Row) -> None:
-        """Let a row go that has ended or was removed."""
+    def leave(self, *rows: Row) -> None:
+        """Let rows go that have ended or were removed."""
 
     def reserve(self) -> list[Row]:
         """Make room for the next round; return the rows, newest first, that had to leave for it."""
@@ -144,8 +144,8 @@ class Loop:
     def _change_rows(self) -> bool:
         """Let rows go that have ended and others come, and put back those that there is no room for; return True if any did."""
         before = self.stage.rows
-        for row in [row for row in before if row.finished]:
-            self.stage.leave(row)
+        if ended := [row for row in before if row.finished]:
+            self.stage.leave(*ended)
         self.waiting = deque(row for row in self.waiting if not row.finished)
         for _ in range(self.stage.admit(self.waiting)):
             self.waiting.popleft()

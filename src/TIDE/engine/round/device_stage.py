@@ -121,11 +121,12 @@ class DeviceStage:
                 rows[0].fail(ValueError(self.seats.too_long(rows[0])))
         return count
 
-    def leave(self, row: Row) -> None:
-        """Free the slot and the blocks of a row that has ended, was removed or is put back."""
+    def leave(self, *rows: Row) -> None:
+        """Free the slots and the blocks of rows that have ended, were removed or are put back."""
         with device_errors(), self.runner.grad_off(), self.runner.device_guard():
-            self._keep(row)
-            self.seats.leave(row)
+            for row in rows:
+                self._keep(row)
+                self.seats.leave(row)
             if self.seats.rows and self.seats.is_wide:
                 self._catch_up()
                 self.seats.shrink()

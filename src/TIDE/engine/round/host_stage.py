@@ -123,14 +123,15 @@ class HostStage:
         """Return no rows: the cache grows with its texts."""
         return []
 
-    def leave(self, row: Row) -> None:
-        """Let a row go: it has ended, or is put back and joins again later. Nothing of the others changes."""
-        self.rows.remove(row)
-        self.joining = [other for other in self.joining if other is not row]
-        row.drafts = []
-        with self.runner.grad_off():
-            self.beginnings.keep(row, self.segments)
-            self.segments.clear(row)
+    def leave(self, *rows: Row) -> None:
+        """Let rows go: they have ended, or are put back and join again later. Nothing of the others changes."""
+        for row in rows:
+            self.rows.remove(row)
+            self.joining = [other for other in self.joining if other is not row]
+            row.drafts = []
+            with self.runner.grad_off():
+                self.beginnings.keep(row, self.segments)
+                self.segments.clear(row)
         if not self.rows:
             self.segments = self._no_segments()  # a long text has had room that others need not have
         self.sampler.serve(self.rows)

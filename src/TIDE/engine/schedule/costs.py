@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import deque
+
+LATEST = 64  # timings of captured rounds that are remembered
 NEWEST = 0.2  # weight of the newest measurement
 GUESS = 0.1  # of a step: the cost of a draft's place in a deep pass before it was measured
 
@@ -27,6 +31,25 @@ class ClippedMean(RunningMean):
             super().add(min(value, 2 * self.mean))
 
 
+class Undisturbed:
+    """The lower quartile of the latest timings: of a round on a device, which now and then waits for a host that is busy with
+    rows that end or join. For many rows that is most rounds towards the end of a batch."""
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def add(self, value: float) -> None:
+        if len(self._latest) == LATEST:
+            del self._sorted[bisect_left(self._sorted, self._latest.popleft())]
+        self._latest.append(value)
+        insort(self._sorted, value)
+
+    @property
+    def seconds(self) -> float:
+        return self._sorted[(len(self._sorted) - 1) // 4]
+
+
 class Costs:
     """Seconds of the parts of a round, and of rounds that are launched as a whole.
 
@@ -44,7 +67,7 @@ class Costs:
         self.exit = ClippedMean()  # seconds up to and with an exit of one row
         self._steps: dict[int, ClippedMean] = {}  # by rows
         self._passes: dict[int, dict[int, ClippedMean]] = {}  # by rows, then by tokens: a deep pass, in steps
-        self._rounds: dict[int, dict[int, ClippedMean]] = {}  # by slots, then by drafts: seconds of a captured round
+        self._rounds: dict[int, dict[int, Undisturbed]] = {}  # by slots, then by drafts: captured rounds
         self.rows = self.tokens = 1
         self.round = 0
 
@@ -78,13 +101,13 @@ class Costs:
                 self.step.add(seconds / known.mean)
             known.add(min(seconds / self.step.mean, 2.0 * tokens / self.rows))
 
-    def rounds(self, slots: int) -> dict[int, ClippedMean]:
-        """By drafts: seconds of a captured round on `slots` slots."""
+    def rounds(self, slots: int) -> dict[int, Undisturbed]:
+        """By drafts: captured rounds on `slots` slots."""
         return self._rounds.setdefault(slots, {})
 
     def saw_round(self, slots: int, drafts: int, seconds: float) -> None:
         """Record a captured round."""
-        self.rounds(slots).setdefault(drafts, ClippedMean()).add(seconds)
+        self.rounds(slots).setdefault(drafts, Undisturbed()).add(seconds)
 
     @property
     def guess(self) -> float:
@@ -112,8 +135,7 @@ class Costs:
     def captured_round(self, slots: int, drafts: int) -> float | None:
         """Return the seconds of a captured round: measured, or those of the next shorter one and a guess for the rest."""
         rounds = self.rounds(slots)
-        step = rounds.get(0)
-        if step is None or step.mean is None:
+        if 0 not in rounds:
             return None
         known = max(length for length in rounds if length <= drafts)
-        return (rounds[known].mean or 0.0) + GUESS * step.mean * (drafts - known)
+        return rounds[known].seconds + GUESS * rounds[0].seconds * (drafts - known)

@@ -37,8 +37,6 @@ LOOKS = 128  # rounds with drafts from one without to the next
 TRIALS = 0.01  # of the time that many rows rest, at most, trials cost
 ANOTHER = 1.03  # times the tokens per second, for many rows to change their number of drafts: the first such round is slow
 PAYS = 1.03  # times the tokens without drafts: less is not worth it
-PAYS_MOST = 1.15  # and on more slots than CROWDED: the very slowest of so many rows gain less than the slowest eighth
-CROWDED = 32
 FIRST_SHARE = 0.7  # of drafts that are accepted, before any was seen
 
 
@@ -109,7 +107,7 @@ class DraftLength:
         tokens = self.tokens(rows)
         pace = {length: tokens[length] / (self.costs.captured_round(slots, length) or 1.0) for length in lengths}
         best = max(lengths, key=lambda length: pace[length])
-        pays = (PAYS if slots <= CROWDED else PAYS_MOST) * pace[0]
+        pays = PAYS * pace[0]
         if best and pace[best] > pays:
             if slots >= MANY and pace.get(self._usual, 0.0) > max(pays, pace[best] / ANOTHER):
                 best = self._usual
