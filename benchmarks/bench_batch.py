@@ -13,6 +13,8 @@
 
 Every text has the same number of new tokens. Prompts come from the whole file, whatever the number of rows. A batch ends with
 its slowest row, so a few sets of prompts (--sets) say more than one: they are answered one after the other in every round.
+Fewer than eight rows have more sets, so that one row alone is asked what eight are asked together.
+
 Tokens per second are those of all rows together, medians over the rounds: with the prompts, and without them (the time of one
 new token per row, taken just before, is taken off in every round). On a GPU they stand beside what the memory allows: weights
 once and each row's K/V for every step. Prints a table, then one JSON line.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import itertools
 import json
 import statistics
@@ -38,6 +41,7 @@ from bench_sampling import QUESTIONS
 from TIDE.engine.cache.prefixes import new_salt
 
 Run = Callable[[int], Any]
+EIGHT = 8  # rows; fewer have as many prompts in all
 
 
 class Seconds:
@@ -68,7 +72,7 @@ def main() -> None:
     parser.add_argument(
         "--prompt-tokens", type=int, default=128, help="of random models; otherwise, of the longest prompt taken"
     )
-    parser.add_argument("--sets", type=int, default=1, help="of prompts, for each number of rows")
+    parser.add_argument("--sets", type=int, default=1, help="of prompts; of fewer rows than eight, as many prompts in all")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=4, help="times everything runs before; graphs are made then")
@@ -95,7 +99,7 @@ def main() -> None:
 
 
 def texts(model: Any, tokenizer: Any, options: argparse.Namespace, sets: int = 1) -> Callable[[int], list[list[list[int]]]]:
-    """Return a function that gives sets of a number of prompts, as ids."""
+    """Return a function that gives sets of a number of prompts, as ids; more sets of few prompts."""
     if tokenizer is None:
         return lambda rows: torch.randint(10, model.config.vocab_size, (sets, rows, options.prompt_tokens)).tolist()
     questions = QUESTIONS
@@ -106,7 +110,12 @@ def texts(model: Any, tokenizer: Any, options: argparse.Namespace, sets: int = 1
     short = [own for own in ids if len(own) <= options.prompt_tokens]
     if not short:
         raise SystemExit(f"no prompt has at most {options.prompt_tokens} tokens: pass --prompt-tokens {min(map(len, ids))}.")
-    return lambda rows: [spread(short, rows, number / sets) for number in range(sets)]
+
+    def give(rows: int) -> list[list[list[int]]]:
+        count = max(sets, sets * EIGHT // rows) if sets > 1 else 1
+        return [spread(short, rows, number / count) for number in range(count)]
+
+    return give
 
 
 def spread(some: list[list[int]], count: int, shift: float) -> list[list[int]]:
@@ -140,9 +149,9 @@ def compared(engine: Any, sets: list[list[list[int]]], manager: Any, options: ar
     seconds = {name: Seconds(len(sets)) for name in runs}
     for number, place in itertools.product(range(options.rounds), range(len(sets))):
         for name in sorted(runs, reverse=bool(number % 2)):
-            first, whole = (timed(lambda new=new: runs[name][place](new))[0] for new in (1, options.new_tokens))
-            seconds[name].first[place].append(first)
-            seconds[name].whole[place].append(whole)
+            run, own = runs[name][place], seconds[name]
+            own.first[place].append(timed(functools.partial(run, 1))[0])
+            own.whole[place].append(timed(functools.partial(run, options.new_tokens))[0])
     limit = step_seconds(engine.model, sets[0], options.new_tokens) if on_gpu() else None
     return report(len(sets[0]), options.new_tokens, seconds, limit)
 

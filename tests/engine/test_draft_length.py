@@ -88,6 +88,18 @@ def test_trials_of_many_rows_cost_a_hundredth_of_the_time_from_one_batch_to_the_
     assert 0 < spent[1] * 0.7 / 1.7 < 0.011 * sum(spent.values())
 
 
+def test_rounds_of_many_rows_are_timed_once_they_run_as_ever():
+    """The device waits in the first two rounds with another number of drafts."""
+    costs = Costs()
+    length = DraftLength(costs)
+    row, timed = a_text(length), []
+    for drafts, seconds in ((0, 1.3), (0, 1.3), (0, 1.0), (1, 1.5), (1, 1.5), (1, 1.2)):
+        result = RoundResult([], drafts, 0, scores=[0.4] * drafts, made=drafts)
+        length.saw(row, Launched(list, drafts, rows=64), result, seconds)
+        timed.append({number: own.seconds for number, own in costs.rounds(64).items()})
+    assert timed == [{}, {}, {0: 1.0}, {0: 1.0}, {0: 1.0}, {0: 1.0, 1: 1.2}]
+
+
 def test_many_rows_draft_again_once_a_trial_shows_that_it_pays():
     length, accepted = DraftLength(Costs()), 0
     rows = [a_text(length) for _ in range(64)]

@@ -6,9 +6,10 @@
 The k with the most tokens per second is taken, of rows together for the last of the slowest eighth: they are waited for. If
 that is 0, a rest follows, and a round with the fewest drafts tries again. While drafts pay, a round without any is timed now
 and then, and of many rows one with the second best number: that is what the others are compared with, and texts grow. The
-first round with another number of drafts takes longer than those behind it (its graph was not the last one that ran), so of
-many rows two try, and the second is timed. Many rows rest from one text to the next, because what drafts cost is mostly a
-matter of how many they are, and for as long as a trial takes a hundredth of the time.
+first two rounds with another number of drafts take longer than those behind them (their graph was not the last one that ran,
+and the host is late for the second), so of many rows three try, and the third is timed. Many rows rest from one text to the
+next, because what drafts cost is mostly a matter of how many they are, and for as long as a trial takes a hundredth of the
+time.
 
 Routers score every draft, and the scores of the latest rounds say how easy a text is just now. So a is a short running mean of
 the row's scores, times the long-run share of drafts that were accepted by those that the scores promised. Of many rows some are
@@ -32,6 +33,7 @@ LENGTHS = (0, 2, 4, 7)
 TOGETHER = (0, 1, 2, 3)  # on MANY slots or more, where each draft of all rows makes a deep pass longer
 MANY = 8
 EVERY = 4  # rounds of rows together from one choice to the next
+TRIED = 3  # rounds of rows together that try what does not seem to pay; only the last one is timed
 LONGER = 4  # times as many rounds are in the means of rows together
 LOOKS = 128  # rounds with drafts from one without to the next
 TRIALS = 0.01  # of the time that many rows rest, at most, trials cost
@@ -68,9 +70,9 @@ class DraftLength:
         self._drafting = 0  # rounds for which drafts were chosen
         self._usual = 0  # drafts of the latest of them that tried nothing
         self._is_trial = False  # the round before tried what does not seem to pay
-        self._again = False  # and so does the next one
+        self._again = 0  # and so do so many behind it
         self._seen: Launched | None = None  # the round before
-        self._is_another = False  # the one at hand has another number of drafts
+        self._alike = 0  # rounds with as many drafts on as many slots, that one included
         self._rows: Sequence[Row] = ()  # of the round before
         self._crowd = 1  # most rows together since there were others
 
@@ -95,7 +97,7 @@ class DraftLength:
         self._rows, self._crowd = list(rows), max(self._crowd, len(rows))
         self._rounds += 1
         if self._again and self.chosen <= most:
-            self._again = False
+            self._again -= 1
         elif slots < MANY or self._rounds % EVERY == 0 or self._is_trial or self.chosen > most:
             self.chosen = self._choose(rows, slots, lengths_on(slots, most) if lengths is None else lengths)
         return self.chosen
@@ -129,7 +131,7 @@ class DraftLength:
 
     def _begin_trial(self, slots: int) -> None:
         self._is_trial = True
-        self._again = slots >= MANY
+        self._again = TRIED - 1 if slots >= MANY else 0
 
     @staticmethod
     def _other(pace: dict[int, float], best: int) -> int:
@@ -139,7 +141,7 @@ class DraftLength:
     def _least_rest(self, slots: int, drafts: int) -> float:
         """Return for how many rounds to rest at least before one with so many drafts tries again."""
         step, trial = (self.costs.captured_round(slots, length) for length in (0, drafts))
-        return 2 * (trial / step - 1) / TRIALS if slots >= MANY and step and trial else 0.0
+        return TRIED * (trial / step - 1) / TRIALS if slots >= MANY and step and trial else 0.0
 
     def tokens(self, rows: Sequence[Row]) -> list[float]:
         """Return, by the number of drafts, the tokens that a round is expected to give one of the slower rows."""
@@ -155,8 +157,8 @@ class DraftLength:
         """Record a round; seconds None: it was compiled or captured, and its time says nothing about others."""
         if round_ is not self._seen:
             before, self._seen = self._seen or round_, round_
-            self._is_another = (round_.drafts, round_.rows) != (before.drafts, before.rows) and round_.rows >= MANY
-        if seconds is not None and not self._is_another:
+            self._alike = self._alike + 1 if (round_.drafts, round_.rows) == (before.drafts, before.rows) else 1
+        if seconds is not None and (self._alike >= TRIED or round_.rows < MANY):
             self.costs.saw_round(round_.rows, round_.drafts or 0, seconds)
         if result.made:
             self._learn(row, result)
