@@ -68,10 +68,8 @@ def parts(of: str, data: Path, out: Path, rows: int = 1) -> list[Part]:
 
 def _on_a_gpu(data: Path, out: Path, prompts: str, half: list[str]) -> list[Part]:
     """Return the parts of a GPU, each of a minute or two; those of calibration as long as their names say."""
-    rows, ours = (
-        ["--rows", "1", "8", "32", "64"],
-        ["--without", "generate", "compiled", "continuous", "fast", "--rounds", "5", "--warm-up", "3"],
-    )
+    rows, ours = ["--rows", "1", "8", "32", "64"], ["--without", "generate", "compiled", "continuous", "fast"]
+    asked = ["--sets", "4", "--prompt-tokens", "200", "--new-tokens", "128", "--rounds", "5", "--warm-up", "3"]
     spec, shape = ["--prompts", prompts], ["--model", "llama-8b"]
     lengths = [word for tokens in (128, 512, 1024, 2048, 8192, 32768) for word in ("--tokens", str(tokens))]
     curve = ["--work", str(out), "--out", str(out), "--figure", str(out / "curve.png")]
@@ -82,7 +80,7 @@ def _on_a_gpu(data: Path, out: Path, prompts: str, half: list[str]) -> list[Part
         Part("trees-8b", ["bench_trees.py", *spec, "--every", "40", *half, *shape], (PROMPTS,)),
         Part(
             "batch-gpu",
-            ["bench_batch.py", *half, *spec, "--sets", "4", "--prompt-tokens", "200", "--new-tokens", "128", *rows, *ours],
+            ["bench_batch.py", *half, *spec, *rows, *ours, *asked],
             (PROMPTS,),
         ),
         Part("batch-8b", ["bench_batch.py", *shape, *rows, "--rounds", "2"]),
@@ -92,7 +90,7 @@ def _on_a_gpu(data: Path, out: Path, prompts: str, half: list[str]) -> list[Part
             "exact-gpu", ["bench_prompts.py", *spec, "--every", "3", "--generate-every", "12", "--warm-up", *half], (PROMPTS,)
         ),
         Part("exits-off-8b", ["bench_decode.py", *shape, "--rounds", "3"]),
-        Part("exits-off-gpu", ["bench_decode.py", *half, "--rounds", "5", "--warm-up", "3"]),
+        Part("exits-off-gpu", ["bench_decode.py", *half, "--rounds", "5"]),
         Part("first-token-gpu", ["bench_prefill.py", *half]),
         Part("warm-up-8b", ["bench_warm_up.py", *shape]),
         Part("warm-up-gpu", ["bench_warm_up.py"]),

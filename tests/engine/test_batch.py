@@ -269,6 +269,16 @@ def test_many_requests_through_sixteen_slots_and_few_blocks():
         assert sorted(slots.rows for slots in engine.runner._free) == sorted({slots.rows for slots in engine.runner._free})
 
 
+def test_rows_that_end_together_leave_together(monkeypatch):
+    """Those that stay are looked at once, and not once for each that leaves."""
+    left, leave = [], DeviceStage.leave
+    monkeypatch.setattr(DeviceStage, "leave", lambda stage, *rows: [left.append(len(rows)), leave(stage, *rows)])
+    texts = [Text(20 + index, 3 if index < 4 else MOST_NEW, "greedy") for index in range(6)]
+    with on_references(TIDE.TIDE(model())) as engine:
+        check(texts, decoded(engine, texts))
+    assert left[0] == 4
+
+
 def test_slots_that_long_texts_had_stand_at_their_beginning_again():
     """Attention of a round plans for the texts that are there, and would wait for chunks of one that is not."""
     with on_references(TIDE.TIDE(build("llama", max_position_embeddings=4096))) as engine:
