@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from TIDE.engine.schedule.acceptance import FIRST_REST, LONGEST_REST
 from TIDE.engine.schedule.costs import LATEST, ClippedMean, Costs, Undisturbed
 from TIDE.engine.schedule.draft_budget import BETWEEN, TRIAL, DraftBudget, Experience
+from TIDE.engine.schedule.draft_length import LOOKS
 
 
 def some_costs(step=1.0, exit_=0.1, passes=(1.0, 1.1, 1.2, 1.3, 2.3)) -> Costs:
@@ -227,24 +228,34 @@ def test_rounds_in_which_the_device_waited_do_not_count():
     """Rows of a batch end one after the other, and each end keeps the host busy: most of the last rounds seem long."""
     round_ = Undisturbed()
     for number in range(LATEST):
-        round_.add(1.0 if number < LATEST // 2 or number % 4 == 0 else 1.5)
+        round_.add(1.0 if number < LATEST // 2 or number % 4 == 0 else 1.5, number)
     assert round_.seconds == 1.0
 
 
 def test_rounds_that_have_become_longer_do_count():
     round_ = Undisturbed()
-    for value in [1.0] * 1000 + [1.5] * (LATEST - LATEST // 4):
-        round_.add(value)
+    for number, value in enumerate([1.0] * 1000 + [1.5] * (LATEST - LATEST // 4)):
+        round_.add(value, number)
     assert round_.seconds == 1.0
-    round_.add(1.5)
+    round_.add(1.5, number + 1)
     assert round_.seconds == 1.5
+
+
+def test_short_texts_after_long_ones_are_soon_known_to_take_less():
+    """While drafts pay, a round without any comes once in LOOKS rounds: sixty-four of them are too many to remember."""
+    costs = Costs()
+    for step in [5.5] * 10 + [4.0] * 2:
+        for _ in range(LOOKS):
+            costs.saw_round(1, 2, step + 0.6)
+        costs.saw_round(1, 0, step)
+    assert costs.captured_round(1, 0) == 4.0 and costs.captured_round(1, 2) == 4.6
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=3 * LATEST))
 def test_a_quarter_of_the_latest_rounds_took_no_longer_than_is_said(values):
     round_ = Undisturbed()
-    for value in values:
-        round_.add(value)
+    for number, value in enumerate(values):
+        round_.add(value, number)
     latest = sorted(values[-LATEST:])
     assert round_.seconds == latest[(len(latest) - 1) // 4]
 

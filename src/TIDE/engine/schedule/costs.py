@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections import deque
 
 LATEST = 64  # timings of captured rounds that are remembered
+LATELY = 256  # timed rounds, of any number of drafts, for which they are: after long texts come short ones
 NEWEST = 0.2  # weight of the newest measurement
 GUESS = 0.1  # of a step: the cost of a draft's place in a deep pass before it was measured
 
@@ -36,13 +37,18 @@ class Undisturbed:
     rows that end or join. For many rows that is most rounds towards the end of a batch."""
 
     def __init__(self) -> None:
-        self._latest: deque[float] = deque()
+        self._latest: deque[tuple[int, float]] = deque()
         self._sorted: list[float] = []
 
-    def add(self, value: float) -> None:
-        if len(self._latest) == LATEST:
-            del self._sorted[bisect_left(self._sorted, self._latest.popleft())]
-        self._latest.append(value)
+    def add(self, value: float, round_: int) -> None:
+        """Record a timing.
+
+        Args:
+            round_: its number among all rounds, those with other drafts too.
+        """
+        while self._latest and (len(self._latest) == LATEST or round_ - self._latest[0][0] > LATELY):
+            del self._sorted[bisect_left(self._sorted, self._latest.popleft()[1])]
+        self._latest.append((round_, value))
         insort(self._sorted, value)
 
     @property
@@ -68,6 +74,7 @@ class Costs:
         self._steps: dict[int, ClippedMean] = {}  # by rows
         self._passes: dict[int, dict[int, ClippedMean]] = {}  # by rows, then by tokens: a deep pass, in steps
         self._rounds: dict[int, dict[int, Undisturbed]] = {}  # by slots, then by drafts: captured rounds
+        self._timed: dict[int, int] = {}  # by slots: captured rounds recorded so far
         self.rows = self.tokens = 1
         self.round = 0
 
@@ -107,7 +114,8 @@ class Costs:
 
     def saw_round(self, slots: int, drafts: int, seconds: float) -> None:
         """Record a captured round."""
-        self.rounds(slots).setdefault(drafts, Undisturbed()).add(seconds)
+        self._timed[slots] = self._timed.get(slots, 0) + 1
+        self.rounds(slots).setdefault(drafts, Undisturbed()).add(seconds, self._timed[slots])
 
     @property
     def guess(self) -> float:
