@@ -348,3 +348,78 @@ def test_the_use_of_blocks_is_stated():
         engine.step()
     engine.step()
     assert engine.cache_use == (0.0, there)
+
+
+@pytest.mark.parametrize("most", [3, 8])
+def test_in_mode_fast_a_row_of_many_leaves_where_it_leaves_alone(most):
+    """A round has no room for nine tokens of each of 33 rows; nobody drafts less for that."""
+    config = TIDEConfig(mode="fast", exit_threshold=0.0, max_pending=most, max_exit_share=1.0)
+    texts = [Text(5 + index, 12, "greedy") for index in range(33)]
+    with on_references(TIDE.TIDE(model(), exits("memory", 2), config)) as engine:
+        expected = [engine.generate(text.ids, **text.options)[0].tolist() for text in texts]
+        assert decoded(engine, texts) == expected
+
+
+@pytest.mark.parametrize("other", [{"exits": False}, {"config": dict(exit_threshold=0.7)}])
+def test_a_row_that_waits_for_blocks_is_not_overtaken_by_rows_of_other_settings(other):
+    """Rows of another threshold, or without exits, are decoded apart, and share K/V with them."""
+    with on_references(TIDE.TIDE(model(), exits("memory", 0))) as engine:
+        engine.generate(Text(3, 4, "greedy").ids, **Text(3, 4, "greedy").options)
+        tight = dict(cache_gib=gib_of(engine, 12), max_pending=2, draft_tree=0)
+        short, long = Text(20, 30, "greedy"), Text(200, 3, "greedy")
+
+        def another():
+            return engine.add(short.ids, **short.options, config=TIDEConfig(**tight))
+
+        live = [another() for _ in range(8)]
+        for _ in range(3):
+            engine.step()
+        own = TIDEConfig(**tight, **other.get("config", {}))
+        late = engine.add(long.ids, **long.options, config=own, exits=other.get("exits", True))
+        for _ in range(150):
+            engine.step()
+            live = [another() if row.finished else row for row in live]
+        assert late.finished and late.tokens == alone(*long[:3])
+        assert any(row.new_tokens for row in live)  # and they go on behind it
+
+
+def test_threads_that_step_count_every_token_once():
+    texts = [Text(5 + index, 20, "greedy") for index in range(4)]
+    with TIDE.TIDE(model()) as engine:
+        rows = [engine.add(text.ids, **text.options) for text in texts]
+
+        def work():
+            while not all(row.finished for row in rows):
+                engine.step()
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert engine.total_stats.total_tokens == sum(len(row.new_tokens) for row in rows) == 80
+
+
+@pytest.mark.parametrize("place", [on_references, lambda engine: engine])
+def test_closing_gives_back_what_open_rows_have(place):
+    engine = place(TIDE.TIDE(model()))
+    text = Text(90, 50, "greedy")
+    engine.generate(text.ids, **{**text.options, "max_new_tokens": 2})
+    row = engine.add(text.ids, **text.options)
+    for _ in range(3):
+        engine.step()
+    engine.close()
+    assert isinstance(row.error, RuntimeError) and not engine._batch._groups
+    assert all(store.free == store.blocks - 1 for _, store in getattr(engine.runner, "_stores", ()))
+
+
+def test_an_engine_may_be_closed_by_a_row():
+    """A criterion runs in the middle of a step."""
+    engine = on_references(TIDE.TIDE(model()))
+    text = Text(9, 20, "greedy")
+    row = engine.add(text.ids, **text.options, stopping_criteria=[lambda ids, scores: engine.close() or False])
+    while not row.finished:
+        engine.step()
+    assert isinstance(row.error, RuntimeError) and not engine._batch._groups
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.step()

@@ -13,8 +13,11 @@ are decoded there too. If a step is broken off, rows go on from their texts as t
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -59,6 +62,14 @@ class Group(NamedTuple):
         return self.stage.is_planned
 
 
+class Step(NamedTuple):
+    """What a step did."""
+
+    rows: list[Row]  # that had not ended before it
+    changed: list[Row]  # that got tokens or ended, also in steps before that were broken off
+    seconds: float
+
+
 class Batch:
     """Rows that are decoded together.
 
@@ -89,12 +100,14 @@ class Batch:
         self.most_rows = most_rows
         self.reason: str | None = None
         self._has_shown = False  # first tokens
+        self._arrivals = itertools.count()
         self._added: deque[Asked] = deque()
         self._groups: list[Group] = []
         self._host_only: dict[Row, str] = {}  # rows that a device had no memory for
         self._open: dict[Row, int] = {}  # rows that have not ended, and how many tokens of them were reported
         self._lock = threading.Lock()  # of `_added` and `_open`
         self._stepping = threading.Lock()
+        self._is_closed = False
 
     @property
     def rows(self) -> list[Row]:
@@ -110,18 +123,34 @@ class Batch:
     def add(self, rows: Sequence[Row], plan: Plan, policy: ExitPolicy | None) -> None:
         """Decode rows from the next step on."""
         with self._lock:
+            for row in rows:
+                row.arrival = next(self._arrivals)
             self._added += [Asked(row, plan, policy) for row in rows]
             self._open |= {row: len(row.tokens) for row in rows}
 
-    def step(self) -> list[Row]:
-        """Give every row a round; return those that got tokens or ended, also in steps before that were broken off."""
-        with self._stepping:
-            if not self.runner.is_checked and self._has_shown:
-                self._check()
-            self._take_in()
-            for group in list(self._groups):
-                self._step(group)
-            return self._changed()
+    def step(self) -> Step:
+        """Give every row a round."""
+        try:
+            with self._stepping:
+                rows, began = self.rows, time.perf_counter()
+                if not self.runner.is_checked and self._has_shown:
+                    self._check()
+                self._take_in()
+                for group in list(self._groups):
+                    if group.is_on_device:
+                        self._let_older_rows_pass(group)
+                    self._step(group)
+                return Step(rows, self._changed(), time.perf_counter() - began)
+        finally:
+            if self._is_closed:  # meanwhile
+                self.close()
+
+    def _let_older_rows_pass(self, group: Group) -> None:
+        """Keep rows from K/V that an older one waits for in another group; if all do, their slots are given back too."""
+        others = (other.loop for other in self._groups if other is not group and other.stage.is_short)
+        group.loop.last_arrival = min((loop.waiting[0].arrival for loop in others if loop.waiting), default=math.inf)
+        if group.loop.last_arrival < math.inf and not group.stage.rows:
+            group.stage.close()
 
     def _changed(self) -> list[Row]:
         with self._lock:
@@ -131,10 +160,16 @@ class Batch:
         return found
 
     def close(self) -> None:
-        """Give everything back that rows have. What the host keeps of their texts is for others that begin alike."""
-        for group in self._groups:
-            group.stage.close()
-        self._groups = []
+        """Give everything back that rows have, or let the step that is running do so. What the host keeps of their texts is for
+        others that begin alike."""
+        self._is_closed = True
+        if self._stepping.acquire(blocking=False):
+            try:
+                for group in self._groups:
+                    group.stage.close()
+                self._groups = []
+            finally:
+                self._stepping.release()
 
     # ---- where rows are decoded ----------------------------------------------------------------------------------------------
 

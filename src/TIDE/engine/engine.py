@@ -263,10 +263,9 @@ class TIDE:
         """Give every row of the batch a round, and return the rows that got tokens or ended. Threads take turns."""
         self.adapter.check_open()  # the rest is checked when a row is added: it takes as long as a round
         self._has_stepped = True
-        batch, began = self._shared_batch(), time.perf_counter()
-        rows, changed = batch.rows, batch.step()
-        self._counts.saw_step(rows, time.perf_counter() - began)
-        return changed
+        step = self._shared_batch().step()
+        self._counts.saw_step(step.rows, [row for row in step.changed if row.finished], step.seconds)
+        return step.changed
 
     def remove(self, row: Row) -> None:
         """Take a row out of the batch before it has ended; nothing happens to one that has. Any thread may call it."""
@@ -329,10 +328,14 @@ class TIDE:
 
     def close(self) -> None:
         """Leave the model as it was handed in. The engine cannot be used afterwards; its rows end with an error."""
-        for row in () if self._batch is None else self._batch.rows:
-            row.fail(RuntimeError("the engine was closed before this text had ended."))
-        self.texts.clear()
-        self.adapter.close()
+        try:
+            if self._batch is not None:
+                for row in self._batch.rows:
+                    row.fail(RuntimeError("the engine was closed before this text had ended."))
+                self._batch.close()
+        finally:
+            self.texts.clear()
+            self.adapter.close()
 
     def __repr__(self) -> str:
         model, depths = self.model, [span.start for span in self.plan.spans[1:]]

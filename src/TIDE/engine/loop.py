@@ -12,9 +12,11 @@ host, some at once. Without, it reads a round as soon as it is launched: the pla
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from TIDE.engine.cache.slots import AT_ONCE
@@ -43,6 +45,10 @@ class Launcher(Protocol):
         """Rows in it, in the order in which they joined."""
 
     @property
+    def is_short(self) -> bool:
+        """True if rows could not join for want of K/V, which other stages may have."""
+
+    @property
     def shape(self) -> TreeShape | None:
         """The tree that a planned round may have; None: its drafts are in a row."""
 
@@ -66,6 +72,7 @@ class Loop:
 
     Attributes:
         waiting: rows that have not joined yet, or were put back.
+        last_arrival: rows that arrived after this one do not join: an older one waits elsewhere for K/V.
         at_once: rounds to launch in a step.
     """
 
@@ -75,6 +82,7 @@ class Loop:
         self.scheduler = scheduler
         self.overlap = overlap
         self.waiting: deque[Row] = deque()
+        self.last_arrival = math.inf
         self.at_once = 1
         self._in_flight: list[Launched] = []
         self._read_at = time.perf_counter()
@@ -147,7 +155,8 @@ class Loop:
         if ended := [row for row in before if row.finished]:
             self.stage.leave(*ended)
         self.waiting = deque(row for row in self.waiting if not row.finished)
-        for _ in range(self.stage.admit(self.waiting)):
+        may_join = list(takewhile(lambda row: row.arrival <= self.last_arrival, self.waiting))
+        for _ in range(self.stage.admit(may_join)):
             self.waiting.popleft()
         if self.stage.rows:
             self.waiting.extendleft(self.stage.reserve())

@@ -17,6 +17,7 @@ from TIDE.adapters.probe import Store
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.slots import MOST_ROUND
 from TIDE.engine.runners.gathering import why_no_gathering
+from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.routing.certificate import Certificate, Settings
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.settling import FittedSettling
@@ -63,6 +64,12 @@ class Plan:
         In mode "fast" exits are never more than `max_exit_share` of the new tokens, the one to come included.
         """
         return self.exact or exits + 1 <= self.max_exit_share * (tokens + 1) + ROUNDING
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts in a row of a round that is launched as a whole. In mode "fast" they are part of the text, so there every row
+        may have as many whatever others there are, and no more rows take part than such a round has room for."""
+        return min(self.max_pending, MOST_TOKENS - 1) if len(self.spans) > 1 else 0
 
     @property
     def catches_up(self) -> bool:

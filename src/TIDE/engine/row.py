@@ -67,6 +67,7 @@ class Row:
     salt: str | None = None  # K/V are shared with rows of the same salt only
     shares: bool = False  # on the host also where the order of sums may show in a text
     seconds: InitVar[Seconds | None] = None  # of the request, shared by its rows
+    arrival: int = field(init=False, default=0)  # its number among the rows of its batch
     drafts: list[Draft] = field(init=False, default_factory=list)
     wanted: int | None = field(init=False, default=None)  # drafts to make in this round; None: scores decide
     budget: DraftBudget | None = field(init=False, default=None)
@@ -193,13 +194,13 @@ class Counts:
             with self._lock:
                 self._over += total(rows, self.num_layers)
 
-    def saw_step(self, rows: Sequence[Row], seconds: float) -> None:
-        """Count a step of rows that come and go, and those that have ended in it."""
+    def saw_step(self, rows: Sequence[Row], ended: Sequence[Row], seconds: float) -> None:
+        """Count a step of rows that come and go, and those that have ended since the one before."""
         with self._lock:
             for row in rows:
                 row.stats.seconds.whole += seconds
-                if row.finished and not row.removed:
-                    self._over += total([row], self.num_layers)
+            for row in ended:
+                self._over += total([row], self.num_layers)
 
     def remove(self, row: Row) -> None:
         """End a row that comes and goes before its text does."""

@@ -45,6 +45,11 @@ def slots_for(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
+def most_slots(drafts: int) -> int:
+    """Return the number of slots on which a round has room for so many drafts of each row."""
+    return 1 << (MOST_ROUND // (drafts + 1)).bit_length() - 1
+
+
 class Tokens(NamedTuple):
     """Tokens of a pass, flat, in fixed buffers."""
 

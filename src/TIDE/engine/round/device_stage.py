@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from TIDE.engine.cache.slots import AT_ONCE, MOST_ROUND, Slots
+from TIDE.engine.cache.slots import AT_ONCE, Slots, most_slots
 from TIDE.engine.plan import Plan
 from TIDE.engine.round import sampler as host
 from TIDE.engine.round.device_choice import DeviceChoice
@@ -63,7 +63,8 @@ class DeviceStage:
         has_trees = plan.draft_tree > 0 and self.without_tree is None
         ahead, trees = (AHEAD + plan.draft_tree, plan.trees) if has_trees else (AHEAD, {})
         self.settling: Settling | None = None if plan.settles_at is None else getattr(policy, "settling", None)
-        self.seats = Seats(runner, exit_, plan.cache_gib, ahead, self.settling is None, trees)
+        most = runner.most_rows if plan.exact else min(runner.most_rows, most_slots(plan.most_drafts))
+        self.seats = Seats(runner, exit_, plan.cache_gib, ahead, self.settling is None, trees, most)
         self._launched = 0
         self._most = MIN_COLUMNS  # columns that attention is planned for
         self._limits: list[int] = []
@@ -82,6 +83,10 @@ class DeviceStage:
     def rows(self) -> list[Row]:
         """Rows in the stage, those included whose texts have not run yet."""
         return self.seats.rows
+
+    @property
+    def is_short(self) -> bool:
+        return self.seats.is_short
 
     @property
     def slots(self) -> Slots:
@@ -110,6 +115,7 @@ class DeviceStage:
     def admit(self, rows: Sequence[Row]) -> int:
         """Let the first of these rows take part as soon as their texts have run, as many as there is room for."""
         if not rows:
+            self.seats.is_short = False
             return 0
         with device_errors(), self.runner.grad_off(), self.runner.device_guard():
             count = self.seats.fitting(rows)
@@ -239,8 +245,8 @@ class DeviceStage:
         fewer of them."""
         if (shape := self.tree(rows)) is not None:
             return [0, shape.levels]
-        most = min(self.plan.max_pending, MOST_TOKENS - 1) if len(self.plan.spans) > 1 else 0
-        return lengths_on(rows, most) if self.plan.exact else sorted({0, min(most, MOST_ROUND // rows - 1)})
+        most = self.plan.most_drafts
+        return lengths_on(rows, most) if self.plan.exact else sorted({0, most})
 
     def run_nothing(self, rows: int, tokens: int, columns: int, drafts: int, features: Features | None) -> None:
         """Run a round on `rows` empty slots, planned for texts of `tokens` tokens; it is captured then.

@@ -54,6 +54,7 @@ class HostStage:
     is_planned = False  # scores decide about drafts while a round runs
     most_ahead = 0  # a round is over when `launch` returns
     shape = None
+    is_short = False  # the cache grows with its texts
 
     def __init__(
         self,

@@ -39,6 +39,10 @@ class Seats:
         ahead: positions beyond the text that rounds which were launched and the next ones may write.
         shares: blocks of texts that begin alike are shared; otherwise each row has its own, and others never find them.
         trees: drafts of a tree by the slots that have trees; rows draft more there than on others.
+        most_rows: that are here at a time; None: as many as the runner takes.
+
+    Attributes:
+        is_short: rows were turned away for want of K/V.
     """
 
     def __init__(
@@ -49,8 +53,11 @@ class Seats:
         ahead: int = AHEAD,
         shares: bool = True,
         trees: Mapping[int, int] | None = None,
+        most_rows: int | None = None,
     ) -> None:
         self.runner = runner
+        self.most_rows = runner.most_rows if most_rows is None else most_rows
+        self.is_short = False
         self.exit = exit_
         self.in_blocks = runner.has_compiled_layers  # otherwise there is one row, with all columns of its slot
         self.cache_gib = cache_gib
@@ -120,10 +127,12 @@ class Seats:
         if not self._blocks:
             self.__dict__.pop("_free_blocks", None)  # there may be more by now
         free = self.store.free + self.most_blocks - self.store.blocks if self.in_blocks else 0
-        most = min(len(rows), self.runner.most_rows - len(self._blocks))
+        most = min(len(rows), self.most_rows - len(self._blocks))
+        self.is_short = False
         for count in range(most):
             free -= self._needed(rows[count]) if self.in_blocks else 0
             if free < (len(self._blocks) + count if self.in_blocks else 0):
+                self.is_short = True
                 return count
         return most
 

@@ -95,7 +95,7 @@ def _stage(engine: Any) -> Iterator[DeviceStage]:
 
 def _works(stage: DeviceStage, rows: int, tokens: int) -> list[Callable[[], object]]:
     """Return everything that up to `rows` rows of up to `tokens` tokens need."""
-    rows = min(rows, stage.runner.most_rows)
+    rows = min(rows, stage.seats.most_rows)
     stage.seats.grow(rows, tokens)
     return [*_prompts(stage, tokens), *_rounds(stage, rows, tokens)]
 

@@ -13,7 +13,6 @@ from TIDE.engine.row import RoundResult, Row
 from TIDE.engine.schedule.costs import Costs
 from TIDE.engine.schedule.draft_budget import DraftBudget, Experience
 from TIDE.engine.schedule.draft_length import DraftLength
-from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.kernels.trees import TreeShape
 
 
@@ -45,8 +44,7 @@ class Scheduler:
         """
         self._planned = self._of(tree)
         if plan.exact:
-            most = min(plan.max_pending, MOST_TOKENS - 1) if len(plan.spans) > 1 else 0
-            self._planned.choose(rows, most, slots, None if tree is None else [0, tree.levels])
+            self._planned.choose(rows, plan.most_drafts, slots, None if tree is None else [0, tree.levels])
 
     def drafts(self, row: Row, plan: Plan, is_planned: bool) -> int | None:
         """Return how many drafts a row makes in its next round; None: scores decide while it runs.
@@ -82,7 +80,7 @@ def most_drafts(row: Row, plan: Plan) -> int:
     if not new:
         return 0  # the first token is the full model's
     room = row.stop.room(row) - plan.exact  # a verified round ends with a token of the full model
-    most = min(plan.max_pending, MOST_TOKENS - 1, max(0, room))
+    most = min(plan.most_drafts, max(0, room))
     if plan.exact:
         return most
     return next((n for n in range(most) if not plan.within_share(row.exits + n, new + n)), most)
