@@ -238,3 +238,27 @@ def test_what_leaves_does_not_depend_on_other_rows(llama, samples, compaction):
         for row in range(4):
             alone = engine.generate(ids[row : row + 1], **options, **(dict(seed=row + 1) if samples else {}))
             assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.invariant(5)
+@pytest.mark.parametrize("depth", [0, 2])
+def test_scores_of_a_row_do_not_depend_on_other_rows_or_on_what_it_begins_with(depth):
+    """Compiled exits have weights in 8 bits, for few tokens and for many. The longer prompts run in torch, unless a row begins
+    with what one before it has left."""
+    model = build("llama", num_hidden_layers=3)
+    prompts = [torch.randint(3, 128, (1, 5 + 2 * i), generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    with TIDE(model) as engine:
+        policy = a_file(model, "memory", (depth,), 0.0).policy(engine.adapter, engine.runner.head)
+
+    def decoded(together: list[torch.Tensor]):
+        rows = [engine.add(ids, **OPTIONS, max_new_tokens=16) for ids in together]
+        while not all(row.finished for row in rows):
+            engine.step()
+        return rows
+
+    with TIDE(model, policy, TIDEConfig(mode="fast", exit_threshold=0.0, max_exit_share=0.7)) as engine:
+        alone = [decoded([ids])[0] for ids in prompts]
+        for own, other in zip(alone, decoded(prompts), strict=True):
+            assert own.tokens == other.tokens
+            scores, others = ([draft.score or 0.0 for draft in row.decided] for row in (own, other))
+            assert any(scores) and others == pytest.approx(scores, abs=2e-5)

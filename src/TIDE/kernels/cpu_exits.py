@@ -20,7 +20,7 @@ FAINT = np.float32(-16)  # tokens so far below the best one do not count in sign
 PARTS = 8
 
 # numba caches compiled code until this file changes, so this file states the versions it was compiled for.
-assert (cpu_ops.VERSION, cpu_products.VERSION, UNLIKELY) == (12, 3, 20)
+assert (cpu_ops.VERSION, cpu_products.VERSION, UNLIKELY) == (13, 4, 20)
 assert " ".join(Entry._fields) == "shallow_center shallow_spread deep_center deep_spread fuse recall eps"
 
 

@@ -11,7 +11,7 @@ from TIDE.kernels import cpu_products
 from TIDE.kernels.cpu_products import ZERO, _dot, _padded, _products
 from TIDE.kernels.layer import GELU_TANH, GROUP, MLP, SILU, Attention, Int8Weight, Layer, Norm, Pass
 
-VERSION = 12  # counts changes of the code compiled here, for modules that compile it into their own
+VERSION = 13  # counts changes of the code compiled here, for modules that compile it into their own
 
 # numba caches compiled code until this file changes, so this file states the types it was compiled for.
 assert " ".join(Norm._fields) == "weight eps offset layer_norm bias"
@@ -21,7 +21,7 @@ assert " ".join(Layer._fields) == (
     "attention_norm attention attention_out_norm mlp_norm mlp mlp_out_norm residual parallel rope"
 )
 assert " ".join(Pass._fields) == "x cos sin rows columns positions angles tables groups ancestors asking"
-assert cpu_products.VERSION == 3
+assert cpu_products.VERSION == 4
 
 
 def use_threads(count: int) -> None:

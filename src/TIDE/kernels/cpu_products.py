@@ -5,8 +5,8 @@
     more              four neighbouring rows and four tokens at a time: arithmetic is the limit here
 
 The sums are spelt out, a variable each, so that the compiler keeps them in registers. Tokens are padded to the next count
-there is, and results for padding are dropped. Exits have int8 weights: CPUs have instructions for their products, which read a
-quarter of the memory.
+there is, and results for padding are dropped. Exits have int8 weights, which are a quarter of the memory. Their states have 16
+bits: in eight, what the order of sums changes in a state may move its score across a threshold.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numba.extending import overload
 
 from TIDE.kernels.layer import GROUP, Int8Weight
 
-VERSION = 3  # counts changes of the code compiled here, for modules that compile it into their own
+VERSION = 4  # counts changes of the code compiled here, for modules that compile it into their own
 ZERO = np.float32(0)
 
 # numba caches compiled code until this file changes, so this file states the types it was compiled for.
@@ -308,8 +308,8 @@ def _products_int8(x, values, scales, out):  # type: ignore[no-untyped-def]
 
 @njit(fastmath=True, cache=True)
 def _rounded(x, groups):  # type: ignore[no-untyped-def]
-    """Return (n, groups, GROUP) states as whole numbers from -127 to 127, and their (n, groups) scales."""
-    steps, sizes = np.zeros((len(x), groups, GROUP), np.int8), np.zeros((len(x), groups), np.float32)
+    """Return (n, groups, GROUP) states as whole numbers from -32767 to 32767, and their (n, groups) scales."""
+    steps, sizes = np.zeros((len(x), groups, GROUP), np.int16), np.zeros((len(x), groups), np.float32)
     for t in range(len(x)):
         for group in range(groups):
             part = x[t, group * GROUP : (group + 1) * GROUP]
@@ -317,7 +317,7 @@ def _rounded(x, groups):  # type: ignore[no-untyped-def]
             for k in range(len(part)):
                 most = max(most, abs(part[k]))
             if most > ZERO:
-                sizes[t, group] = most / np.float32(127)
+                sizes[t, group] = most / np.float32(32767)
                 for k in range(len(part)):
-                    steps[t, group, k] = np.int8(round(part[k] / sizes[t, group]))
+                    steps[t, group, k] = np.int16(round(part[k] / sizes[t, group]))
     return steps, sizes

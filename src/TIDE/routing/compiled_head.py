@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,11 +26,16 @@ class Kept(NamedTuple):
 
 
 class CompiledHead:
-    """The weights of a memory head in the form of compiled code, made once."""
+    """The weights of a memory head in the form of compiled code, made once.
+
+    Attributes:
+        head: the same in torch, for many tokens at once. Its weights are rounded too: which tokens are many depends on what a
+            row begins with, and a guess must not.
+    """
 
     def __init__(self, head: MemoryHead, ops: ModuleType) -> None:
         self.ops = ops
-        self.head = head
+        self.head = head = _rounded(head, ops)
         layer, quantize_int8 = arrays(head.as_layer()), ops.cpu_ops.quantize_int8
         attention, mlp = (
             part._replace(**{name: quantize_int8(getattr(part, name)) for name in names})
@@ -67,6 +73,17 @@ class CompiledHead:
         if length > len(self._cos):
             positions = torch.arange(max(length, 2 * len(self._cos)))[None]
             self._cos, self._sin = (part[0, 0].numpy() for part in self.head.angles(positions, torch.float32))
+
+
+def _rounded(head: MemoryHead, ops: ModuleType) -> MemoryHead:
+    """Return a copy of a head whose weights are those that 8 bits keep of them."""
+    found = copy.deepcopy(head)
+    for part in (found.recall, found.fuse, found.qkv, found.o, found.gate_up, found.down):
+        if part is not None:
+            values, scales = ops.cpu_ops.quantize_int8(part.weight.detach().numpy())
+            rows = values.reshape(len(scales), -1)[:, : part.weight.shape[1]] * scales[:, None]
+            part.weight = torch.nn.Parameter(torch.from_numpy(rows), requires_grad=False)
+    return found
 
 
 def compiled_head(head: torch.nn.Module) -> CompiledHead | None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -48,7 +47,7 @@ class HeadMemory:
     def __init__(
         self, head: RememberingHead, depth: int, num_layers: int, rows: int, compiled: CompiledHead | None = None
     ) -> None:
-        self.head = head
+        self.head = head if compiled is None else compiled.head
         self.compiled = compiled
         self.inputs, self.depths = head.seen(depth, num_layers)
         self.known = [0] * rows
@@ -148,16 +147,31 @@ class HeadMemory:
 
     def _feed(self, rows: list[int], spans: list[range]) -> torch.Tensor:
         """Feed spans of positions to the head; return the (n, hidden) guesses at their ends. The other positions only store
-        K/V: the positions after them have true memories."""
-        if self.compiled is not None and max(map(len, spans)) <= MOST_TOKENS:
-            found = [self.compiled.feed(row, span, self._quick) for row, span in zip(rows, spans, strict=True)]
-            guesses, before = torch.from_numpy(np.stack(found)), self._quick.before
-        else:
-            guesses, before = self._through(rows, spans), self._kept.before
-            found = list(self.head.carry(guesses))
-        for row, span, carried in zip(rows, spans, found, strict=True):
+        K/V: the positions after them have true memories.
+
+        Compiled code rounds states, so which rows it takes is a matter of their own spans.
+        """
+        if self.compiled is None:
+            return self._feed_long(rows, spans)
+        found: dict[int, torch.Tensor] = {}
+        long = [(row, span) for row, span in zip(rows, spans, strict=True) if len(span) > MOST_TOKENS]
+        if long:
+            own_rows, own_spans = map(list, zip(*long, strict=True))
+            found = dict(zip(own_rows, self._feed_long(own_rows, own_spans), strict=True))
+        for row, span in zip(rows, spans, strict=True):
+            if row not in found:
+                guess = self.compiled.feed(row, span, self._quick)
+                found[row] = torch.from_numpy(guess)
+                if span[-1] >= self.known[row]:
+                    self._quick.before[row, span[-1]] = guess
+        return _stacked([found[row] for row in rows])
+
+    def _feed_long(self, rows: list[int], spans: list[range]) -> torch.Tensor:
+        """Feed spans to the head in torch."""
+        guesses = self._through(rows, spans)
+        for row, span, carried in zip(rows, spans, self.head.carry(guesses), strict=True):
             if span[-1] >= self.known[row]:
-                before[row, span[-1]] = carried
+                self._kept.before[row, span[-1]] = carried
         return guesses
 
     def _through(self, rows: list[int], spans: list[range]) -> torch.Tensor:
