@@ -5,7 +5,7 @@ PYTHONPATH=src:tests python -m pytest -o addopts="" tests/gpu
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -17,10 +17,12 @@ from families import build
 from runners import Recording
 from TIDE.config import TIDEConfig
 from TIDE.engine.round.device_stage import DeviceStage
+from TIDE.engine.round.seats import Seats
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHOWN = [kind for kind in KINDS if kind != "processed"]  # whose scores the device has
 
 
 @pytest.fixture
@@ -44,29 +46,46 @@ def scores(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("depth", "strategy"), [(None, None), (0, "memory"), (2, "lens")])
 def test_a_row_has_the_bits_it_has_alone(dtype, depth, strategy, scores):
-    """In a batch of 64, joined late, put back and computed again, with drafts or without."""
-    model = build("llama").to("cuda", dtype)
+    """In a batch of 64, joined late, with drafts or without."""
+    texts = [Text(4 + 3 * index, 24, SHOWN[index % 3], arrives=index // 20) for index in range(64)]
+    check_bits(texts, dtype, depth, strategy, scores, blocks=10000)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("depth", "strategy"), [(None, None), (0, "memory"), (2, "lens")])
+def test_a_row_that_was_put_back_has_the_bits_it_has_alone(dtype, depth, strategy, scores, monkeypatch):
+    put_back, reserve = Counter(), Seats.reserve
+
+    def noting(self):
+        found = reserve(self)
+        put_back.update(found)
+        return found
+
+    monkeypatch.setattr(Seats, "reserve", noting)
+    texts = [Text(4 + 9 * index, 150, SHOWN[index % 3], arrives=index // 8) for index in range(16)]
+    check_bits(texts, dtype, depth, strategy, scores, blocks=40)
+    assert put_back
+
+
+def check_bits(texts, dtype, depth, strategy, scores, blocks):
+    """Compare texts, and every best score of the full model, of rows together with those of each row alone, exits off."""
+    model = build("llama", max_position_embeddings=1024).to("cuda", dtype)
     policy = None if depth is None else with_exit(model, depth, strategy)
-    kinds = [kind for kind in KINDS if kind != "processed"]
-    texts = [Text(4 + 3 * index, 24, kinds[index % 3], arrives=index // 20) for index in range(64)]
-    expected, alone = [], {}
     with TIDE.TIDE(model) as engine:
         engine.generate(texts[0].ids.cuda(), **texts[0].options)
         scores.clear()
-        for text in texts:
-            expected.append(engine.generate(text.ids.cuda(), **text.options)[0].tolist())
+        expected = [engine.generate(text.ids.cuda(), **text.options)[0].tolist() for text in texts]
         assert engine.runner.name == "triton"
-        alone |= scores
+        alone = {key: dict(own) for key, own in scores.items()}
     with TIDE.TIDE(model, policy) as engine:
         engine.generate(texts[0].ids.cuda(), **texts[0].options)
-        for blocks, drafts in ((10000, 0), (10000, 3), (100, 2)):
+        for drafts in (0, 3):
             scores.clear()
             engine.scheduler = Recording(then=drafts)
-            config = TIDEConfig(cache_gib=gib_of(engine, blocks), max_pending=7)
-            assert decoded(engine, [text._replace() for text in texts], config=config) == expected, (blocks, drafts)
-            for key, own in scores.items():
-                for position, score in own.items():
-                    assert score == alone[key].get(position, score), (blocks, drafts, position)
+            config = TIDEConfig(cache_gib=gib_of(engine, blocks), max_pending=7, draft_tree=0)
+            assert decoded(engine, texts, config=config) == expected, drafts
+            for key, own in alone.items():
+                assert {position: scores[key][position] for position in own} == own, drafts
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
