@@ -6,13 +6,18 @@ computed again.
 
 from __future__ import annotations
 
+import functools
+import gc
+import os
+import resource
 import threading
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, StoppingCriteria
 
@@ -20,6 +25,7 @@ import TIDE
 from arrivals import KINDS, LENGTH, MOST_NEW, Text, alone, an_engine, check, decoded, exits, gib_of, model
 from families import build
 from properties import IS_LONG, examples
+from router_files import a_file
 from runners import Recording, on_references
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.blocks import BLOCK
@@ -29,6 +35,9 @@ from TIDE.engine.loop import Loop
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.host_stage import HostStage
 from TIDE.engine.round.seats import AHEAD, Seats
+from TIDE.engine.runners.select import described_layers
+from TIDE.engine.runners.triton_runner import TritonRunner
+from TIDE.kernels import reference, sampling
 
 texts_of = st.lists(
     st.builds(
@@ -60,6 +69,49 @@ def test_a_row_among_others_writes_what_it_writes_alone(strategy, depth, texts, 
     check(texts, found)
     for _, store in engine.runner._stores:
         assert store.free == store.blocks - 1  # every block was given back
+
+
+@functools.cache
+def on_kernels() -> TIDE.TIDE:
+    """An engine of one layer whose rounds run the kernels themselves, in Triton's interpreter."""
+    own = build("llama", num_hidden_layers=1)
+    with TIDE.TIDE(own) as engine:
+        policy = a_file(own, "memory", (0,), 0.0).policy(engine.adapter)
+    engine = TIDE.TIDE(own, policy)
+    ops, exits_of_kernels = (pytest.importorskip(f"TIDE.kernels.triton_{name}") for name in ("ops", "exits"))
+    layers = described_layers(engine.adapter)
+    engine.runner = TritonRunner(engine.adapter, layers, ops, exits_of_kernels, sampling, reference.propagate)
+    engine.generate(torch.tensor([[5, 6]]), max_new_tokens=1, do_sample=False, **LENGTH)
+    return engine
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run on the GPU: tests/gpu")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@settings(max_examples=200 if IS_LONG else 2)
+@given(
+    texts=st.lists(
+        st.builds(
+            Text,
+            prompt=st.sampled_from([1, 9, 63]),
+            new=st.integers(1, 3),
+            kind=st.sampled_from(["greedy", "sampled"]),
+            arrives=st.integers(0, 1),
+            leaves=st.none() | st.integers(1, 2),
+        ),
+        min_size=2,
+        max_size=2,
+    ),
+    drafts=st.integers(0, 2),
+    blocks=st.sampled_from([5, 100]),
+)
+def test_rows_on_kernels_write_what_they_write_alone(texts, drafts, blocks):
+    engine = on_kernels()
+    engine.scheduler, engine._batch = Recording(then=drafts), None
+    found = decoded(engine, texts, config=TIDEConfig(cache_gib=gib_of(engine, blocks), max_pending=3, draft_tree=0))
+    with on_references(TIDE.TIDE(build("llama", num_hidden_layers=1))) as references:
+        for text, own in zip(texts, found, strict=True):
+            expected = references.generate(text.ids, **text.options)[0].tolist()
+            assert own == expected if text.leaves is None else own == expected[: len(own)]
 
 
 @pytest.mark.parametrize("at_once", [1, AT_ONCE])
@@ -254,16 +306,28 @@ def test_threads_hand_rows_over():
     check(texts, [rows[text].tokens for text in texts])
 
 
+def resident_mib() -> float:
+    """The process's memory, where the system tells."""
+    found = Path("/proc/self/statm")
+    return int(found.read_text().split()[1]) * resource.getpagesize() / 2**20 if found.exists() else 0.0
+
+
 @pytest.mark.long
 def test_many_requests_through_sixteen_slots_and_few_blocks():
-    """No row is lost, texts are right, and what rows had is free again; 2,000 requests with TIDE_LONG=1."""
+    """No row is lost, texts are right, memory stays, and what rows had is free again; 2,000 requests with TIDE_LONG=1."""
     generator, count = torch.Generator().manual_seed(0), 2000 if IS_LONG else 60
     drawn = [torch.randint(0, most, (count,), generator=generator).tolist() for most in (90, 9, 4, count // 2)]
     texts = [Text(prompt + 1, new + 1, list(KINDS)[kind], step) for prompt, new, kind, step in zip(*drawn, strict=True)]
     with on_references(TIDE.TIDE(model())) as engine:
         engine.runner.most_rows = 16
-        found = decoded(engine, texts, config=TIDEConfig(cache_gib=gib_of(engine, 20)))
-        check(texts, found)
+        config, in_use = TIDEConfig(cache_gib=gib_of(engine, 20)), []
+        for half in (texts[: count // 2], texts[count // 2 :]):
+            first = min(text.arrives for text in half)
+            half = [text._replace(arrives=text.arrives - first) for text in half]
+            check(half, decoded(engine, half, config=config))
+            gc.collect()
+            in_use.append(resident_mib())
+        assert in_use[1] - in_use[0] < 32, in_use
         store = engine.runner.store(None)
         assert store.blocks <= 20 and store.free == store.blocks - 1
         assert sorted(slots.rows for slots in engine.runner._free) == sorted({slots.rows for slots in engine.runner._free})
