@@ -165,6 +165,26 @@ def test_names_and_fields_are_those_that_servers_look_for(deep, tmp_path):
     assert set(load_file(tmp_path / "speculators" / "model.safetensors")) == set(tensors_of())
 
 
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [("my-org/my-model", None), ("/models/my-model", "the last part of its path, 'my-model'"), ("", "none")],
+)
+def test_speculators_name_the_model_in_full_or_are_refused(name, known, tmp_path):
+    """vLLM loads model and tokenizer by that name."""
+    model = build("llama", num_hidden_layers=8)
+    model.config._name_or_path = name
+    tried(a_head(tmp_path / "in", [1, 3, 6]), model).save(tmp_path / "head.safetensors")
+    file = RouterFile.load(tmp_path / "head.safetensors")
+    if known is not None:
+        with pytest.raises(ValueError, match=rf"of that this file has {known}\. Give its hub id or path \(--model, model=\)"):
+            file.export(tmp_path / "new", "speculators")
+        assert not (tmp_path / "new").exists()
+    file.export(tmp_path / "new", "speculators", None if known is None else "a/b")
+    verifier = json.loads((tmp_path / "new" / "config.json").read_text())["speculators_config"]["verifier"]
+    assert verifier["name_or_path"] == (name if known is None else "a/b")
+    file.export(tmp_path / "vllm")  # a layout that does not name it
+
+
 def test_what_a_layout_cannot_say_is_refused_with_the_reason(deep, tmp_path):
     from router_files import made
 

@@ -115,7 +115,20 @@ def test_a_tokenizer_is_its_words_and_its_chat_template(llama):
     assert fingerprint(llama).mismatch(known) == []
 
 
-@pytest.mark.parametrize("path", ["org/Small-1B", "/home/someone/models/Small-1B/", "C:\\models\\Small-1B", "Small-1B"])
+@pytest.mark.parametrize("path", ["org/Small-1B", "/cache/hub/models--org--Small-1B/snapshots/0a1b2c"])
+def test_the_name_of_a_model_of_the_hub_is_its_id(llama, path):
+    llama.config._name_or_path = path
+    assert fingerprint(llama).name == "org/Small-1B"
+
+
+def test_a_folder_is_not_taken_for_a_hub_id(llama, tmp_path, monkeypatch):
+    (tmp_path / "models" / "Small-1B").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    llama.config._name_or_path = "models/Small-1B"
+    assert fingerprint(llama).name == "Small-1B"
+
+
+@pytest.mark.parametrize("path", ["/home/someone/models/Small-1B/", "C:\\models\\Small-1B", "Small-1B", "./Small-1B"])
 def test_a_name_is_never_a_path(llama, path):
     llama.config._name_or_path = path
     found = fingerprint(llama, Words("a b"))

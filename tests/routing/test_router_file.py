@@ -348,7 +348,7 @@ def test_another_model_is_refused_with_both_named(tmp_path, llama):
     other.config._name_or_path, llama.config._name_or_path = "someone/Other-1B", "Ours-2B"
     path = tmp_path / "router.safetensors"
     made("identity", other).save(path)
-    complaint = r"router.safetensors was made for Other-1B \(Qwen2ForCausalLM, 6 layers .*; this model is Ours-2B "
+    complaint = r"router.safetensors was made for someone/Other-1B \(Qwen2ForCausalLM, 6 layers .*; this model is Ours-2B "
     complaint += r"\(LlamaForCausalLM, 4 layers .* differ in architecture, num_layers, weights\. .*tide calibrate"
     with pytest.raises(ValueError, match=complaint):
         TIDE(llama, path)

@@ -28,7 +28,8 @@ def export(
         typer.Option(
             metavar="MODEL",
             callback=checked(check_model),
-            help="Load this model and try the head on it first: needed for one that comes from elsewhere.",
+            help="Load this model and try the head on it first: needed for one that comes from elsewhere, and for a model from "
+            "a folder in the layout speculators, which names it.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
@@ -40,6 +41,7 @@ def export(
       tide export my.safetensors --to head
       tide export my-org/my-head --model my-org/my-model --to head
     """
+    from TIDE.models.default import default_model_path
     from TIDE.routing.source import load_router
 
     held = load_router(router_path("default", file))
@@ -49,6 +51,6 @@ def export(
         with closing(ModelAdapter(load(model).model)) as adapter:
             held = held.for_model(adapter)
             held.check_model(adapter)
-    held.export(to, layout, model)
+    held.export(to, layout, str(default_model_path()) if model == "default" else model)
     written = {"folder": str(to), "layout": layout, "files": sorted(path.name for path in to.iterdir())}
     typer.echo(json.dumps(written) if as_json else f"written: {to} ({', '.join(written['files'])})")

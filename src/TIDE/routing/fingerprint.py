@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -21,9 +22,11 @@ import torch
 from torch import nn
 
 from TIDE.adapters.weights import holds_numbers
+from TIDE.hub import is_hub_id
 
 SAMPLES = 4096
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples spread evenly, and along no row or column
+DOWNLOADED = re.compile(r"(?:^|/)models--([^/]+)/snapshots/[^/]+$")  # a folder of the hub's cache
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Fingerprint:
     """The identity of a model.
 
     Attributes:
-        name: last part of its path or hub id, for display only.
+        name: its id on the hub, otherwise the last part of its path; never compared.
         weights: hash of the signs of sampled weights; None: not known.
         tokenizer: hash of vocabulary and chat template; None: not known.
     """
@@ -63,7 +66,7 @@ def fingerprint(model: nn.Module, tokenizer: Any = None) -> Fingerprint:
     text = config.get_text_config(decoder=True)
     return Fingerprint(
         architecture=type(model).__name__,
-        name=_last_part(getattr(config, "_name_or_path", None) or ""),
+        name=_name(str(getattr(config, "_name_or_path", None) or "")),
         hidden_dim=int(text.hidden_size),
         num_layers=int(text.num_hidden_layers),
         vocab_size=int(text.vocab_size),
@@ -100,8 +103,14 @@ def _hash_of_tokenizer(tokenizer: Any) -> str:
     return _short(json.dumps(known, sort_keys=True).encode())
 
 
-def _last_part(path: object) -> str:
-    return str(path).replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
+def _name(path: str) -> str:
+    """Return the hub id of a model; of a local one the last part of its path, as files are shared and folders are not."""
+    if is_hub_id(path, (".gguf",)):
+        return path
+    parts = path.replace("\\", "/").rstrip("/")
+    if downloaded := DOWNLOADED.search(parts):
+        return downloaded[1].replace("--", "/")
+    return parts.rsplit("/", 1)[-1]
 
 
 def _short(content: bytes) -> str:

@@ -212,7 +212,7 @@ class RouterFile(ModelHubMixin):
 
         Args:
             layout: "vllm", "sglang" or "speculators".
-            model: hub id or path of the model, for layouts that name it; None: the name in the fingerprint.
+            model: hub id or path of the model, for layouts that name it; None: the hub id in the fingerprint, if it has one.
         """
         from TIDE.routing.eagle3.export import export
 

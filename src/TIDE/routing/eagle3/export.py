@@ -44,7 +44,7 @@ def export(file: RouterFile, folder: Path, layout: str, model: str | None) -> No
     where = file.path or "this router file"
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {list(LAYOUTS)}, found {layout!r}.")
-    if why := _why_not(file, layout):
+    if why := _why_not(file, layout) or _why_nameless(file, layout, model):
         raise ValueError(f"{where} cannot be exported for {layout}: {why}.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"expected a folder that is new or empty, found {folder}. Give another one.")
@@ -79,6 +79,15 @@ def _why_not(file: RouterFile, layout: str) -> str | None:
     if layout == "sglang" and not (sizes.depths[0] and sizes.depths[-1] < made_for.num_layers):
         return f"SGLang hands out states between layers only, and this head sees those of depths {list(sizes.depths)}"
     return None
+
+
+def _why_nameless(file: RouterFile, layout: str, model: str | None) -> str | None:
+    """Return why a layout that names the model cannot; None: it can, or need not."""
+    known = file.fingerprint.name if file.fingerprint else ""
+    if layout != "speculators" or model or "/" in known:
+        return None
+    found = f"the last part of its path, {known!r}" if known else "none"
+    return f"there the model is loaded by name, and of that this file has {found}. Give its hub id or path (--model, model=)"
 
 
 def _tensors(head: EagleHead) -> dict[str, torch.Tensor]:
