@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -206,12 +207,48 @@ def test_what_a_layout_cannot_say_is_refused_with_the_reason(deep, tmp_path):
     last = tried(a_head(tmp_path / "last", [1, 3, 8]), deep)
     with pytest.raises(ValueError, match="SGLang hands out states between layers only"):
         last.export(new, "sglang")
-    gemma = tried(a_head(tmp_path / "gemma"), build("gemma3"))
-    with pytest.raises(ValueError, match="Gemma3ForCausalLM hands out no states"):
-        gemma.export(new)
     assert not new.exists()
     with pytest.raises(FileExistsError, match="expected a folder that is new or empty"):
         file.export(tmp_path / "residual")
+
+
+def of(architecture, deep, folder):
+    """A head for a model of another class, as far as a file says."""
+    file = tried(a_head(folder, [1, 3, 6]), deep)
+    return replace(file, fingerprint=replace(file.fingerprint, architecture=architecture, name="a/b"))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "servers"),
+    [
+        ("LlamaForCausalLM", {"vllm", "sglang", "speculators"}),
+        ("Starcoder2ForCausalLM", {"vllm", "speculators"}),
+        ("Gemma3ForCausalLM", {"sglang"}),
+        ("Gemma2ForCausalLM", set()),
+        ("GPTNeoXForCausalLM", set()),
+    ],
+)
+def test_a_head_is_written_for_servers_that_take_its_model_only(architecture, servers, deep, tmp_path, caplog):
+    file = of(architecture, deep, tmp_path / "in")
+    caplog.clear()
+    for layout in ("vllm", "sglang", "speculators"):
+        if layout in servers:
+            file.export(tmp_path / layout, layout)
+            continue
+        with pytest.raises(
+            ValueError, match=f"hands out no states of {architecture} for EAGLE-3 heads. Serve it with"
+        ) as error:
+            file.export(tmp_path / layout, layout)
+        assert not (tmp_path / layout).exists()
+        other = next(iter(servers & {"vllm", "sglang"}), None)
+        assert str(error.value).endswith(f" or use --layout {other}." if other else "tide serve.")
+    assert not caplog.records
+
+
+def test_a_head_for_a_model_that_the_table_does_not_know_is_written_with_a_warning(deep, tmp_path, caplog):
+    of("OtherForCausalLM", deep, tmp_path / "in").export(tmp_path / "new", "sglang")
+    assert "it is not known here whether SGLang hands out states of OtherForCausalLM" in caplog.text
+    assert (tmp_path / "new" / "config.json").exists()
 
 
 def test_a_folder_with_a_router_file_is_that_file(llama, tmp_path):

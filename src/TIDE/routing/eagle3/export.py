@@ -10,6 +10,7 @@ What a layout cannot say is refused with the reason: a head that computes someth
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import save
 
 from TIDE.routing.eagle3.head import EagleHead, EagleSizes
 from TIDE.routing.eagle3.read import BLOCK, NAMES, UntriedHead
+from TIDE.routing.eagle3.servers import READ, TITLES, takes
 from TIDE.routing.exits import EAGLE3
 from TIDE.routing.storage import write_atomically
 
@@ -25,12 +27,11 @@ if TYPE_CHECKING:
     from TIDE.routing.fingerprint import Fingerprint
     from TIDE.routing.router_file import RouterFile
 
-LAYOUTS = ("vllm", "sglang", "speculators")
+logger = logging.getLogger(__name__)
 FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 DRAFTS = 3  # in a row, unless the server is told otherwise
-# families whose models a server runs without handing out states for such heads
-WITHOUT_STATES = {"vllm": ("Gemma3ForCausalLM",), "speculators": ("Gemma3ForCausalLM",), "sglang": ()}
+SERVERS = {"vllm": "vllm", "sglang": "sglang", "speculators": "vllm"}
 OTHER_HEADS = {
     "memory": "a memory head joins the embedding and the memory of a token by a product and keeps both, centred and normed, in "
     "its residual stream; the block of EAGLE-3 reads them side by side and keeps the memory only",
@@ -42,14 +43,20 @@ OTHER_HEADS = {
 def export(file: RouterFile, folder: Path, layout: str, model: str | None) -> None:
     """Write the head of a router file; see `RouterFile.export`."""
     where = file.path or "this router file"
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {list(LAYOUTS)}, found {layout!r}.")
+    if layout not in SERVERS:
+        raise ValueError(f"layout must be one of {list(SERVERS)}, found {layout!r}.")
     if why := _why_not(file, layout) or _why_nameless(file, layout, model):
         raise ValueError(f"{where} cannot be exported for {layout}: {why}.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"expected a folder that is new or empty, found {folder}. Give another one.")
     head, made_for = file.exits[0].head, file.fingerprint
     assert isinstance(head, EagleHead) and made_for is not None
+    if takes(server := SERVERS[layout], made_for.architecture) is None:
+        logger.warning(
+            "it is not known here whether %s hands out states of %s for EAGLE-3 heads. If it says that it does not, serve the "
+            "model with tide serve.",
+            *(TITLES[server], made_for.architecture),
+        )
     vocabulary = None if file.vocabulary is None else file.vocabulary.cpu()
     tensors = _tensors(head) | _maps(vocabulary, made_for.vocab_size)
     if layout == "speculators":
@@ -72,8 +79,11 @@ def _why_not(file: RouterFile, layout: str) -> str | None:
         return "its head was not tried on its model, so how it is to be read is open. Give the model too (--model)"
     assert isinstance(head, EagleHead)
     sizes = head.sizes
-    if made_for.architecture in WITHOUT_STATES[layout]:
-        return f"there {made_for.architecture} hands out no states for EAGLE-3 heads. Serve it with tide serve"
+    server = SERVERS[layout]
+    if takes(server, made_for.architecture) is False:
+        other = next((f" or use --layout {own}" for own in TITLES if takes(own, made_for.architecture)), "")
+        why = f"{TITLES[server]}, as of {READ}, hands out no states of {made_for.architecture} for EAGLE-3 heads"
+        return f"{why}. Serve it with tide serve{other}"
     if layout == "sglang" and sizes.norm_before_residual:
         return "SGLang does not know norm_before_residual, with which this head was trained. Use --layout vllm"
     if layout == "sglang" and not (sizes.depths[0] and sizes.depths[-1] < made_for.num_layers):
