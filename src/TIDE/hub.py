@@ -7,13 +7,13 @@ earlier downloads are used.
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
 TIMEOUT = 5.0  # seconds
 EXPECTED = "expected 'default', a folder with a model, a .gguf file, or a hub id that can be reached"
-
-
+HTTP_LIBRARIES = {"httpx", "httpx2", "requests"}  # that versions of huggingface_hub use
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -33,6 +33,19 @@ def hub_trouble() -> str | None:
         get_session().head(constants.ENDPOINT, timeout=TIMEOUT)
     except Exception as problem:  # the type depends on the HTTP library in use
         return f"{constants.ENDPOINT} does not answer: {problem or type(problem).__name__}"
+    return None
+
+
+def broken_answer(problem: Exception) -> str | None:
+    """Return what was wrong with an answer of the hub, in a few words; None: the problem is another one."""
+    from huggingface_hub import constants
+
+    if isinstance(problem, json.JSONDecodeError):
+        return f"what {constants.ENDPOINT} sent is not what a hub sends; a proxy may have answered in its place"
+    libraries = {kind.__module__.partition(".")[0] for kind in type(problem).__mro__}
+    if libraries & HTTP_LIBRARIES:
+        said = " ".join(str(problem).split()) or type(problem).__name__
+        return f"the connection to {constants.ENDPOINT} broke ({said.rstrip('.')})"
     return None
 
 

@@ -10,7 +10,8 @@ import time
 import pytest
 
 import TIDE
-from TIDE.hub import check_datasets
+from TIDE.hub import EXPECTED, check_datasets
+from TIDE.routing.source import load_router
 
 
 class NoWay(http.server.BaseHTTPRequestHandler):
@@ -42,6 +43,50 @@ def test_a_hub_that_cannot_be_reached_fails_with_a_line(no_hub):
     with pytest.raises(OSError, match=r"file of 'no/such-router': the hub cannot be reached .* was not downloaded before"):
         TIDE.RouterFile.from_pretrained("no/such-router")
     assert time.perf_counter() - began < 300  # two on a quiet machine; the hub is silent for ten minutes
+
+
+class Broken(http.server.BaseHTTPRequestHandler):
+    """Answers at first, and then breaks every connection, or sends a page as a proxy does."""
+
+    page = b""
+
+    def do_HEAD(self):
+        if self.path != "/" and not self.page:
+            return  # without an answer
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.page)))
+        self.end_headers()
+
+    def do_GET(self):
+        if self.page:
+            self.do_HEAD()
+            self.wfile.write(self.page)
+
+    def log_message(self, *told):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        (b"", "the connection to http://127.* broke"),
+        (b"<html>Sign in</html>", "is not what a hub sends|hub cannot be reached|EXPECTED"),
+    ],
+    ids=["broken", "proxy"],
+)
+def test_a_hub_whose_answers_break_is_said_in_a_line(page, said, monkeypatch, tmp_path):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Server", (Broken,), {"page": page}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    at = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", at)
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", at + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for load in (load_router, TIDE.RouterFile.from_pretrained, TIDE.load_model):
+        with pytest.raises(OSError, match=f"cannot load .*'my-org/one': .*({said.replace('EXPECTED', EXPECTED)})"):
+            load("my-org/one")
+    server.shutdown()
 
 
 def test_what_was_downloaded_before_is_used_without_the_hub(no_hub, folder, monkeypatch, tmp_path):

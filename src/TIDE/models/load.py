@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from TIDE.hub import EXPECTED, model_source
+from TIDE.hub import EXPECTED, broken_answer, model_source
 
 
 class Loaded(NamedTuple):
@@ -75,3 +75,7 @@ def _read(name: str, dtype: Any, trust_remote_code: bool = False) -> Loaded:
         return Loaded(model, AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
     except OSError as problem:
         raise OSError(f"cannot load {name!r}: {EXPECTED}. ({problem})") from problem
+    except Exception as problem:  # the type depends on the HTTP library in use
+        if Path(source).is_dir() or (why := broken_answer(problem)) is None:
+            raise
+        raise OSError(f"cannot load {name!r}: {why}. Try again, or give a folder with a model.") from problem

@@ -25,7 +25,7 @@ import torch
 from huggingface_hub import ModelCard, ModelHubMixin, hf_hub_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from TIDE.hub import hub_trouble
+from TIDE.hub import broken_answer, hub_trouble
 from TIDE.routing import storage
 from TIDE.routing.card import LIBRARY, card_text, summary_text
 from TIDE.routing.certificate import Certificate
@@ -281,12 +281,17 @@ class RouterFile(ModelHubMixin):
         if (trouble := hub_trouble()) is not None:
             options["local_files_only"] = True
         try:
-            return cls.load(hf_hub_download(model_id, HUB_FILE, **options))
+            path = hf_hub_download(model_id, HUB_FILE, **options)
         except LocalEntryNotFoundError as problem:
             raise OSError(
                 f"cannot load the router file of {model_id!r}: the hub cannot be reached ({trouble or problem}), and it was "
                 f"not downloaded before. Check the connection, or give a folder."
             ) from problem
+        except Exception as problem:  # the type depends on the HTTP library in use
+            if (why := broken_answer(problem)) is None:
+                raise
+            raise OSError(f"cannot load the router file of {model_id!r}: {why}. Try again, or give a folder.") from problem
+        return cls.load(path)
 
 
 def add_certificate(source: str | Path, certificate: Certificate, target: str | Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from TIDE.hub import hub_trouble, is_hub_id
+from TIDE.hub import broken_answer, hub_trouble, is_hub_id
 from TIDE.routing.router_file import HUB_FILE, RouterFile
 from TIDE.routing.storage import SUFFIXES
 
@@ -57,3 +57,7 @@ def _downloaded(name: str, files: list[str], trouble: str | None) -> Path:
         is_missing = isinstance(problem, RepositoryNotFoundError)
         said = "there is no such repository, or it is not public" if is_missing else " ".join(str(problem).split())
         raise OSError(f"cannot load exits from {name!r}: {said}. Check the name, or give a file or a folder.") from problem
+    except Exception as problem:  # the type depends on the HTTP library in use
+        if (why := broken_answer(problem)) is None:
+            raise
+        raise OSError(f"cannot load exits from {name!r}: {why}. Try again, or give a file or a folder.") from problem
