@@ -69,6 +69,12 @@ def test_shapes_win_over_the_configuration(deep, tmp_path):
     assert head.sizes.vocabulary == 128
 
 
+def test_a_kind_of_null_is_no_kind(tmp_path):
+    config = config_of("original", **{IDS: [1, 3, 6]}) | {"speculators_model_type": None}
+    folder = write(tmp_path, config, original(tensors_of()))
+    assert read_folder(folder).facts["origin"] == "EAGLE-3 head, original layout"
+
+
 def test_an_embedding_that_is_the_models_own_is_no_hindrance(deep, tmp_path):
     own = deep.get_input_embeddings().weight.detach()
     folder = write(tmp_path, config_of("original"), original(tensors_of()) | {"embed_tokens.weight": own.bfloat16()})

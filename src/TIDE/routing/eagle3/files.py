@@ -31,7 +31,7 @@ class HeadFiles(NamedTuple):
 
     @property
     def layout(self) -> str:
-        return SPECULATORS if "speculators_model_type" in self.config else ORIGINAL
+        return ORIGINAL if self.config.get("speculators_model_type") is None else SPECULATORS
 
     @property
     def block(self) -> dict[str, Any]:
