@@ -105,6 +105,21 @@ def test_the_clock_decides_and_the_same_seed_gives_the_same_file_again(llama, ch
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("left", [0.0, 0.001])
+def test_no_further_head_is_tried_without_time_for_it(left, llama, chatty, tmp_path, monkeypatch, caplog):
+    """The first one is trained in any case."""
+    monkeypatch.setattr(module, "FULL", replace(module.FULL, answer=16))
+    monkeypatch.setattr("TIDE.calibration.clock.Clock.left", left)
+    monkeypatch.setattr(module, "is_worth_going_deeper", lambda tried: True)
+    fit_head, titles = module.fit_head, []
+    monkeypatch.setattr(module, "fit_head", lambda *args: titles.append(args[6]) or fit_head(*args))
+    config = TIDE.TIDEConfig(calibration_minutes=0.01, calibration_samples=20, checkpoint_interval=2)
+    with caplog.at_level("INFO"):
+        TIDE.calibrate(llama, chatty, tmp_path / "router.safetensors", config)
+    assert titles == ["memory head at depth 0"]
+    assert "depth 2: not tried, as no time is left for another head" in caplog.text
+
+
 @pytest.mark.parametrize(("answered", "texts"), [(0, 48), (30, 96), (60, 400)])
 def test_the_time_for_answers_to_prompts_of_a_file_is_planned(answered, texts, llama, chatty, tmp_path, monkeypatch):
     """An answer takes a second, and 0.4 of two minutes are for texts."""

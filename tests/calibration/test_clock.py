@@ -73,8 +73,25 @@ def test_each_head_takes_its_share_of_what_is_left(now):
     now[0] = 80.0
     assert clock.steps(4, lambda: 0.1, most=10**9) == HEAD_SHARE * 40 / 0.1
     now[0] = 500.0
-    assert clock.steps(8, lambda: 0.1, most=10**9) == 1
+    assert clock.steps(8, lambda: 0.1, most=10**9) == 0
     assert Clock(2, "b").steps(0, lambda: 0.1, most=7) == 7
+
+
+def test_time_that_measuring_a_step_takes_is_not_left_for_steps(now):
+    def measured() -> float:
+        now[0] += 20
+        return 0.1
+
+    assert Clock(2, "a").steps(0, measured, most=10**9) == HEAD_SHARE * 100 / 0.1
+
+
+def test_whether_time_is_left_is_decided_once(now):
+    clock = Clock(2, "a")
+    assert not clock.is_over(4)
+    now[0] = 120.0
+    assert clock.is_over(8) and not clock.is_over(4)
+    now[0] = 0.0
+    assert Clock(2, "a").is_over(8)
 
 
 def test_a_decision_is_made_once_for_a_model_a_machine_and_settings(now):

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -39,7 +38,7 @@ from TIDE.calibration.self_texts import ANSWER, TYPICAL, answering_seconds, writ
 from TIDE.calibration.start import Start
 from TIDE.calibration.text import Text
 from TIDE.calibration.texts import load_texts, unanswered
-from TIDE.calibration.timing import Costs, machine, measure_costs, measure_head
+from TIDE.calibration.timing import machine, measure_costs, measure_head
 from TIDE.calibration.vocabulary import Choice, choose_vocabulary, ranked, training_vocabulary
 from TIDE.calibration.work import Work
 from TIDE.config import TIDEConfig
@@ -70,6 +69,7 @@ class Effort:
 
 FULL = Effort()
 QUICK = Effort(64, 120, Schedule(epochs=4, batch_tokens=1024, positions=384, draft_steps=2, checks=2), is_timed=False)
+NO_TIME = "depth %d: not tried, as no time is left for another head"
 COST_OF_8_BITS = 0.002  # of agreement, that smaller files may have
 TEXT_TOKENS = TYPICAL + ANSWER
 
@@ -207,8 +207,14 @@ class _Job:
         candidates: dict[int, Candidate] = {}
         tried: list[Placed] = []
         for depth in self.start.depths():
+            if exits and self.timer is not None and self.timer.is_over(depth):
+                logger.info(NO_TIME, depth)
+                break
             with extended(self.adapter, self.split, self.start.inputs(depth), self.budget):
                 fitted = self._fit(depth, [*exits.values()])
+                if fitted is None:
+                    logger.info(NO_TIME, depth)
+                    break
                 self.steps[depth] = fitted.steps
                 if self.choice is None and not self.start.has_own_vocabulary:
                     self.choice = self._choose(fitted.head, depth)
@@ -229,8 +235,13 @@ class _Job:
                 break
         return exits, candidates, tried
 
-    def _fit(self, depth: int, before: list[Exit]) -> Fitted:
-        """Train a head, or go on with one."""
+    @property
+    def timer(self) -> Clock | None:
+        """What heads are trained by; None: by epochs."""
+        return self.clock if self.epochs is None else None
+
+    def _fit(self, depth: int, before: list[Exit]) -> Fitted | None:
+        """Train a head, or go on with one; None: there is no time for another one."""
         strategy, head = self.start.strategy, self.start.head(depth, before, self.trained_on)
         if strategy == "identity":
             return Fitted(head.eval(), [])
@@ -246,10 +257,12 @@ class _Job:
             begun = Fitted(
                 copy.deepcopy(held).eval(), agreement(self.adapter, held, self.split.valid, where, schedule.draft_steps)
             )
-        if self.clock is not None and self.epochs is None:
+        if self.timer is not None:
             most = max(schedule.least_steps, MOST_EPOCHS * self.split.train.batch_count(schedule.batch_tokens))
-            steps = self.clock.steps(depth, lambda: step_seconds(self.adapter, head, self.split, where, schedule), most)
-            schedule = replace(schedule, steps=steps)
+            steps = self.timer.steps(depth, lambda: step_seconds(self.adapter, head, self.split, where, schedule), most)
+            if before and steps < schedule.checks:
+                return None
+            schedule = replace(schedule, steps=max(steps, schedule.checks))
         fitted = fit_head(self.adapter, head, self.split, where, schedule, self.seed, f"{strategy} head at depth {depth}")
         if begun is not None:
             fitted = _better(begun, fitted, depth)
@@ -337,7 +350,7 @@ class _Job:
         figures = {
             "placement": [one.row(self.costs) for one in placed],
             "expected_speedup": round(speedup, 3),
-            "milliseconds": _milliseconds(self.costs),
+            "milliseconds": self.costs.milliseconds(),
         }
         if self.choice is not None:
             figures["draft_vocabulary"] = self.choice.words
@@ -380,13 +393,3 @@ def _on(vocabulary: torch.Tensor | None, adapter: ModelAdapter) -> torch.Tensor 
 
 def _some(texts: list[Text]) -> list[Text]:
     return texts[:: -(-len(texts) // MEASURED) or 1]
-
-
-def _milliseconds(costs: Costs) -> dict[str, Any]:
-    """Return the costs in milliseconds, rounded for display."""
-    return {
-        "full step": round(costs.full_step * 1e3, 3),
-        "entry": round(costs.entry * 1e3, 3),
-        "layer by tokens": {n: round(value * 1e3, 4) for n, value in costs.layer.items()},
-        "LM head by tokens": {n: round(value * 1e3, 4) for n, value in costs.lm_head.items()},
-    }

@@ -1,15 +1,16 @@
 """The minutes of a calibration and what they are spent on: texts first, then training.
 
     0.4 of the time                 texts and their states, as many as fit; if even a few take long, 0.2 more than these
-    0.6 of what is left then        training of a head, and so on for every head that is tried
+    0.6 of what is left then        training of a head, and so on for every head that is tried while there is time for it
 
-Numbers of texts and steps follow from speeds measured on this machine. They are stored in the cache folder, so that
-calibrating twice gives the same file.
+The least is done whatever it takes: 20 texts, and one head. Numbers of texts and steps follow from speeds measured on this
+machine. They are stored in the cache folder, so that calibrating twice gives the same file.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -58,17 +59,23 @@ class Clock:
         return int(kept["count"])
 
     def steps(self, depth: int, seconds: Callable[[], float], most: int) -> int:
-        """Return a number of training steps for a head.
+        """Return the number of training steps for a head that there is time for.
 
         Args:
             seconds: measures the time of a step.
         """
 
-        kept = self._decided(
-            f"steps at depth {depth}", lambda: {"count": max(1, min(int(HEAD_SHARE * self.left / seconds()), most))}
-        )
-        logger.info("depth %d: %d steps, %.0f s are left", depth, kept["count"], self.left)
+        def fitting() -> dict[str, Any]:
+            each = seconds()  # takes time itself, which is not left then
+            return {"count": min(int(HEAD_SHARE * self.left / each), most)}
+
+        kept = self._decided(f"steps at depth {depth}", fitting)
+        logger.info("depth %d: time for %d steps, %.0f s are left", depth, kept["count"], self.left)
         return int(kept["count"])
+
+    def is_over(self, depth: int) -> bool:
+        """Return True if nothing is left for the exit at a depth."""
+        return not self._decided(f"time for depth {depth}", lambda: {"count": math.ceil(self.left)})["count"]
 
     def _most_texts(self, seconds: Callable[[int], float], most: int) -> dict[str, Any]:
         """Return the number of texts, their seconds, and the minutes that enough of them need if these are too few."""

@@ -65,6 +65,15 @@ class Costs:
         """Seconds for one token without exits."""
         return float(self.span(0, self.num_layers, torch.ones(1))) + self.choice
 
+    def milliseconds(self) -> dict[str, Any]:
+        """Return the costs in milliseconds, rounded for display."""
+        return {
+            "full step": round(self.full_step * 1e3, 3),
+            "entry": round(self.entry * 1e3, 3),
+            "layer by tokens": {n: round(value * 1e3, 4) for n, value in self.layer.items()},
+            "LM head by tokens": {n: round(value * 1e3, 4) for n, value in self.lm_head.items()},
+        }
+
 
 def measure_costs(adapter: ModelAdapter, key: str) -> Costs:
     """Time the model's layers, or return earlier timings of this model and machine."""
