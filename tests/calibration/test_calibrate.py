@@ -105,6 +105,21 @@ def test_the_clock_decides_and_the_same_seed_gives_the_same_file_again(llama, ch
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(("minutes", "is_told"), [(3, True), (29, True), (30, False)])
+@pytest.mark.parametrize("resume", [False, True])
+def test_few_minutes_on_a_cpu_are_said_before_anything_is_measured(
+    minutes, is_told, resume, llama, chatty, tmp_path, monkeypatch, caplog
+):
+    def stopped(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module._Job, "run", stopped)
+    config = TIDE.TIDEConfig(calibration_minutes=minutes, calibration_samples=40)
+    with pytest.raises(KeyboardInterrupt):
+        TIDE.calibrate(llama, chatty, tmp_path / "router.safetensors", config, resume=resume)
+    assert (f"{minutes} minutes are few on a CPU" in caplog.text) == is_told
+
+
 @pytest.mark.parametrize("left", [0.0, 0.001])
 def test_no_further_head_is_tried_without_time_for_it(left, llama, chatty, tmp_path, monkeypatch, caplog):
     """The first one is trained in any case."""

@@ -48,6 +48,7 @@ def test_too_few_minutes_are_said_before_it_starts(caplog):
     said = "3 minutes are too few on this machine: there is time for 72 texts."
     assert f"{said} Exits learn little from fewer than {ENOUGH}" in caplog.text
     assert "which take about 83 minutes" in caplog.text
+    assert f"0.01 minutes are too few on this machine: there is not even time for {FEWEST} texts." in caplog.text
 
 
 def test_the_plan_and_too_few_minutes_are_said_before_every_start(caplog):

@@ -116,6 +116,8 @@ def calibrate(
         key = f"{made_for.weights or made_for.describe()}|{machine(adapter)}{'|work' if adapter.device.type == 'cuda' else ''}"
         asked = f"{config.calibration_dataset}|{config.calibration_samples}|{begin.strategy}|{effort.answer}"
         clock = Clock(config.calibration_minutes, f"{key}|{asked}") if effort.is_timed else None
+        if clock is not None:
+            clock.tell_few(adapter.device.type)
         budget = Budget(adapter.device, Path(folder))
         file = _Job(adapter, tokenizer, made_for, config, effort, seed, work, budget, key, clock, epochs, begin).run()
         file.save(path, _fits_8_bits(file) if compress is None else compress)

@@ -24,6 +24,7 @@ TEXTS_SHARE = 0.4
 MORE_SHARE, MOST_SHARE = 0.2, 0.7  # few texts take nearly as long to write as many: what more of them may take, and all
 HEAD_SHARE = 0.6  # of what is left
 ENOUGH = 2000  # texts; exits that learn from fewer agree clearly less
+FEW_ON_CPU = 30  # minutes; --quick, which learns little, takes half of that on two cores
 FEWEST, MOST = 20, 1_000_000  # texts
 MOST_EPOCHS = 6  # seeing texts again and again stops helping
 DISK_SHARE = 0.5  # of the free space, for states that do not fit into memory
@@ -46,6 +47,15 @@ class Clock:
     def left(self) -> float:
         """Seconds."""
         return max(0.0, self.ends - time.monotonic())
+
+    def tell_few(self, device: str) -> None:
+        """Say at once that the minutes are few for a CPU: to measure how few takes a part of them."""
+        if device == "cpu" and self.seconds < 60 * FEW_ON_CPU:
+            logger.warning(
+                "%g minutes are few on a CPU, where exits hardly get enough texts to learn from in less than %d. Give more "
+                "minutes, calibrate on a GPU, or try the calls with quick (--quick).",
+                *(self.seconds / 60, FEW_ON_CPU),
+            )
 
     def texts(self, measure: Callable[[], Callable[[int], float]], room: int) -> int:
         """Return a number of texts.
@@ -96,13 +106,11 @@ class Clock:
         if "seconds" in kept:
             logger.info("%d texts: about %.0f s of %.0f", kept["count"], kept["seconds"], self.seconds)
         if kept.get("minutes_needed") is not None:
+            fits = kept.get("seconds", 0) <= MOST_SHARE * self.seconds
             logger.warning(
-                "%g minutes are too few on this machine: there is time for %d texts. Exits learn little from fewer than %d, "
+                "%g minutes are too few on this machine: there is %stime for %d texts. Exits learn little from fewer than %d, "
                 "which take about %.0f minutes. Give more minutes, or calibrate on a GPU.",
-                self.seconds / 60,
-                kept["count"],
-                ENOUGH,
-                max(1, kept["minutes_needed"]),
+                *(self.seconds / 60, "" if fits else "not even ", kept["count"], ENOUGH, max(1, kept["minutes_needed"])),
             )
 
     def _decided(self, what: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
