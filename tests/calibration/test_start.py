@@ -74,6 +74,21 @@ def test_a_published_head_is_trained_on_and_gets_a_router(llama, chatty, tmp_pat
     check_it_drafts_and_exports(llama, path, tmp_path)
 
 
+def test_a_head_that_was_replaced_is_not_resumed_with(llama, chatty, tmp_path, monkeypatch):
+    def stopped(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module._Job, "run", stopped)
+    path, config = tmp_path / "router.safetensors", config_of("original", eagle_aux_hidden_state_layer_ids=[1, 2, 4])
+    head = write(tmp_path / "head", config, tensors_of())
+    for resume in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            TIDE.calibrate(llama, chatty, path, start=head, quick=True, resume=resume)
+    write(head, config, tensors_of(seed=1))
+    with pytest.raises(ValueError, match=r"was begun with other settings \(start\)"):
+        TIDE.calibrate(llama, chatty, path, start=head, quick=True, resume=True)
+
+
 def test_an_eagle3_head_is_trained_from_nothing_and_can_be_exported(llama, chatty, tmp_path):
     path = tmp_path / "router.safetensors"
     file = calibrated(llama, chatty, path, exit_strategy="eagle3")

@@ -111,7 +111,7 @@ def calibrate(
         made_for = fingerprint(model, tokenizer)
         begin = Start(adapter, config, seed, start)
         settings = {"config": asdict(config), "seed": seed, "effort": asdict(effort), "model": asdict(made_for)}
-        settings |= {} if start is None else {"start": str(start)}
+        settings |= {} if start is None else {"start": [str(start), begin.content()]}
         work = Work(path, settings, resume)
         key = f"{made_for.weights or made_for.describe()}|{machine(adapter)}{'|work' if adapter.device.type == 'cuda' else ''}"
         asked = f"{config.calibration_dataset}|{config.calibration_samples}|{begin.strategy}|{effort.answer}"

@@ -9,10 +9,13 @@ draft vocabulary are made anew. The model may be another one of the same sizes, 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from pathlib import Path
 
 import torch
+from safetensors.torch import save
 from torch import nn
 
 from TIDE.adapters.adapter import ModelAdapter
@@ -56,6 +59,14 @@ class Start:
     def guesses_states(self) -> bool:
         """True if heads guess states of the model; one from elsewhere, with an LM head of its own, need not."""
         return self.file is None or self.strategy != EAGLE3
+
+    def content(self) -> str:
+        """Return a hash of the heads as they begin: what lies at a path may be replaced."""
+        exits = {} if self.file is None else self.file.exits
+        tensors = {f"{depth}.{name}": own for depth, at in exits.items() for name, own in at.head.state_dict().items()}
+        sizes = [[depth, str(at.sizes)] for depth, at in exits.items()]
+        bits = save({name: own.detach().cpu().contiguous().clone() for name, own in tensors.items()})
+        return hashlib.sha256(json.dumps(sizes).encode() + bits).hexdigest()[:16]
 
     def depths(self) -> list[int]:
         """Return the candidate checkpoints."""
