@@ -64,7 +64,7 @@ def test_a_published_head_is_trained_on_and_gets_a_router(llama, chatty, tmp_pat
     tensors = with_vocabulary(tensors_of(48, fc_norm=True), torch.arange(0, 96, 2))
     head, path = write(tmp_path / "head", config | {"fc_norm": True}, tensors), tmp_path / "router.safetensors"
     file = calibrated(llama, chatty, path, head)
-    assert file.strategy == "eagle3" and file.facts["start"] == str(head)
+    assert file.strategy == file.config["exit_strategy"] == "eagle3" and file.facts["start"] == str(head)
     assert file.vocabulary.tolist() == list(range(0, 96, 2)) and "draft_vocabulary" not in file.figures
     (own,) = TIDE.RouterFile.load(path).exits.values()
     assert isinstance(own.head, EagleHead) and isinstance(own.router, Router)

@@ -110,6 +110,7 @@ def calibrate(
             check_settling(adapter)
         made_for = fingerprint(model, tokenizer)
         begin = Start(adapter, config, seed, start)
+        config = replace(config, exit_strategy=begin.strategy)
         settings = {"config": asdict(config), "seed": seed, "effort": asdict(effort), "model": asdict(made_for)}
         settings |= {} if start is None else {"start": [str(start), begin.content()]}
         work = Work(path, settings, resume)
