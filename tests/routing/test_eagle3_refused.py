@@ -72,6 +72,21 @@ REFUSED = {
     "layer ids": (tensors_of(), {IDS: [1, 2]}, r"reads 3 states of a token, and config.json names the layers \[1, 2\]"),
     "wrong layer ids": (tensors_of(), {IDS: ["a"]}, "expected a list of layers"),
     "fc_norm": (tensors_of(), {"fc_norm": True}, "expected 3 norms fc_norm of one size before fc, found 0"),
+    "biases of fc_norm": (
+        tensors_of(fc_norm=True) | {"fc_norm.0.bias": torch.zeros(64)},
+        {},
+        r"its products have biases \(fc_norm.0.bias\)",
+    ),
+    "other parts of fc_norm": (
+        tensors_of(fc_norm=True) | {"fc_norm.0.gate.weight": torch.ones(64)},
+        {},
+        "tensors that no EAGLE-3 head has: fc_norm.0.gate.weight",
+    ),
+    "more of fc_norm": (
+        tensors_of(fc_norm=True) | {"fc_norm.3.weight": torch.ones(64)},
+        {},
+        "expected 3 norms fc_norm of one size before fc, found 4",
+    ),
     "two norms": (tensors_of(fc_norm=True, norm_before_fc=True), {}, "it norms states before fc together"),
     "norm_before_fc": (tensors_of(), {"norm_before_fc": True}, "it lacks the tensor input_norm.weight"),
     "quantization": (tensors_of(), {"quantization_config": {"bits": 4}}, "holds quantized weights"),
@@ -263,6 +278,14 @@ def test_heads_for_other_models_are_refused_with_both_sizes(deep, tmp_path):
         with pytest.raises(ValueError, match=said) as error:
             tried(write(tmp_path / str(number), config, tensors), deep)
         assert "\n" not in str(error.value) and "or calibrate one" in str(error.value)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_an_embedding_without_content_or_sign_of_the_models_own_is_another_one(factor, deep, tmp_path):
+    own = factor * deep.get_input_embeddings().weight.detach()
+    folder = write(tmp_path, config_of("original"), original(tensors_of()) | {"embed_tokens.weight": own})
+    with pytest.raises(ValueError, match="has an embedding of its own, which is not that of this model"):
+        tried(folder, deep)
 
 
 @pytest.mark.parametrize("name", ["bloom", "gpt2", "opt", "opt-projected"])

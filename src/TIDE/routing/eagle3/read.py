@@ -11,6 +11,7 @@ trainers disagree about what the same configuration means, so `settle.py` tries 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ NAMES = {
     "lm_head.weight": ("lm_head.weight",),
 }
 OPTIONAL = ("fc_gain",)
+PART = re.compile(r"fc_norm\.\d+\.weight")  # the gain of one remembered state
 MAPS = ("d2t", "t2d")  # between the tokens of the head and those of the model
 OTHERS = {*MAPS, "embed_tokens.weight"}
 # tensors that say that a head computes something else
@@ -112,7 +114,7 @@ def _refused(files: HeadFiles, why: str) -> ValueError:
 def _check_names(files: HeadFiles) -> None:
     tensors = files.tensors
     known = {name for names in NAMES.values() for name in names} | OTHERS
-    others = [name for name in tensors if name not in known and not name.startswith("fc_norm.") and "rotary_emb" not in name]
+    others = [name for name in tensors if name not in known and not PART.fullmatch(name) and "rotary_emb" not in name]
     for name in others:
         if why := next((why for part, why in FOREIGN.items() if part in name), None):
             raise _refused(files, f"{why} ({name})")
@@ -147,8 +149,9 @@ def _joined(name: str, files: HeadFiles) -> torch.Tensor:
     if name == "part_gains":
         parts = [files.tensors.get(f"fc_norm.{number}.weight") for number in range(_memories(files))]
         found = [part for part in parts if part is not None]
-        if len(found) < len(parts) or len({part.shape for part in found}) > 1:
-            raise _damaged(files, f"expected {len(parts)} norms fc_norm of one size before fc, found {len(found)}")
+        there = sum(PART.fullmatch(own) is not None for own in files.tensors)
+        if not len(found) == len(parts) == there or len({part.shape for part in found}) > 1:
+            raise _damaged(files, f"expected {len(parts)} norms fc_norm of one size before fc, found {there}")
         return torch.stack(found)
     parts_of = [files.tensors[part] for part in NAMES[name]]
     if len({(part.ndim, *part.shape[1:]) for part in parts_of}) > 1:

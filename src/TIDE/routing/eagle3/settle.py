@@ -137,12 +137,12 @@ def _check_own_embedding(head: UntriedHead, adapter: ModelAdapter, name: str) ->
 
 
 def are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors are equal up to a factor and rounding."""
+    """Return True if two tensors are equal up to a factor above 0 and rounding."""
     if one.shape != other.shape:
         return False
     a, b = one.float().flatten(), other.float().flatten()
     factor = (a @ b) / (b @ b).clamp_min(1e-12)
-    return float((a - factor * b).norm()) <= ALIKE * float(a.norm())
+    return bool(factor > 0) and float((a - factor * b).norm()) <= ALIKE * float(a.norm())
 
 
 # ---- the model's own text ---------------------------------------------------------------------------------------------------
