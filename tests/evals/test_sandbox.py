@@ -47,6 +47,20 @@ def test_programs_may_use_the_standard_library():
     assert run_code(f"import {names}\nassert hashlib.md5(b'x').hexdigest() and math.pi > 3") == Verdict(True)
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 0\nassert A().x == 0",
+        "def f(x: int): pass\nassert f.__annotations__['x'] is int",
+        "import sys\nx = 1\nassert sys.modules[__name__].x == 1",
+        "from typing import NamedTuple, get_type_hints\nclass A(NamedTuple):\n    x: 'A'\nassert get_type_hints(A) == {'x': A}",
+        "from __future__ import annotations\ndef f(x: int): pass\nassert f.__annotations__['x'] == 'int'",
+    ],
+)
+def test_a_program_runs_as_a_module_of_its_own(code):
+    assert run_code(code) == Verdict(True)
+
+
 def test_a_program_that_fails_says_why():
     assert run_code("assert 1 == 2, 'one is not two'") == Verdict(False, "AssertionError: one is not two")
     assert run_code("def broken(:").said.startswith("SyntaxError")
