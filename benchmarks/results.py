@@ -7,8 +7,9 @@
 
 DIR has the data sets as `tide eval --data` reads them, and spec_bench/question.jsonl. Every part is a process of its own; what
 it prints at the end goes to OUT/PART.done.json with command, commit, hardware and date as soon as it is done. A part that is
-there is not run again (--again PART: it is). A part that fails, or whose data is missing, is named, and the others go on; the
-exit code is 1 then, and where a figure or a text is not as in the README.
+there is not run again (--again PART: it is). All parts of OUT are of the same code, machine and data, which OUT/settings.json
+keeps; with others OUT is refused. A part that fails, whose data is missing, or that is there from another command, is named,
+and the others go on; the exit code is 1 then, and where a figure or a text is not as in the README.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ CHOSEN = 20  # prompts of the CPU's run: every twelfth of 240
 WITHOUT_LAYERS = "without compiled layers"  # engines say so of models that TIDE compiles here, if a kernel fails
 SPREAD = 0.15  # of a ratio on another machine of the same kind, or in another hour
 SIZES = {"gsm8k": 200, "humaneval": 82, "mmlu": 1000, "wikitext": None}  # questions; None: all
+ASKED = dict(gsm8k="gsm8k/test", humaneval="humaneval/humaneval", mmlu="mmlu/test", wikitext="wikitext2/test")  # files
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ def parts(of: str, data: Path, out: Path, rows: int = 1) -> list[Part]:
         words += [] if rows == 1 else ["--batch-size", str(rows)]
         words += [] if size is None else ["--limit", str(size)]
         words += ["--execute-code"] if task == "humaneval" else []
-        found.append(Part(f"eval-{task}", [*words, "-o", str(out / f"eval-{task}.json")], result=f"eval-{task}.json"))
+        words += ["-o", str(out / f"eval-{task}.json")]
+        needs = (ASKED[task] + (".txt" if task == "wikitext" else ".jsonl"),)
+        found.append(Part(f"eval-{task}", words, needs, f"eval-{task}.json"))
     return found
 
 
@@ -133,6 +137,7 @@ def main() -> int:
     names = [part.name for part in wanted]
     if unknown := sorted({*options.part, *options.again} - {*names}):
         parser.error(f"expected parts of {options.set}: {', '.join(names)}; found {', '.join(unknown)}.")
+    check_settings(options.out, options.data, wanted)
     began, missing = time.monotonic(), {}
     for part in wanted:
         if options.part and part.name not in options.part:
@@ -140,6 +145,8 @@ def main() -> int:
         path = options.out / f"{part.name}.done.json"
         if path.exists() and part.name not in options.again:
             print(f"{part.name}: there already ({path})", flush=True)
+            if (held := json.loads(path.read_text("utf-8"))["words"]) != part.words:
+                missing[part.name] = f"{path} is of {' '.join(held)}. Add --again {part.name}, or give another --out"
         elif time.monotonic() - began > 60 * options.minutes:
             missing[part.name] = f"{options.minutes:g} minutes are over. The same command goes on"
         elif why := measured(part, options.data, options.out, path):
@@ -152,6 +159,32 @@ def main() -> int:
     for title in comparison.failed:
         print(f"not as in the README: {title}.")
     return bool(missing or comparison.failed)
+
+
+def check_settings(out: Path, data: Path, wanted: list[Part]) -> None:
+    """Note what all parts of OUT depend on, or end where those that are there were measured with something else."""
+    from kept import identity
+    from TIDE.evals.machine import circumstances
+
+    facts = circumstances()
+    sources = [one for folder in (HERE.parent / "src", HERE) for one in sorted(folder.rglob("*.py"))]
+    settings = {
+        "commit": facts["commit"],
+        "code": identity([identity(one) for one in sources]),
+        "machine": {name: facts["hardware"][name] for name in ("cpu", "cores", "threads", "gpus")},
+        "data": {name: identity(data / name) for part in wanted for name in part.needs if (data / name).is_file()},
+    }
+    path = out / "settings.json"
+    held = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    if not held and not any(out.glob("*.done.json")):
+        held = settings
+    files = held.get("data", {})
+    different = [name for name in ("code", "machine") if held.get(name) != settings[name]]
+    different += [name for name, own in settings["data"].items() if files.get(name, own) != own]
+    if different:
+        said = f"expected {', '.join(different)} as now (commit {settings['commit']}), found others ({held.get('commit')})"
+        raise SystemExit(f"{out} has parts that were measured with something else: {said}. Give another --out.")
+    path.write_text(json.dumps(held | {"data": files | settings["data"]}, indent=1), "utf-8")
 
 
 def measured(part: Part, data: Path, out: Path, path: Path) -> str | None:

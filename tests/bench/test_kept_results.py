@@ -95,6 +95,41 @@ def test_a_part_that_is_there_is_not_run_again_unless_asked_for(benchmarks, tmp_
         run(results, monkeypatch, tmp_path, [part], "--part", "nothing")
 
 
+def test_a_part_of_another_command_is_named(benchmarks, tmp_path, monkeypatch, capfd):
+    _, results = benchmarks
+    assert run(results, monkeypatch, tmp_path, [results.Part("one", ["-c", "print(1)"])]) == 0
+    assert run(results, monkeypatch, tmp_path, [results.Part("one", ["-c", "print(2)"])]) == 1
+    assert "one.done.json is of -c print(1). Add --again one, or give another --out" in capfd.readouterr().out
+    assert run(results, monkeypatch, tmp_path, [results.Part("one", ["-c", "print(2)"])], "--again", "one") == 0
+
+
+def test_parts_of_other_data_another_machine_or_other_code_are_refused(benchmarks, tmp_path, monkeypatch):
+    from TIDE.evals import machine
+
+    kept, results = benchmarks
+    (tmp_path / "asked.txt").write_text("one")
+    part = results.Part("one", ["-c", "print(1)"], ("asked.txt",))
+    for _ in range(2):
+        assert run(results, monkeypatch, tmp_path, [part]) == 0
+    (tmp_path / "asked.txt").write_text("another")
+    with pytest.raises(SystemExit, match=r"out has parts .* expected asked\.txt as now .* Give another --out\."):
+        run(results, monkeypatch, tmp_path, [part])
+    (tmp_path / "asked.txt").write_text("one")
+    hardware, identity = machine.hardware(), kept.identity
+    with monkeypatch.context() as changed:
+        changed.setattr(machine, "hardware", lambda: hardware | {"cpu": "another"})
+        with pytest.raises(SystemExit, match="expected machine as now"):
+            run(results, changed, tmp_path, [part])
+    with monkeypatch.context() as changed:
+        changed.setattr(kept, "identity", lambda of: identity(of) + ("" if isinstance(of, Path) else "x"))
+        with pytest.raises(SystemExit, match="expected code as now"):
+            run(results, changed, tmp_path, [part])
+    assert run(results, monkeypatch, tmp_path, [part]) == 0
+    (tmp_path / "out" / "settings.json").unlink()
+    with pytest.raises(SystemExit, match="expected code, machine as now"):
+        run(results, monkeypatch, tmp_path, [part])
+
+
 def test_parts_name_scripts_and_options_that_exist(benchmarks, tmp_path, monkeypatch):
     import typer
 
