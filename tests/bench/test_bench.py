@@ -58,6 +58,13 @@ def test_every_contender_is_measured_or_named_with_a_reason(endless):
     assert found["without_joules"].startswith("joules are counted on NVIDIA cards")
 
 
+def test_mode_fast_shows_no_drafts_accepted_since_it_checks_none(endless):
+    with TIDE(endless, Everyone(1), FAST) as engine:
+        found = measured(engine, ["exact", "fast"])
+    assert found.measured["fast"].stats.drafted > 0
+    assert row(found, "fast")["acceptance"] is None and row(found, "exact")["acceptance"] is not None
+
+
 def test_rows_are_continued_together_and_drafting_of_transformers_is_named(endless):
     with TIDE(endless) as engine:
         found = measured(engine, ["generate", "lookup", "off", "exact"], PROMPTS, rows=2)

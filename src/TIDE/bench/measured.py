@@ -99,7 +99,9 @@ class Measured:
 
     @property
     def acceptance(self) -> float | None:
-        """The share of drafts accepted: by an engine's counts, or by hooks where transformers drafts."""
+        """The share of drafts accepted: by an engine's counts, or by hooks where transformers drafts. Mode fast checks none."""
+        if self.name == "fast":
+            return None
         if self.stats is not None:
             return self.stats.accepted / self.stats.drafted if self.stats.drafted else None
         drafts = self.layers is not None and self.setting and self.layers.drafted > 0
