@@ -160,7 +160,7 @@ def exiting(name: str, engine: Any, router: str, thresholds: list[float]) -> lis
 
 def fast(name: str, engine: Any, router: str, thresholds: list[float], strategy: str = "exact") -> list[Way]:
     settings = replace(engine.config, mode="fast", kv_cache_strategy=strategy)
-    return [Way(f"fast, {name}", f"{one:g}", engine, replace(settings, exit_threshold=one), router) for one in thresholds]
+    return [Way(f"fast, {name}", repr(one), engine, replace(settings, exit_threshold=one), router) for one in thresholds]
 
 
 def shared(model: Any) -> Any:

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> Record:
     kept = Kept(options.work / "thresholds.jsonl", settings | {"asked": identity(QUESTIONS)})
     exact = replace(engine.config, mode="exact")
     ways = {"exits off": (exact, False), "exact": (exact, True)}
-    ways |= {f"fast, {one:g}": (replace(exact, mode="fast", exit_threshold=one), True) for one in options.threshold}
+    ways |= {f"fast, {one!r}": (replace(exact, mode="fast", exit_threshold=one), True) for one in options.threshold}
     with engine:
         for number, (question, wanted) in enumerate(QUESTIONS):
             ids = ids_of(tokenizer, question)

@@ -74,6 +74,13 @@ def test_eval_goes_on_and_refuses_other_settings(warm, asked, tmp_path):
     assert (tmp_path / "run.answers.jsonl").read_bytes() == kept
 
 
+def test_eval_does_not_go_on_with_a_threshold_that_differs_a_little(warm, asked, tmp_path):
+    given = ("eval", *asked, "--tasks", "gsm8k", "--mode", "fast")
+    assert warm.tide(*given, "--threshold", 0.99999951).returncode == 0
+    done = warm.tide(*given, "--threshold", 1)
+    assert done.returncode == 1 and "found compared ['off', 'fast 1.0'] instead of ['off', 'fast 0.99999951']" in done.stderr
+
+
 def test_eval_refuses_what_cannot_work_before_it_loads_a_model(warm, folder, shared_router, questions, tmp_path):
     given = (folder, "--router", shared_router, "--data", questions, "-o", tmp_path / "run.json")
     for words, said in (

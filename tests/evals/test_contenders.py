@@ -15,3 +15,9 @@ def test_exits_in_the_prompt_are_those_of_mode_fast_alone():
             with engine.using(one.config, one.exits):
                 assert (engine.plan.settles_at is not None) == (one.mode == "fast")
     assert [one.name for one in found] == ["off", "exact", "fast 0.5"]
+
+
+def test_thresholds_that_differ_a_little_have_different_names():
+    with TIDE(build("llama"), Settled(2), TIDEConfig(mode="fast")) as engine:
+        found = contenders(engine, ["fast"], [0.5, 0.50000001, 1, 0.99999951])
+    assert [one.name for one in found[1:]] == ["fast 0.5", "fast 0.50000001", "fast 1.0", "fast 0.99999951"]

@@ -44,7 +44,7 @@ def contenders(engine: TIDE, modes: Sequence[str] = MODES, thresholds: Sequence[
     if FAST in modes:
         fast = replace(config, mode=FAST)
         found += [_certified(engine, fast)] if not thresholds else []
-        found += [Contender(f"{FAST} {one:g}", FAST, replace(fast, exit_threshold=one)) for one in thresholds]
+        found += [Contender(f"{FAST} {float(one)!r}", FAST, replace(fast, exit_threshold=one)) for one in thresholds]
     return found
 
 
