@@ -219,6 +219,36 @@ def test_sampled_texts_are_the_same_in_exact_and_off(compared, engine):
     assert texts[0] == texts[1]
 
 
+def test_repeats_of_a_question_are_sampled_anew_and_alike_in_batches_of_any_size(harness, compared):
+    from datasets import Dataset
+    from lm_eval.api.task import ConfigurableTask
+
+    rows = Dataset.from_list([{"prompt": f"Why {n}?", "answer": "So."} for n in range(3)])
+    task = ConfigurableTask(
+        config=dict(
+            task="repeated",
+            output_type="generate_until",
+            test_split="test",
+            custom_dataset=lambda **_: {"test": rows},
+            doc_to_text="prompt",
+            doc_to_target="answer",
+            repeats=4,
+            filter_list=[dict(name="all", filter=[dict(function="take_first_k", k=4)])],
+            metric_list=[dict(metric="bypass")],
+            generation_kwargs=dict(until=[], max_gen_toks=12, do_sample=True, temperature=1.0),
+        )
+    )
+    found = {}
+    for size in (1, 3, 4):
+        lm = compared(("off", "exact"), (), rows=size)
+        for contender in lm.compared:
+            with lm.showing(contender):
+                found[size, contender.name] = [one[0] for one in responses(harness, lm, "repeated", task)]
+    assert all(len({*texts}) == 4 for texts in found[1, "off"])
+    assert len({text for texts in found[1, "off"] for text in texts}) == 12
+    assert all(texts == found[1, "off"] for texts in found.values())
+
+
 def test_a_task_that_nobody_knows_is_named(harness, questions):
     with pytest.raises(ValueError, match="the harness has no task gsm9k"):
         chosen_tasks(["gsm9k", "gsm8k"], questions)

@@ -1,6 +1,7 @@
 """Requests of the harness, answered by an engine in batches.
 
-    generate_until           greedy or sampled text up to a stop string, by `engine.generate`
+    generate_until           greedy or sampled text up to a stop string, by `engine.generate`; the repeats of a question, which
+                             a third value of a request numbers, are sampled with other noise
     loglikelihood            of a continuation after a context: reading.py
     loglikelihood_rolling    of a whole text, in windows
 
@@ -10,6 +11,7 @@ Otherwise they are the full model's. Every contender reads with its own pass, ex
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -95,6 +97,7 @@ class Asker:
         until = _stops(options)
         stops: dict[str, Any] = dict(stop_strings=until, tokenizer=self.tokenizer) if until else {}
         asked = _sampling(options) | dict(max_new_tokens=new_tokens, pad_token_id=0, cache_salt=new_salt())
+        asked |= {"seed": [_seed(*request) for request in requests]} if asked["do_sample"] else {}
         self.engine.generate(**left_padded(prompts, self.engine.adapter.device), **stops, **asked)
         return [self._text(row, until) for row in self.engine.last_rows]
 
@@ -182,9 +185,14 @@ def _stops(options: dict[str, Any]) -> list[str]:
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a request that the engine takes; sampled texts have a seed, the same for every contender."""
+    """Return the options of a request that the engine takes."""
     if unknown := sorted({*options} - {*SAMPLING} - {*IGNORED}):
         raise ValueError(f"expected generation options {', '.join((*IGNORED, *SAMPLING))}, found {', '.join(unknown)}.")
     if not options.get("do_sample"):
         return {"do_sample": False}
-    return {"do_sample": True, "seed": 0} | {name: options[name] for name in SAMPLING if name in options}
+    return {"do_sample": True} | {name: options[name] for name in SAMPLING if name in options}
+
+
+def _seed(context: str, options: dict[str, Any], repeat: int = 0) -> int:
+    """Return the seed of a sampled text: of its question and repeat, the same for every contender and batch."""
+    return int.from_bytes(hashlib.sha256(f"{repeat} {context}".encode()).digest()[:8], "big")

@@ -120,7 +120,7 @@ class Compared(LM):
                     bar.update(len(part))
 
     def _ask(self, kind: str, batch: dict[str, Question]) -> None:
-        requests = [request.args for question in batch.values() for request in question]
+        requests = [request for question in batch.values() for request in _numbered(kind, question)]
         sizes = [len(question) for question in batch.values()]
         kept: list[Answer] = []
         self._turn += 1
@@ -169,6 +169,14 @@ class Registered(Compared):
 def _options(question: Question) -> str:
     """Return what the requests of a batch have to share."""
     return str(question[0].args[1]) if question[0].request_type == "generate_until" else ""
+
+
+def _numbered(kind: str, question: Question) -> list[tuple[Any, ...]]:
+    """Return the arguments of a question's requests; those of texts with their number among equal ones, its repeats."""
+    asked = [request.args for request in question]
+    if kind != "generate_until":
+        return asked
+    return [(*own, asked[:place].count(own)) for place, own in enumerate(asked)]
 
 
 def _answer(question: str, contender: str, replies: list[Reply], seconds: float) -> Answer:
