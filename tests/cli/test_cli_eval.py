@@ -67,11 +67,29 @@ def test_eval_goes_on_and_refuses_other_settings(warm, asked, tmp_path):
     done = warm.tide("eval", *asked, "--tasks", "gsm8k", "--threshold", 0.5, "--threshold", 0.9)
     assert (
         done.returncode == 1
-        and "given with other settings: found compared ['off', 'exact', 'fast 0.5', 'fast 0.9']" in done.stderr
+        and "results of other settings: found compared ['off', 'exact', 'fast 0.5', 'fast 0.9']" in done.stderr
     )
     done = warm.tide("eval", *asked, "--tasks", "gsm8k", "--max-new-tokens", 7)
     assert done.returncode == 1 and "found max_new_tokens 7 instead of 6" in done.stderr
     assert (tmp_path / "run.answers.jsonl").read_bytes() == kept
+
+
+def test_eval_keeps_the_tasks_that_a_file_has(warm, asked, tmp_path):
+    path = tmp_path / "run.json"
+    assert warm.tide("eval", *asked, "--tasks", "gsm8k,mmlu").returncode == 0
+    gsm8k, _ = json.loads(path.read_text())["tasks"]
+    assert warm.tide("eval", *asked, "--tasks", "mmlu,wikitext").returncode == 0
+    found = json.loads(path.read_text())
+    assert [one["task"] for one in found["tasks"]] == ["gsm8k", "mmlu", "wikitext"]
+    assert found["tasks"][0] == gsm8k and found["tasks"][2]["command"] == found["command"] != gsm8k["command"]
+    (tmp_path / "run.answers.jsonl").unlink()
+    kept = path.read_bytes()
+    done = warm.tide("eval", *asked, "--tasks", "mmlu", "--mode", "exact")
+    assert done.returncode == 1 and "results of other settings: found compared" in done.stderr
+    path.write_text("[]")
+    done = warm.tide("eval", *asked, "--tasks", "mmlu")
+    assert done.returncode == 1 and "found something else. Choose another --output" in done.stderr
+    path.write_bytes(kept)
 
 
 def test_eval_does_not_go_on_with_a_threshold_that_differs_a_little(warm, asked, tmp_path):

@@ -254,7 +254,7 @@ def test_a_task_that_nobody_knows_is_named(harness, questions):
         chosen_tasks(["gsm9k", "gsm8k"], questions)
 
 
-def test_stock_tasks_without_a_hub_are_told_in_a_line(harness, monkeypatch):
+def test_stock_tasks_without_a_hub_are_told_and_the_others_are_measured(harness, compared, questions, monkeypatch):
     import datasets
 
     offline = []
@@ -270,6 +270,11 @@ def test_stock_tasks_without_a_hub_are_told_in_a_line(harness, monkeypatch):
     monkeypatch.setattr("TIDE.evals.tasks.hub_trouble", lambda: None)
     with pytest.raises(RuntimeError, match="cannot load arc_easy: no route. Local tasks need no hub"):
         chosen_tasks(["arc_easy"], None)
+    from TIDE.evals.evaluation import evaluate
+
+    lost, fine = evaluate(compared(("off",)), chosen_tasks(["arc_easy", "gsm8k"], questions))
+    assert fine.error is None and fine.outcomes[0].questions == 6
+    assert "arc_easy: not measured. cannot load arc_easy: no route." in lost.table()
     assert offline[0] and offline[1] == bool(datasets.config.HF_HUB_OFFLINE)
 
 

@@ -16,6 +16,7 @@ from TIDE.cli.model import load, with_model
 from TIDE.cli.router import Router, router_path
 
 MODES = ("off", "exact", "fast")
+RUN = ("command", "date", "commit", "hardware", "packages")  # of each task: a file may have tasks of several runs
 
 
 def _check_output(path: Path) -> None:
@@ -95,13 +96,16 @@ def eval(
     with TIDE.TIDE(loaded.model, source) as engine:
         compared = contenders(engine, modes, thresholds)
         settings = _settings(loaded, source, compared, batch_size) | {"max_new_tokens": max_new_tokens}
+        earlier = _earlier(output, settings)
         asked = Compared(engine, loaded.tokenizer, compared, _answers(kept, settings), batch_size, max_new_tokens)
         try:
             found = evaluate(asked, chosen, limit)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"Answers so far are in {kept}. The same command goes on.") from None
         facts |= {"model": model, "backend": engine.backend, "settings": settings}
-    results = facts | {"tasks": [one.as_dict() for one in found]}
+    run = {name: facts[name] for name in RUN}
+    tasks_now = {one.task: run | one.as_dict() for one in found if one.error is None or one.task not in earlier}
+    results = facts | {"tasks": [*(earlier | tasks_now).values()]}
     _write(output, results)
     typer.echo(json.dumps(results, indent=2) if as_json else "\n\n".join(one.table() for one in found))
     typer.echo(f"written: {output} and {kept}", err=True)
@@ -130,6 +134,25 @@ def _answers(path: Path, settings: dict[str, Any]) -> Any:
     if len(found):
         typer.echo(f"going on: {len(found)} answers are in {path}", err=True)
     return found
+
+
+def _earlier(path: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the tasks that a file of results has, by name; raise if they were measured with other settings."""
+    from TIDE.evals.answers import difference
+
+    if not path.exists():
+        return {}
+    try:
+        held = json.loads(path.read_text("utf-8"))
+        own, run = held["settings"], {name: held[name] for name in RUN}
+        tasks = {one["task"]: run | one for one in held["tasks"] if one["error"] is None}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"expected results of tide eval in {path}, found something else. Choose another --output.") from None
+    if said := difference(own, json.loads(json.dumps(settings))):
+        raise ValueError(
+            f"{path} has results of other settings: found {said}. Use the same ones to add to them, or choose another --output."
+        )
+    return tasks
 
 
 def _settings(loaded: Any, source: Path | None, compared: list[Any], batch_size: int) -> dict[str, Any]:

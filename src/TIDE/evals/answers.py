@@ -45,6 +45,12 @@ def question_of(kind: str, requests: Sequence[Sequence[Any]]) -> str:
     return hashlib.sha256(json.dumps([kind, requests], sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
+def difference(held: dict[str, Any], settings: dict[str, Any]) -> str:
+    """Return in words where settings are others than those that were held; empty: nowhere."""
+    different = sorted(key for key in {*held, *settings} if held.get(key) != settings.get(key))
+    return ", ".join(f"{key} {settings.get(key)!r} instead of {held.get(key)!r}" for key in different)
+
+
 class Answers:
     """All answers so far.
 
@@ -99,9 +105,7 @@ class Answers:
     def _check(path: Path, found: Any, settings: dict[str, Any]) -> None:
         if not isinstance(found, dict):
             raise ValueError(f"{path} does not begin as a file of answers. Move it away, or choose another --output.")
-        different = sorted(key for key in {*found, *settings} if found.get(key) != settings.get(key))
-        if different:
-            said = ", ".join(f"{key} {settings.get(key)!r} instead of {found.get(key)!r}" for key in different)
+        if said := difference(found, settings):
             raise ValueError(
                 f"{path} has answers that were given with other settings: found {said}. Use the same ones to go on, or choose "
                 f"another --output."

@@ -54,6 +54,9 @@ def evaluate(model: Compared, tasks: dict[str, Chosen], limit: int | None = None
     """
     found = []
     for name, chosen in tasks.items():
+        if chosen.error is not None:
+            found.append(TaskResult(name, error=chosen.error))
+            continue
         try:
             found.append(TaskResult(name, _outcomes(model, name, chosen, limit)))
         except Exception as problem:  # of any library or task; what was measured before is kept

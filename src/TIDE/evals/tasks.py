@@ -101,10 +101,11 @@ LOCAL = {
 
 
 class Chosen(NamedTuple):
-    """A task and how it is asked."""
+    """A task and how it is asked; or why it cannot be loaded."""
 
     task: Any  # of the harness
-    chat: bool
+    chat: bool = False
+    error: str | None = None
 
 
 def check_tasks(names: Sequence[str], folder: Path | None, execute_code: bool, fewshot: int | None = None) -> None:
@@ -125,20 +126,25 @@ def check_tasks(names: Sequence[str], folder: Path | None, execute_code: bool, f
 def chosen_tasks(
     names: Sequence[str], folder: Path | None, chat: bool = False, fewshot: int | None = None
 ) -> dict[str, Chosen]:
-    """Return tasks by name: from `folder` those that are known there, otherwise the harness's own.
+    """Return tasks by name: from `folder` those that are known there, otherwise the harness's own. One that cannot be loaded
+    says why; if none can, that is raised.
 
     Args:
         chat: ask stock tasks as user messages too.
         fewshot: examples before each question; None: none, or what a stock task has.
     """
+    stock = [name for name in names if folder is None or name not in LOCAL]
+    loaded = _stock(stock, chat, fewshot) if stock else {}
     found: dict[str, Chosen] = {}
-    stock = []
     for name in names:
-        if folder is not None and name in LOCAL:
-            found[name] = Chosen(_local(name, folder, fewshot or 0), LOCAL[name].chat)
+        if name in stock:
+            found |= loaded[name]
         else:
-            stock.append(name)
-    return found | {name: Chosen(task, chat) for name, task in (_stock(stock, fewshot) if stock else {}).items()}
+            assert folder is not None
+            found[name] = Chosen(_local(name, folder, fewshot or 0), LOCAL[name].chat)
+    if all(chosen.error for chosen in found.values()):
+        raise RuntimeError(" ".join(str(chosen.error) for chosen in found.values()))
+    return found
 
 
 def _local(name: str, folder: Path, examples: int) -> Any:
@@ -153,7 +159,8 @@ def _local(name: str, folder: Path, examples: int) -> Any:
     return task
 
 
-def _stock(names: list[str], fewshot: int | None) -> dict[str, Any]:
+def _stock(names: list[str], chat: bool, fewshot: int | None) -> dict[str, dict[str, Chosen]]:
+    """Return the harness's tasks by the name they were asked by: one, or those of a group."""
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager()
@@ -162,20 +169,23 @@ def _stock(names: list[str], fewshot: int | None) -> dict[str, Any]:
         here = f"With --data DIR: {', '.join(LOCAL)}."
         raise ValueError(f"the harness has no task {', '.join(unknown)}. See lm_eval ls tasks for those it has. {here}")
     trouble = hub_trouble()
-    try:
-        with _offline() if trouble else contextlib.nullcontext():
-            tasks: dict[str, Any] = manager.load(names)["tasks"]
-    except Exception as problem:  # whatever the data set's library or the task's own code raises
-        unreachable = f"its data is on the hub, which cannot be reached ({trouble}), and was not downloaded before"
-        why = unreachable if trouble else " ".join(str(problem).split())[:300]
-        raise RuntimeError(
-            f"cannot load {', '.join(names)}: {why}. Local tasks need no hub: --data DIR with {', '.join(LOCAL)}."
-        ) from problem
-    for task in tasks.values():
-        if fewshot is not None or task.get_config("num_fewshot") is None:
-            task.set_config(key="num_fewshot", value=fewshot or 0)
-        task.set_fewshot_seed(seed=0)
-    return tasks
+    found: dict[str, dict[str, Chosen]] = {}
+    for name in names:
+        try:
+            with _offline() if trouble else contextlib.nullcontext():
+                tasks: dict[str, Any] = manager.load([name])["tasks"]
+        except Exception as problem:  # whatever the data set's library or the task's own code raises
+            unreachable = f"its data is on the hub, which cannot be reached ({trouble}), and was not downloaded before"
+            why = unreachable if trouble else " ".join(str(problem).split())[:300]
+            said = f"cannot load {name}: {why}. Local tasks need no hub: --data DIR with {', '.join(LOCAL)}."
+            found[name] = {name: Chosen(None, error=said)}
+            continue
+        for task in tasks.values():
+            if fewshot is not None or task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=fewshot or 0)
+            task.set_fewshot_seed(seed=0)
+        found[name] = {own: Chosen(task, chat) for own, task in tasks.items()}
+    return found
 
 
 @contextlib.contextmanager
