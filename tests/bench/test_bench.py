@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from TIDE.bench.arrivals import Arrivals, percentile
 from TIDE.bench.asked import groups
 from TIDE.bench.benchmark import Benchmark
 from TIDE.bench.contenders import NAMES
+from TIDE.bench.layer_count import timed_wrong
 from TIDE.stats import ExitStats
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [20, 21, 22, 23]]
@@ -140,6 +142,38 @@ def test_an_engine_that_reports_exits_and_runs_all_layers_gains_nothing_and_fail
     assert told["speedup"] < 1.2 and told["tokens_per_pass"] == 1.0 and told["layers_per_token"] == LAYERS  # what it does
     assert told["layers_as_reported"] is False and "the last layer ran 16 times, for 0 tokens" in lying.wrong_layers["fast"]
     assert "FAILED" in lying.table() and "fast: layers did NOT run as reported" in lying.table()
+
+
+@pytest.mark.parametrize("name", ["off", "exact", "fast"])
+@pytest.mark.parametrize("with_drafts", [False, True])
+def test_an_engine_that_reports_exits_only_where_nobody_counts_fails_the_count(endless, monkeypatch, name, with_drafts):
+    count, nobody = ExitStats.count_token, Where(lambda *_: False, 1)
+
+    def lies(self, depth, step=1):
+        hooked = any(layer._forward_hooks for layer in endless.model.layers)
+        count(self, depth if hooked else 1, step)
+        self.drafted_by_step[step] += with_drafts and not hooked
+
+    with TIDE(endless, nobody, FAST) as engine:
+        assert measured(engine, [name], max_new_tokens=16).wrong_layers == {}
+        monkeypatch.setattr(ExitStats, "count_token", lies)
+        found = measured(engine, [name], max_new_tokens=16)
+    assert row(found, name)["layers_as_reported"] is False and "FAILED" in found.table()
+    assert "timed: 16 of 16 tokens were reported as exits" in found.wrong_layers[name]
+
+
+def test_what_timed_runs_report_has_to_agree_with_what_was_counted():
+    def told(exits, layers, depth=0, drafted=8):
+        return ExitStats(4, 12, Counter({depth: exits}), 12 - exits, layers, drafted_by_step=Counter({1: drafted}))
+
+    assert timed_wrong(told(0, 64), told(0, 64), "off", 5) is None
+    assert "48 (layer, token) pairs were reported, 64 are needed" in timed_wrong(told(0, 48), told(0, 64), "off", 5)
+    assert timed_wrong(told(8, 80), told(2, 66), "exact", 5) is None, "drafts follow the clock"
+    assert "64 are needed" in timed_wrong(told(8, 60), told(8, 66), "exact", 5)
+    assert timed_wrong(told(8, 40), told(6, 44), "fast", 5) is None, "scores at the threshold"
+    assert "counted 2 with 3.5" in timed_wrong(told(8, 40), told(2, 44), "fast", 5)
+    assert "mean depth 2.0, counted 8 with 3.3" in timed_wrong(told(8, 40), told(8, 44, depth=2), "fast", 5)
+    assert "8 of 12 tokens were reported as exits, of 3 drafts" in timed_wrong(told(8, 80, drafted=3), told(8, 80), "exact", 5)
 
 
 def test_an_engine_that_reports_fewer_layers_than_ran_fails_the_count(endless, monkeypatch):

@@ -2,7 +2,8 @@
 
     warm up and choose    every contender once; of those with a setting to choose, the fastest one
     each group of rows    a run with a streamer, for the times of tokens; then timed rounds, A, B, A, B
-    at the end            the first prompt alone, with hooks on the model's layers: did those run that were reported?
+    at the end            the first prompt alone, without and with hooks on the model's layers: did those run that were
+                          reported, and does a timed run report the same?
 
 A contender that fails is named with its reason, and the others go on; what it had measured stays.
 """
@@ -21,7 +22,7 @@ from TIDE.bench.arrivals import Arrivals
 from TIDE.bench.asked import Asked, groups
 from TIDE.bench.contenders import OURS, Contender, Run, Unavailable, make
 from TIDE.bench.energy import EnergyMeter
-from TIDE.bench.layer_count import counted_layers, wrong_with
+from TIDE.bench.layer_count import counted_layers, impossible, timed_wrong, wrong_with
 from TIDE.bench.measured import Layers, Measured, Results, Timed
 from TIDE.bench.memory import forget_peak, peak_gib
 from TIDE.engine.engine import TIDE
@@ -154,6 +155,8 @@ class Benchmark:
 
     def _count(self, name: str, asked: Asked) -> None:
         ((setting, run),) = self._running[name].variants.items()
+        (timed_text,) = asked.texts(run(asked, None))
+        timed = self.engine.last_stats
         with counted_layers(self.engine.adapter.layers) as found:
             (text,) = asked.texts(run(asked, None))
         told: ExitStats | None = self.engine.last_stats if name in OURS else None
@@ -162,14 +165,22 @@ class Benchmark:
         of_prompt = asked.width * (layers + drafting)
         if told is not None and settles_at is not None:
             of_prompt -= told.settled_tokens * (layers - settles_at)
-        self.results.measured[name].layers = Layers(
+        own = self.results.measured[name]
+        wrong = None if told is None else wrong_with(found, told)
+        if told is not None and own.stats is not None:
+            wrong = wrong or impossible(own.stats, name)
+            if timed_text == text:
+                wrong = wrong or timed_wrong(timed, told, name, asked.width)
+            else:
+                self.results.uncounted[name] = "those of timed runs, whose text is not that of the model's own modules"
+        own.layers = Layers(
             new_tokens=len(text),
             per_token=(found.pairs - of_prompt) / max(1, len(text) - 1),
             tokens_per_pass=len(text) / max(1, found.last_calls),
             of=layers,
             drafted=found.last_tokens - asked.width - (found.last_calls - 1),
             accepted=len(text) - found.last_calls,
-            wrong=None if told is None else wrong_with(found, told),
+            wrong=wrong,
         )
 
 

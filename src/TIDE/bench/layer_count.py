@@ -7,7 +7,8 @@ token at full depth, and drafts and caught-up tokens only ride along. So
     calls of the last layer, one row, prompt included <= tokens decided at full depth + 1     (a text may end within a pass)
 
 An engine that runs every layer for every token and reports exits fails the second, or the first if it changes that number too.
-Hooks keep a model on its own modules, so what is counted is the same engine without compiled layers.
+Hooks keep a model on its own modules, so what is counted is the same engine without compiled layers. What timed runs report,
+without hooks, has to agree with that: see `timed_wrong`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 from torch import nn
 
 from TIDE.stats import ExitStats
+
+ROUNDED = 8  # one token in so many may have a score so close to the threshold that rounding decides
 
 
 @dataclass
@@ -73,4 +76,38 @@ def wrong_with(found: LayerCount, told: ExitStats) -> str | None:
             f"the last layer ran {found.last_calls} times, for {told.remaining_tokens} tokens reported as decided there and "
             f"{told.exited_tokens} as exits"
         )
+    return None
+
+
+def timed_wrong(timed: ExitStats, counted: ExitStats, mode: str, prompt: int) -> str | None:
+    """Return where what an engine reports without hooks cannot be, or is not what it reported of the same text with them.
+
+    Drafts follow the clock, so their number may differ; in mode fast scores decide, so exits may not, but for scores at the
+    threshold: kernels round otherwise than modules.
+
+    Args:
+        timed, counted: of one request with one row, whose text was the same.
+        prompt: tokens of its prompt.
+    """
+    if why := impossible(timed, mode):
+        return why
+    needed = timed.num_layers * (prompt + timed.total_tokens - 1)
+    if mode != "fast" and timed.layers_run < needed:
+        return f"timed: {timed.layers_run} (layer, token) pairs were reported, {needed} are needed"
+    depths = {*timed.exits_per_layer, *counted.exits_per_layer} if mode == "fast" else set()
+    moved = sum(abs(timed.exits_per_layer[depth] - counted.exits_per_layer[depth]) for depth in depths)
+    if moved > max(2, timed.total_tokens // ROUNDED):
+        return (
+            f"timed, {timed.exited_tokens} of {timed.total_tokens} tokens were reported as exits with mean depth "
+            f"{timed.mean_depth:.1f}, counted {counted.exited_tokens} with {counted.mean_depth:.1f}"
+        )
+    return None
+
+
+def impossible(timed: ExitStats, mode: str) -> str | None:
+    """Return why an engine's numbers cannot be true of any request; None: they can."""
+    drafts = min(timed.drafted, timed.total_tokens - 1)  # the full model decides the token behind a prompt
+    most = 0 if mode == "off" else drafts + timed.settled_tokens  # unless the prompt's last token has settled
+    if timed.exited_tokens > most:
+        return f"timed: {timed.exited_tokens} of {timed.total_tokens} tokens were reported as exits, of {timed.drafted} drafts"
     return None
