@@ -8,12 +8,14 @@ A page names it in a comment that a reader does not see, inside the paragraph or
     <!-- results: exits-off -->                              every number of this table is in exits-off.json, by row and column
     <!-- results: exact-arm:all exact-h200:all -->           its first row is row "all" of exact-arm.json, and so on
     <!-- results: certificate.ratio certificate.loss -->     the figures of this paragraph are these two
+    <!-- results: eval-mmlu:fast:exits,_% -->                and this is a cell of a table, by row and column
     <!-- settings: 0.05 0.95 -->                             these numbers were chosen, or are quoted, and were not measured
     <!-- settings: defaults -->                              nothing here was measured
 
-A table takes as many rows and columns of its source as it likes. In a paragraph a number with a decimal point, a thousands
-separator or a unit (%, s, ms, tok/s) is a figure, and so are both of "3 of 4"; other whole numbers are compared if the comment
-names them. Code and version numbers are skipped.
+A table takes as many rows and columns of its source as it likes. Numbers in the label of a row whose name in the source is
+another one stand somewhere in that file (hardware, settings, figures), or are named as settings. In a paragraph a number with
+a decimal point, a thousands separator or a unit (%, s, ms, tok/s, MB, GiB) is a figure, and so are both of "3 of 4"; other
+whole numbers are compared if the comment names them. Code and version numbers are skipped.
 
 What a command printed stands between ```text and ```, with its comment above. A line that begins with the name of a row of its
 source has that row's numbers, all of them, in order and with their signs; the other lines are read as a paragraph.
@@ -45,7 +47,7 @@ HIDDEN = re.compile(
     r"[- ]v?\d+(?:\.\d+)+|\d+\.\d+\.\d+[.\d]*",  # versions
     re.DOTALL,
 )
-UNIT = re.compile(r"\s?%|\s(?:s|ms|tok/s)\b|\sof\s\d")  # behind a number
+UNIT = re.compile(r"\s?%|\s(?:s|ms|tok/s|[kMG]i?B)\b|\sof\s\d")  # behind a number
 SIGNED = re.compile(r"(?<![\w.@])[-+]?\d+(?:,\d{3})*(?:\.\d+)?")
 NUMBER = re.compile(r"(?<![\w.,])\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?<![\w.])(?<![A-Za-z]-)\d+(?:\.\d+)?")
 
@@ -151,12 +153,22 @@ def _check_table(block: str, marks: list[tuple[str, str]]) -> list[str]:
         if ":" in names[0]:
             file, _, key = names[number].replace("_", " ").partition(":")
             own = [file]
+            wrong += _check_label(row, file, key, marks)
         for column, cell in zip(header[1:], cells, strict=False):
             if found := [value(number) for number in numbers(cell)]:
                 expected = _cell(own, key, column)
                 if found != expected:
                     wrong.append(f"{row} | {column}: found {cell}, expected {expected} ({', '.join(own)})")
     return wrong
+
+
+def _check_label(label: str, file: str, key: str, marks: list[tuple[str, str]]) -> list[str]:
+    """Compare the numbers of a row's label with what the source says of itself, and with settings."""
+    about = {name: kept for name, kept in source(file).items() if name != "table"}
+    known = {value(number) for number in numbers(f"{key} {json.dumps(about)}")}
+    known |= {value(number) for kind, named in marks if kind == "settings" for number in numbers(named)}
+    strange = [number for number in numbers(label) if value(number) not in known]
+    return [f"{label}: no source for {', '.join(strange)} ({file})"] if strange else []
 
 
 def _cell(names: list[str], row: str, column: str) -> list[float] | None:
@@ -209,6 +221,12 @@ def _check_paragraph(block: str, marks: list[tuple[str, str]]) -> list[str]:
 
 
 def _figure(name: str) -> list[float]:
+    if ":" in name:
+        file, row, column = name.replace("_", " ").split(":")
+        cell = _cell([file], row, column)
+        if cell is None:
+            raise KeyError(f"docs/results/{file}.json has no row {row!r} with {column!r}")
+        return cell
     file, _, key = name.partition(".")
     kept = source(file).get("figures", {})
     if key not in kept:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from families import FAMILIES as variants
+from TIDE.adapters.table import FAMILIES
+
 ROOT = Path(__file__).parent.parent
 TOOL = runpy.run_path(str(ROOT / "docs" / "check_results.py"))
 check = TOOL["check"]
@@ -20,7 +23,7 @@ def test_figures_are_those_of_their_sources(page):
     assert check(page.read_text("utf-8")) == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/when_tide_does_not_help.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/studies.md", "docs/when_tide_does_not_help.md"])
 def test_an_altered_figure_is_noticed(page):
     """Each number of each marked table and paragraph, one at a time."""
     altered = 0
@@ -68,6 +71,13 @@ def test_a_paragraph_must_say_what_its_comment_names():
         check("Drafts: 21,848. <!-- results: nowhere.drafted -->")
 
 
+def test_a_paragraph_may_name_a_cell_of_a_table():
+    assert check("Of these 2.3 % left. <!-- results: eval-mmlu:fast:exits,_% -->") == []
+    assert check("Of these 2.4 % left. <!-- results: eval-mmlu:fast:exits,_% -->") != []
+    with pytest.raises(KeyError, match="eval-mmlu.json has no row 'fast' with 'entries, %'"):
+        check("Of these 2.3 % left. <!-- results: eval-mmlu:fast:entries,_% -->")
+
+
 def test_every_source_says_how_it_was_measured_and_is_quoted():
     pages = "".join(page.read_text("utf-8") for page in TOOL["PAGES"])
     for path in sorted(TOOL["RESULTS"].glob("*.json")):
@@ -104,6 +114,28 @@ def test_an_altered_number_of_what_a_command_printed_is_noticed():
                 assert check(f"{comments}\n\n{block[: found.start()]}{other}{block[found.end() :]}\n```\n"), (found[0], block)
                 altered += 1
     assert altered > 150
+
+
+def test_an_altered_number_in_the_label_of_a_row_is_noticed():
+    marked = "<!-- results: exact-arm:all -->\n| | exact |\n|---|---|\n| {} | 30.0 |\n"
+    assert check(marked.format("240 Spec-Bench prompts, 2 Arm cores")) == []
+    for label in ("2400 Spec-Bench prompts, 2 Arm cores", "240 Spec-Bench prompts, 64 Arm cores"):
+        assert check(marked.format(label)) != []
+        assert check(f"<!-- settings: 2400 64 --> {marked.format(label)}") == []
+
+
+@pytest.mark.parametrize(("said", "other"), [("93 MB", "13 MB"), ("540 MB", "940 MB"), ("2 Arm cores", "64 Arm cores")])
+def test_altered_sizes_in_the_readme_are_noticed(said, other):
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert said in text and check(text.replace(said, other)) != []
+
+
+@of_page
+def test_families_are_counted_as_the_tables_have_them(page):
+    text = page.read_text("utf-8")
+    for pattern, count in ((r"(\d+) (?:model )?families", len(FAMILIES)), (r"(\d+) variants", len(variants))):
+        assert {int(found) for found in re.findall(pattern, text)} <= {count}
+    assert page.name != "README.md" or len(re.findall(r"\d+ (?:model )?families", text)) == 2
 
 
 def test_printed_lines_are_compared_row_by_row_with_their_signs():

@@ -128,7 +128,7 @@ def _summary(kept: Kept, depths: list[int], layers: int) -> Record:
         "table": table,
         "figures": {
             "tokens": sums["all"]["tokens"],
-            "near_all": [round(n / sums["all"]["tokens"], 4) for n in sums["all"]["near"]],
+            "near_tokens": sums["all"]["near"],
         },
     }
 

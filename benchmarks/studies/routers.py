@@ -55,8 +55,18 @@ def run(options: argparse.Namespace) -> Record:
         "what": "Routers by width, number of texts, and kind of text (drift), with the heads of the shipped file",
         "settings": f"answers of up to {options.answer} tokens, {counts}, one of {HELD_OUT} held out; exit at depth {depth}",
         "table": {name: _row(kept.records[name]) for name, *_ in jobs},
-        "figures": {f"agreement_{kind}": kept.records["code"][kind]["agreement"] for kind in KINDS},
+        "figures": {
+            **{f"agreement_{kind}": kept.records["code"][kind]["agreement"] for kind in KINDS},
+            "auroc_by_width": _gained(kept, f"prose, width {WIDTHS[1]}", f"prose, width {WIDTHS[-1]}"),
+            "auroc_by_texts": _gained(kept, f"prose, {SHARES[0]:g} of the texts", f"prose, width {WIDTH}"),
+            "texts": [len(own) for own in asked.values()],
+        },
     }
+
+
+def _gained(kept: Kept, before: str, after: str) -> float:
+    """Return by how much the AUROC on prose is higher."""
+    return round(kept.records[after]["prose"]["auroc"] - kept.records[before]["prose"]["auroc"], 3)
 
 
 def _row(found: Record) -> Record:
