@@ -223,6 +223,42 @@ def test_a_study_does_not_go_on_with_other_exits_or_data(
         assert done.returncode != 0 and f"begun with other settings: found {changed} " in done.stderr
 
 
+@pytest.fixture(scope="module")
+def more_data(data, tmp_path_factory):
+    """The same data sets with enough prompts to train on."""
+    folder = Path(shutil.copytree(data, tmp_path_factory.mktemp("more") / "data"))
+    chat = [{"category": "writing", "turns": [f"Write about the number {n}."]} for n in range(12)]
+    code = [{"text": f"Add {n}.", "code": "def add(a):\n    return a"} for n in range(12)]
+    for name, lines in (("spec_bench/question.jsonl", chat), ("mbpp/mbpp.jsonl", code)):
+        (folder / name).write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+TRAINING = {
+    "routers": ("--texts", 12, "--answer", 16),
+    "placement": ("--quick", "--strategy", "identity", "--interval", 2),
+    "quantized": ("--prompts", 2, "--new-tokens", 6),
+}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_study_that_trains_or_quantizes_writes_its_figures(warm, folder, shared_router, more_data, tmp_path, name):
+    asked = (name, "--model", folder, "--router", shared_router, "--data", more_data, *TRAINING[name])
+    done = warm.run(FOLDER / "study.py", *asked, "--work", tmp_path / "work", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / f"study-{name}.json").read_text())
+    table, figures = found["table"], found["figures"]
+    if name == "routers":
+        assert len(table) == 8 and all(0 <= own["AUROC, prose"] <= 1 for own in table.values())
+        wide, narrow = (table[f"prose, width {width}"]["AUROC, prose"] for width in (512, 32))
+        assert figures["texts"] == [12, 12] and figures["auroc_by_width"] == pytest.approx(wide - narrow, abs=2e-3)
+    elif name == "placement":
+        assert figures["identity_seconds"] > 0 and any(row.startswith("identity, exits at") for row in table)
+    else:
+        own = table["as it is"]
+        assert own["exact is exits off"] == own["texts of the model before"] == figures["prompts"] == 2
+
+
 def test_a_study_names_data_that_is_missing(warm, folder, shared_router, tmp_path):
     asked = ("shallow", "--model", folder, "--router", shared_router, "--work", tmp_path, "--out", tmp_path)
     done = warm.run(FOLDER / "study.py", *asked, "--data", tmp_path)
