@@ -32,6 +32,12 @@ WITHOUT_LAYERS = "without compiled layers"  # engines say so of models that TIDE
 SPREAD = 0.15  # of a ratio on another machine of the same kind, or in another hour
 SIZES = {"gsm8k": 200, "humaneval": 82, "mmlu": 1000, "wikitext": None}  # questions; None: all
 ASKED = dict(gsm8k="gsm8k/test", humaneval="humaneval/humaneval", mmlu="mmlu/test", wikitext="wikitext2/test")  # files
+DEEP = ("--min-layers", "18", "--checkpoint-interval", "4")
+CURVE = {  # router files of the curve, besides the shipped one, and how they are calibrated
+    "lens": (*DEEP, "--strategy", "lens"),
+    "identity": (*DEEP, "--strategy", "identity"),
+    "quick": ("--prefill-exits",),
+}
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ def _on_a_gpu(data: Path, out: Path, prompts: str, half: list[str]) -> list[Part
     spec, shape = ["--prompts", prompts], ["--model", "llama-8b"]
     lengths = [word for tokens in (128, 512, 1024, 2048, 8192, 32768) for word in ("--tokens", str(tokens))]
     curve = ["--work", str(out), "--out", str(out), "--figure", str(out / "curve.png")]
+    curve += [word for name in CURVE for word in ("--router", f"{name}={out / name}.safetensors")]
     return [
         Part("first-token-8b", ["bench_prefill.py", *shape, *lengths]),
         Part("settled-8b", ["bench_prefill.py", *shape, "--tokens", "2048", "--settle", "0.3", "--rounds", "20"]),
@@ -99,11 +106,18 @@ def _on_a_gpu(data: Path, out: Path, prompts: str, half: list[str]) -> list[Part
         Part("warm-up-8b", ["bench_warm_up.py", *shape]),
         Part("warm-up-gpu", ["bench_warm_up.py"]),
         Part("rivals-gpu", [*TIDE, "bench", "--contender", "all", "--max-new-tokens", "128", "--json"]),
+        *(_of_the_curve(name, how, out) for name, how in CURVE.items()),
         Part("curve-gpu", ["curve.py", "--data", str(data), *half, *curve], (PROMPTS,), "curve.json"),
         *(part for minutes in (1, 3, 10, 30) for part in _calibrated(minutes, out, prompts, half)),
         *(Part(f"calibrate-{name}", ["bench_calibrate.py", "--model", name]) for name in ("qwen2-1.5b", "llama-8b")),
         Part("heads", ["compare_heads.py", *spec, "--keep", str(out), "--texts", "4000", "--every", "4"], (PROMPTS,)),
     ]
+
+
+def _of_the_curve(name: str, how: tuple[str, ...], out: Path) -> Part:
+    """Return the part that calibrates exits of the curve."""
+    words = [*TIDE, "calibrate", "default", "--quick", *how, "-o", f"{out / name}.safetensors", "--json"]
+    return Part(f"calibrate-{name}", words)
 
 
 def _calibrated(minutes: int, out: Path, prompts: str, half: list[str]) -> list[Part]:

@@ -147,6 +147,19 @@ def test_parts_name_scripts_and_options_that_exist(benchmarks, tmp_path, monkeyp
                 assert {word for word in part.words[3:] if word.startswith("-")} <= known, part
 
 
+def test_the_router_files_of_a_part_are_written_by_parts_before_it(benchmarks, tmp_path):
+    _, results = benchmarks
+    for name in ("gpu", "quality"):
+        written = set()
+        for part in results.parts(name, tmp_path, tmp_path / "out"):
+            pairs = list(zip(part.words, part.words[1:], strict=False))
+            assert {value.rpartition("=")[2] for word, value in pairs if word == "--router"} <= written, part
+            written |= {value for word, value in pairs if word == "-o"}
+        if name == "gpu":
+            (curve,) = [part for part in results.parts(name, tmp_path, tmp_path / "out") if part.name == "curve-gpu"]
+            assert curve.words.count("--router") == 3
+
+
 def test_ratios_stand_beside_those_of_the_readme(benchmarks, tmp_path):
     _, results = benchmarks
     ratios = {"off/generate": 1.8, "exact/off": 1.0, "exact/generate": 2.3}
