@@ -2,6 +2,7 @@
 
     python benchmarks/study.py determinism [--runs 100]
     python benchmarks/study.py slowdown --data DIR
+    python benchmarks/study.py bound
     python benchmarks/study.py shallow --data DIR
     python benchmarks/study.py thresholds
     python benchmarks/study.py convergence --data DIR [--tokens 300000]
@@ -19,7 +20,7 @@ import argparse
 import importlib
 from pathlib import Path
 
-STUDIES = ("determinism", "slowdown", "shallow", "thresholds", "convergence", "routers", "placement", "quantized")
+STUDIES = ("determinism", "slowdown", "shallow", "thresholds", "convergence", "routers", "placement", "quantized", "bound")
 
 
 def main() -> None:

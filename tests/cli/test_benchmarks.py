@@ -259,6 +259,18 @@ def test_a_study_that_trains_or_quantizes_writes_its_figures(warm, folder, share
         assert own["exact is exits off"] == own["texts of the model before"] == figures["prompts"] == 2
 
 
+def test_the_bound_is_what_adversaries_cost_at_least(warm, tmp_path):
+    asked = ("bound", "--tokens", 300, "--tries", 20, "--work", tmp_path, "--out", tmp_path)
+    done = warm.run(FOLDER / "study.py", *asked)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "study-bound.json").read_text())
+    table, figures = found["table"], found["figures"]
+    for name in ("host", "rounds"):
+        nothing, search = (table[f"{name}, {kind}"]["× exits off"] for kind in ("nothing is accepted", "search"))
+        assert 0.8 < figures[f"worst_{name}"] == search <= nothing < 1
+    assert "a simulation" in found["note"]
+
+
 def test_a_study_names_data_that_is_missing(warm, folder, shared_router, tmp_path):
     asked = ("shallow", "--model", folder, "--router", shared_router, "--work", tmp_path, "--out", tmp_path)
     done = warm.run(FOLDER / "study.py", *asked, "--data", tmp_path)
