@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from families import VOCAB, build
 from router_files import a_file
 from runners import on_references
 from TIDE.engine.round.device_drafter import exit_of
+from TIDE.engine.round.seats import Seats
 
 LENGTH = dict(eos_token_id=None, pad_token_id=0)
 
@@ -96,6 +98,19 @@ def alone(prompt: int, new: int, kind: str) -> list[int]:
 def gib_of(engine: TIDE.TIDE, blocks: int) -> float:
     exit_ = None if engine.policy is None else exit_of(engine.plan, engine.policy)
     return blocks * engine.runner.store(exit_).block_bytes / 2**30
+
+
+def rows_put_back(monkeypatch) -> Counter:
+    """Count the rows that have to leave when blocks run out, from now on."""
+    found, reserve = Counter(), Seats.reserve
+
+    def noting(self):
+        rows = reserve(self)
+        found.update(rows)
+        return rows
+
+    monkeypatch.setattr(Seats, "reserve", noting)
+    return found
 
 
 def decoded(engine: TIDE.TIDE, texts: list[Text], **how) -> list[list[int]]:

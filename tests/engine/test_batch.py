@@ -11,7 +11,6 @@ import gc
 import os
 import resource
 import threading
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor, StoppingCriteria
 
 import TIDE
-from arrivals import KINDS, LENGTH, MOST_NEW, Text, alone, an_engine, check, decoded, exits, gib_of, model
+from arrivals import KINDS, LENGTH, MOST_NEW, Text, alone, an_engine, check, decoded, exits, gib_of, model, rows_put_back
 from families import build
 from properties import IS_LONG, examples
 from router_files import a_file
@@ -34,7 +33,7 @@ from TIDE.engine.cache.slots import AT_ONCE
 from TIDE.engine.loop import Loop
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.host_stage import HostStage
-from TIDE.engine.round.seats import AHEAD, Seats
+from TIDE.engine.round.seats import AHEAD
 from TIDE.engine.runners.select import described_layers
 from TIDE.engine.runners.triton_runner import TritonRunner
 from TIDE.kernels import reference, sampling
@@ -117,15 +116,8 @@ def test_rows_on_kernels_write_what_they_write_alone(texts, drafts, blocks):
 @pytest.mark.parametrize("at_once", [1, AT_ONCE])
 @pytest.mark.parametrize("strategy", [None, "memory"])
 def test_rows_are_put_back_when_blocks_run_out(strategy, at_once, monkeypatch):
-    put_back, reserve = Counter(), Seats.reserve
+    put_back = rows_put_back(monkeypatch)
     monkeypatch.setattr(Loop, "_pace", lambda self, is_idle, waited: setattr(self, "at_once", at_once))
-
-    def noting(self):
-        found = reserve(self)
-        put_back.update(found)
-        return found
-
-    monkeypatch.setattr(Seats, "reserve", noting)
     texts = [Text(10, 90, "greedy"), Text(11, 90, "sampled"), Text(12, 90, "penalised")]
     with on_references(TIDE.TIDE(model(), None if strategy is None else exits(strategy, 0))) as engine:
         engine.scheduler = Recording(then=2)

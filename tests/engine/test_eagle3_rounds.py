@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections import Counter
 
 import pytest
 import torch
 
 import TIDE
-from arrivals import KINDS, Text, a_model, check, decoded, gib_of
+from arrivals import KINDS, Text, a_model, check, decoded, gib_of, rows_put_back
 from arrivals import model as of_arrivals
 from eagle_heads import Reference, a_head, config_of, fitted, tensors_of, with_vocabulary, write
 from families import VOCAB, build
@@ -19,7 +18,6 @@ from policies import texts_of
 from runners import Recording, in_rounds, on_modules, on_references, why_on_the_host
 from TIDE.config import TIDEConfig
 from TIDE.engine.round.device_stage import DeviceStage
-from TIDE.engine.round.seats import Seats
 from TIDE.engine.round.tree_round import TreeRound
 from TIDE.engine.runners.select import described_layers
 from TIDE.engine.runners.triton_runner import TritonRunner
@@ -199,14 +197,7 @@ def test_in_mode_fast_rounds_decide_as_the_host_does(has_router, good):
 
 @pytest.mark.invariant(5)
 def test_rows_that_come_late_and_rows_that_are_put_back(tmp_path, monkeypatch):
-    put_back, reserve = Counter(), Seats.reserve
-
-    def noting(self):
-        found = reserve(self)
-        put_back.update(found)
-        return found
-
-    monkeypatch.setattr(Seats, "reserve", noting)
+    put_back = rows_put_back(monkeypatch)
     texts = [Text(10, 90, "greedy"), Text(11, 90, "sampled"), Text(12, 90, "penalised", 3), Text(1, 9, "processed", 5)]
     head = folder_of(tmp_path, fitted(of_arrivals(), (1, 2, 3), steps=20), [1, 2, 3])
     with on_references(TIDE.TIDE(a_model(), head)) as engine:

@@ -5,19 +5,18 @@ PYTHONPATH=src:tests python -m pytest -o addopts="" tests/gpu
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 import pytest
 import torch
 from test_on_gpu import with_exit
 
 import TIDE
-from arrivals import KINDS, Text, decoded, gib_of
+from arrivals import KINDS, Text, decoded, gib_of, rows_put_back
 from families import build
 from runners import Recording
 from TIDE.config import TIDEConfig
 from TIDE.engine.round.device_stage import DeviceStage
-from TIDE.engine.round.seats import Seats
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -54,14 +53,7 @@ def test_a_row_has_the_bits_it_has_alone(dtype, depth, strategy, scores):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("depth", "strategy"), [(None, None), (0, "memory"), (2, "lens")])
 def test_a_row_that_was_put_back_has_the_bits_it_has_alone(dtype, depth, strategy, scores, monkeypatch):
-    put_back, reserve = Counter(), Seats.reserve
-
-    def noting(self):
-        found = reserve(self)
-        put_back.update(found)
-        return found
-
-    monkeypatch.setattr(Seats, "reserve", noting)
+    put_back = rows_put_back(monkeypatch)
     texts = [Text(4 + 9 * index, 150, SHOWN[index % 3], arrives=index // 8) for index in range(16)]
     check_bits(texts, dtype, depth, strategy, scores, blocks=40)
     assert put_back
