@@ -1,5 +1,4 @@
-"""Long passes on a GPU: products whose last rows go with half as many tokens, and prompts whose tokens settle. And what
-calibration takes a step to cost there."""
+"""Long passes on a GPU: prompts whose tokens settle. And what calibration takes a step to cost there."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import TIDE
 from families import build
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration import timing
-from TIDE.kernels.cards import card_of, linear_tile
 from TIDE.kernels.layer import Attention, Norm, Pass, no_norm
 from TIDE.routing.settling import Settling
 
@@ -39,28 +37,6 @@ class Settles(TIDE.ExitPolicy):
 
     def score(self, candidates):
         raise AssertionError("there is no checkpoint")
-
-
-@pytest.mark.parametrize("height", [6400, 6330])
-def test_halves_have_the_bits_of_whole_tiles(height, monkeypatch):
-    ops = pytest.importorskip("TIDE.kernels.triton_products")
-    card, generator = card_of(torch.device("cuda")), torch.Generator().manual_seed(0)
-    if not linear_tile(card, height, 192, 2, 700).halved:
-        pytest.skip("the card has whole tiles only")
-    x, weight, base = (
-        torch.randn(size, generator=generator).bfloat16().cuda() for size in ((700, 192), (height, 192), (700, height))
-    )
-
-    def found():
-        own = base.clone()
-        ops._launch_linear(x, weight, ops.EMPTY, own, scale=0.5, has_base=True)
-        return own
-
-    halves = found()
-    monkeypatch.setattr(ops, "linear_tile", lambda *given: linear_tile(*given)._replace(halved=0))
-    assert torch.equal(found(), halves)
-    few = ops.linear(x[:5], weight)
-    assert torch.equal(ops.linear(x, weight)[:5], few)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

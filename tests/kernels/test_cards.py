@@ -83,33 +83,24 @@ def test_an_h200_has_the_tiles_that_were_measured_on_it(size):
             propagate = cards.propagate_tile(card, max(16, dim // 2), width, size, tokens)
             assert project[:3] == (rows, 512 // size, 4) and propagate[1:3] == (128 // size, 2)
             assert cards.attention_tile(card, dim, 16, size) == (64 if size == 2 else 16, 3, 4)
-            assert {own[4:] for own in (linear, gated, head, project, propagate)} == {(16, 1, 4, 0)}
+            assert {own[4:] for own in (linear, gated, head, project, propagate)} == {(16, 1, 4)}
 
 
 @pytest.mark.parametrize(
     ("tokens", "height", "expected"),
     [
-        (32, 28672, (64, 128, 4, True, 32, 1, 4, 0)),
-        (64, 28672, (128, 64, 4, True, 64, 1, 4, 0)),
-        (64, 8192, (64, 128, 4, True, 64, 1, 4, 0)),
-        (128, 28672, (128, 64, 3, True, 128, 1, 8, 0)),
-        (128, 4096, (64, 128, 3, True, 128, 1, 4, 0)),
-        (300, 28672, (128, 64, 3, True, 128, 3, 8, 0)),
-        (2048, 4096, (128, 64, 3, True, 256, 8, 8, 0)),
-        (1024, 576, (64, 128, 3, True, 128, 8, 4, 0)),
+        (32, 28672, (64, 128, 4, True, 32, 1, 4)),
+        (64, 28672, (128, 64, 4, True, 64, 1, 4)),
+        (64, 8192, (64, 128, 4, True, 64, 1, 4)),
+        (128, 28672, (128, 64, 3, True, 128, 1, 8)),
+        (128, 4096, (64, 128, 3, True, 128, 1, 4)),
+        (300, 28672, (128, 64, 3, True, 128, 3, 8)),
+        (2048, 4096, (128, 64, 3, True, 256, 8, 8)),
+        (1024, 576, (64, 128, 3, True, 128, 8, 4)),
     ],
 )
 def test_more_than_16_tokens_have_wider_tiles_that_were_measured_too(tokens, height, expected):
     assert cards.linear_tile(CARDS["H200"], height, 4096, 2, tokens) == expected
-
-
-@pytest.mark.parametrize(("tokens", "linear", "gated"), [(1024, 0, 0), (1434, 10, 2), (1536, 10, 2), (2048, 0, 0)])
-def test_the_last_blocks_of_a_long_product_go_in_halves_where_few_programs_would_run_last(tokens, linear, gated):
-    """(4096, 14336) and twice (14336, 4096), on 132 multiprocessors: 6 * 32 programs of 256 tokens are 132 and 60, for example,
-    and 22 * 6 and 10 * 12 of which the last have half as many tokens are 132 and 120."""
-    card = CARDS["H200"]
-    assert cards.linear_tile(card, 4096, 14336, 2, tokens).halved == linear
-    assert cards.gated_tile(card, 14336, 4096, 2, tokens).halved == gated
 
 
 @pytest.mark.parametrize("name", CARDS)

@@ -82,7 +82,7 @@ def test_what_it_does_not_take_is_left_to_triton(card, dim, options, together, p
 
 
 def test_a_version_of_triton_that_it_was_not_compiled_with_is_not_used(monkeypatch):
-    monkeypatch.setattr(prompts.triton, "__version__", "3.10.0")
+    monkeypatch.setattr(prompts, "knows_gluon", lambda: False)
     assert not prompts.suits_halves(CARDS["H200"], an_attention(128), 64, 4, (9, 2, 64, 128))
 
 

@@ -12,7 +12,7 @@ from TIDE.kernels import reference
 pytest.importorskip("triton")
 from TIDE.engine.cache.slots import score_params
 from TIDE.kernels import triton_exits, triton_ops, triton_propagate
-from TIDE.kernels.cards import card_of, gated_tile, linear_tile
+from TIDE.kernels.cards import MANY, MANY_TOKENS, card_of, gated_tile, linear_tile
 from TIDE.kernels.layer import MLP, no_norm
 from TIDE.kernels.result import ACCEPTED, FIELDS
 from TIDE.routing.heads import EPS
@@ -61,9 +61,9 @@ def test_products(count):
 
 
 @pytest.mark.parametrize("height", [6400, 6330])
-def test_the_last_rows_of_a_long_product_go_with_half_as_many_tokens(height):
+def test_a_product_of_many_tokens(height):
     x, weight, bias = (own.half() for own in (random(700, 40), random(height, 40, seed=1), random(height, seed=2)))
-    assert linear_tile(card_of(x.device), height, 40, 2, 700).halved
+    assert linear_tile(card_of(x.device), height, 40, 2, 700).tokens == MANY
     expected = reference.linear(x.float(), weight.float(), bias.float())
     assert_close(triton_ops.linear(x, weight, bias).float(), expected, 2e-3)
     base = random(700, height, seed=3).half()
@@ -72,9 +72,9 @@ def test_the_last_rows_of_a_long_product_go_with_half_as_many_tokens(height):
     assert_close(base.float(), added, 2e-3)
 
 
-def test_the_last_rows_of_a_long_gate_go_with_half_as_many_tokens_too():
+def test_a_gate_of_many_tokens():
     x, gate, up = (own.half() for own in (random(700, 40), random(7168, 40, seed=1), random(7168, 40, seed=2)))
-    assert gated_tile(card_of(x.device), 7168, 40, 2, 700).halved
+    assert gated_tile(card_of(x.device), 7168, 40, 2, 700).rows == MANY_TOKENS.rows
     mlp = MLP(gate, up, up.T, EMPTY, EMPTY, EMPTY)
     expected = reference.mlp_inner(x.float(), mlp._replace(gate=gate.float(), up=up.float()))
     assert_close(triton_ops.mlp_inner(x, mlp).float(), expected, 4e-3)

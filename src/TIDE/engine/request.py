@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     GenerationConfig,
@@ -123,7 +124,7 @@ class Request:
         texts = [row.shown() for row in rows]
         width = max(map(len, texts))
         texts = [text + [self.pad_token_id] * (width - len(text)) for text in texts]
-        return torch.tensor(texts, dtype=torch.long, device=self.ids.device)
+        return torch.from_numpy(np.array(texts, np.int64)).to(self.ids.device)  # torch takes three times as long for lists
 
     @property
     def pad_token_id(self) -> int:

@@ -24,6 +24,7 @@ HALF = 0.55  # of a program's time, if it has half as many tokens
 WIDEST = 512  # bytes of a tile's columns
 FEW_ROWS = 16  # for each multiprocessor: weights with fewer rows are small
 NARROW = 32  # tokens of a small weight's tile
+PART = 64  # tokens of a part of a program that stays
 SUMS = 128 * 128  # numbers that programs of attention sum up
 
 
@@ -45,7 +46,6 @@ class Tile(NamedTuple):
     tokens: int
     groups: int  # of `tokens` each, with programs of their own
     warps: int
-    halved: int = 0  # blocks of rows, the last ones, whose programs take half as many tokens each
 
     @property
     def constants(self) -> tuple[int, int, int, bool, bool]:
@@ -70,6 +70,15 @@ class PromptTile(NamedTuple):
     warps: int
 
 
+class PartsTile(NamedTuple):
+    """The tile of a product of a long pass, for programs that stay (`gluon_products.py`)."""
+
+    parts: int  # of PART tokens each
+    rows: int  # of each of two sets
+    stages: int
+    programs: int
+
+
 class Shape(NamedTuple):
     """A tile of a tall weight on a card with 227 KB."""
 
@@ -82,6 +91,8 @@ class Shape(NamedTuple):
 # the rows, so that their sums stay in registers.
 LINEAR = {16: Shape(32, 512, 5), 32: Shape(64, 256, 4), 64: Shape(128, 128, 4), 128: Shape(128, 128, 3)}
 GATED = {16: Shape(64, 256, 3), 32: Shape(64, 128, 5), 64: Shape(64, 128, 4), 128: Shape(64, 128, 3)}
+# Tiles of programs that stay: parts, rows and stages, and the time that one takes, of that of the first.
+PARTS = {(2, 128, 4): 1.0, (3, 128, 4): 1.5, (2, 64, 6): 0.52, (3, 64, 5): 0.78}
 SMALL_GATED = Shape(16, 128, 4)  # small weights and more than 32 tokens
 MANY_TOKENS = Shape(128, 128, 3)
 HEAD = {16: Shape(64, 512, 4), 32: Shape(64, 256, 4), 64: Shape(64, 256, 4), 128: Shape(64, 256, 3)}
@@ -120,8 +131,7 @@ def overlaps(card: Card) -> bool:
 def linear_tile(card: Card, height: int, width: int, size: int, tokens: int) -> Tile:
     """Return the tile of one product with a (height, width) weight; `size` is bytes per number."""
     if _many_tiles(card, height, size, tokens) >= _programs(card):
-        tile = _tile(card, MANY_TOKENS, MANY_TOKENS.rows, width, size, tokens, weights=1, wide=MANY)
-        return tile._replace(halved=_halved(card, -(-height // tile.rows), tile.tokens, tokens))
+        return _tile(card, MANY_TOKENS, MANY_TOKENS.rows, width, size, tokens, weights=1, wide=MANY)
     wide = _wide(card, height, size, tokens)
     shape = LINEAR[wide]
     return _tile(card, shape, _rows(card, height, shape, wide // 2), width, size, tokens, weights=1, wide=wide)
@@ -132,12 +142,50 @@ def gated_tile(card: Card, height: int, width: int, size: int, tokens: int) -> T
     """Return the tile of gate and up, two weights at once."""
     wide, blocks = tile_width(tokens), -(-height // MANY_TOKENS.rows)
     if _many_tiles(card, height, size, tokens) >= _programs(card) and _are_tall_quicker(card, blocks, tokens):
-        tile = _tile(card, MANY_TOKENS, MANY_TOKENS.rows, width, size, tokens, weights=2)
-        return tile._replace(halved=_halved(card, blocks, tile.tokens, tokens))
+        return _tile(card, MANY_TOKENS, MANY_TOKENS.rows, width, size, tokens, weights=2)
     if wide > NARROW and _wide(card, height, size, tokens) == NARROW:
         return _tile(card, SMALL_GATED, SMALLEST, width, size, tokens, weights=2, wide=2 * NARROW)
     shape = GATED[wide]
     return _tile(card, shape, _rows(card, height, shape, wide // 4), width, size, tokens, weights=2)
+
+
+@functools.lru_cache(4096)
+def parts_tile(card: Card, height: int, size: int, tokens: int, is_gated: bool) -> PartsTile | None:
+    """Return the tile of a product for programs that stay, the one with which the last of them ends soonest; `height` is that
+    of gate or of up, if it has both. None: they do not suit the card, the dtype or so few tokens."""
+    if card.capability != (9, 0) or _many_tiles(card, height * (1 + is_gated), size, tokens) < _programs(card):
+        return None
+    sets, times = 1 if is_gated else 2, {}
+    for shape, time in PARTS.items():
+        (whole, rest), blocks = divmod(tokens, PART * shape[0]), -(-height // (sets * shape[1]))
+        tiles, last = (whole + (rest > 0)) * blocks, -(-rest // PART) / shape[0]
+        are_few_last = rest > 0 and whole * blocks <= (_turns(card, tiles) - 1) * card.processors
+        times[shape] = time * (_turns(card, tiles) - (1 - last) * are_few_last), tiles
+    return _soonest(card, times)
+
+
+@functools.lru_cache(4096)
+def project_parts_tile(
+    card: Card, heads: int, kv_heads: int, dim: int, size: int, tokens: int, asking: int
+) -> PartsTile | None:
+    """Return the tile of q, k and v for programs that stay, of which a set of rows is half a head; `asking` of the tokens have
+    queries. None: they do not suit."""
+    height = (2 * kv_heads + (heads if asking else 0)) * dim
+    if card.capability != (9, 0) or dim != MOST or _many_tiles(card, height, size, tokens) < _programs(card):
+        return None
+    times = {}
+    for shape, time in PARTS.items():
+        if shape[1] == dim // 2:
+            asked, all_ = (-(-count // (PART * shape[0])) for count in (asking, tokens))
+            tiles = heads * asked + 2 * kv_heads * all_
+            times[shape] = time * _turns(card, tiles), tiles
+    return _soonest(card, times)
+
+
+def _soonest(card: Card, times: dict[tuple[int, int, int], tuple[float, int]]) -> PartsTile:
+    """Return the tile with which the last of the programs that stay ends first, given times and numbers of tiles by shape."""
+    (_, tiles), shape = min((found, shape) for shape, found in times.items())
+    return PartsTile(*shape, min(tiles, card.processors))
 
 
 def head_tile(card: Card, height: int, width: int, size: int, tokens: int) -> Tile:
@@ -252,15 +300,6 @@ def _are_tall_quicker(card: Card, blocks: int, tokens: int) -> bool:
     """Return True if blocks of rows are done sooner than twice as many of half the height, with MOST tokens at a time."""
     groups = -(-tokens // MOST)
     return _turns(card, blocks * groups) <= HALF * _turns(card, 2 * blocks * groups)
-
-
-def _halved(card: Card, blocks: int, wide: int, tokens: int) -> int:
-    """Return how many of a product's blocks of rows go with half as many tokens at a time as `wide`. A card runs a program per
-    multiprocessor, and the last ones are often few: halves of them, on all multiprocessors, end sooner."""
-    groups, halves = -(-tokens // wide), -(-tokens // (wide // 2))
-    turns = blocks * groups // card.processors
-    rest = blocks - turns * card.processors // groups
-    return rest if turns + HALF * _turns(card, rest * halves) < _turns(card, blocks * groups) else 0
 
 
 def _turns(card: Card, programs: int) -> int:

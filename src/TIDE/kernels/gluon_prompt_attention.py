@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from TIDE.kernels.gluon_tiles import tiles_of
 from TIDE.kernels.layer import Pass
 
 QUERIES = 128  # of a program
@@ -48,9 +48,7 @@ def attend_in_halves(
     assert keys.is_contiguous() and values.is_contiguous(), "a tile is found by the number of its first row"
     kv_heads, dim, out = keys.shape[1], keys.shape[3], torch.empty_like(queries)
     heads, groups = queries.shape[1] // dim, tokens.groups.reshape(-1, QUERIES // padded)
-    dtype = gl.bfloat16 if queries.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([TILE.value, dim], dtype)
-    tiles = [TensorDescriptor(some, [some.numel() // dim, dim], [dim, 1], [TILE.value, dim], layout) for some in (keys, values)]
+    tiles = (tiles_of(own, TILE.value, dim) for own in (keys, values))
     _attend[(len(groups), kv_heads)](
         queries, *tiles, tokens.rows, tokens.positions, tokens.tables, groups, out, factor, heads, kv_heads,
         tokens.tables.stride(0), dim, heads // kv_heads, padded, chunk, num_warps=4,

@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from TIDE.kernels.cards import card_of, project_tile
+from TIDE.kernels.cards import PartsTile, card_of, project_parts_tile, project_tile
 from TIDE.kernels.layer import Attention, Layer, Pass
 from TIDE.kernels.triton_attention import attend, strides
-from TIDE.kernels.triton_launch import begin, fetch, kernel, looped
+from TIDE.kernels.triton_launch import begin, fetch, is_aligned, kernel, knows_gluon, looped
 from TIDE.kernels.triton_products import _first, _gained, _two_products, add_linear, linear, mlp_inner, norm
 
 __all__ = ["add_linear", "attend", "decoder_layer", "linear", "mlp_inner", "norm", "project"]
@@ -175,20 +175,35 @@ def _norm_all_and_rotate(
 
 def project(attention: Attention, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     dim, (height, width), kv_heads = attention.head_dim, attention.q.shape, keys.shape[1]
-    tile = project_tile(card_of(h.device), height, width, dim, h.element_size(), len(h))
     asking, heads, rotary = len(h[: tokens.asking]), height // dim, tokens.cos.shape[1] if attention.rotary else 0
     queries = h.new_empty(asking, height)
-    places, has_bias = (tokens.rows, tokens.columns, tokens.angles, tokens.tables), len(attention.k_bias) > 0
-    has_norm = len(attention.k_norm.weight) > 0
-    biases = (attention.q_bias, attention.k_bias, attention.v_bias) if has_bias else (h, h, h)
-    _project[(tile.groups, heads + 2 * kv_heads, triton.cdiv(dim // 2, tile.rows))](
-        h, attention.q, attention.k, attention.v, *biases, tokens.cos, tokens.sin, queries, keys, values, *places,
-        len(h), asking, width, heads, kv_heads, *strides(tokens, keys),
-        dim, 0 if has_norm else rotary, has_bias, *tile.constants, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    has_norm, has_bias = len(attention.k_norm.weight) > 0, len(attention.k_bias) > 0
+    turns = 0 if has_norm else rotary
+    if parts := _in_parts(h, attention, kv_heads, asking, turns):
+        from TIDE.kernels.gluon_project import project_in_parts  # it has names of some versions of Triton
+
+        project_in_parts(attention, tokens, h, queries, keys, values, strides(tokens, keys), turns, parts)
+    else:
+        tile = project_tile(card_of(h.device), height, width, dim, h.element_size(), len(h))
+        biases = (attention.q_bias, attention.k_bias, attention.v_bias) if has_bias else (h, h, h)
+        places = tokens.rows, tokens.columns, tokens.angles, tokens.tables
+        _project[(tile.groups, heads + 2 * kv_heads, triton.cdiv(dim // 2, tile.rows))](
+            h, attention.q, attention.k, attention.v, *biases, tokens.cos, tokens.sin, queries, keys, values, *places,
+            len(h), asking, width, heads, kv_heads, *strides(tokens, keys),
+            dim, turns, has_bias, *tile.constants, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     if has_norm:
         _launch_norms(attention, tokens, len(h), queries, keys, rotary)
     return queries
+
+
+def _in_parts(h: torch.Tensor, attention: Attention, kv_heads: int, asking: int, turns: int) -> PartsTile | None:
+    """Return the tile with which `gluon_project.py` works; None: it does not."""
+    dim = attention.head_dim
+    if not (h.is_cuda and knows_gluon() and turns in (0, dim) and is_aligned(h, attention.q, attention.k, attention.v)):
+        return None
+    card, heads = card_of(h.device), len(attention.q) // dim
+    return project_parts_tile(card, heads, kv_heads, dim, h.element_size(), len(h), asking)
 
 
 def _launch_norms(

@@ -15,13 +15,15 @@ the tokens beside it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from TIDE.kernels.cards import Tile, card_of, gated_tile, linear_tile
+from TIDE.kernels.cards import PartsTile, card_of, gated_tile, linear_tile, parts_tile
 from TIDE.kernels.layer import MLP, Norm
-from TIDE.kernels.triton_launch import begin, fetch, kernel, looped
+from TIDE.kernels.triton_launch import begin, fetch, is_aligned, kernel, knows_gluon, looped
 
 EMPTY = torch.zeros(0)
 
@@ -55,53 +57,9 @@ def _linear(
     rows = tl.program_id(1) * BN + tl.arange(0, BN)
     fetch(weight, rows, rows < height, width, BK, PDL)
     begin(PDL, LOOPS=True)
-    first = 0 if ONCE else _first(TN)
-    _write_products(
-        x, weight, bias, out, places, rows, first, tokens, height, width, scale,
-        HAS_BIAS, HAS_BASE, HAS_PLACES, ACTIVATION, BN, BK, TN, EVEN, ONCE, PDL,
-    )  # fmt: skip
-
-
-@kernel
-def _long_linear(
-    x, weight, bias, out, places, whole, tokens, height, width, scale,
-    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_PLACES: tl.constexpr, ACTIVATION: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The same for many tokens: blocks of rows behind the first `whole` are multiplied with half as many tokens at a time."""
-    begin(PDL, LOOPS=True)
-    behind = tl.program_id(0) - whole * tl.cdiv(tokens, TN)
-    if behind < 0:
-        rows, first = _part(tl.program_id(0), 0, tokens, BN, TN)
-        _write_products(
-            x, weight, bias, out, places, rows, first, tokens, height, width, scale,
-            HAS_BIAS, HAS_BASE, HAS_PLACES, ACTIVATION, BN, BK, TN, EVEN, False, PDL,
-        )  # fmt: skip
-    else:
-        rows, first = _part(behind, whole, tokens, BN, TN // 2)
-        _write_products(
-            x, weight, bias, out, places, rows, first, tokens, height, width, scale,
-            HAS_BIAS, HAS_BASE, HAS_PLACES, ACTIVATION, BN, BK, TN // 2, EVEN, False, PDL,
-        )  # fmt: skip
-
-
-@triton.jit
-def _part(program, blocks, tokens, BN: tl.constexpr, TN: tl.constexpr):
-    """Return the rows and the first token of a program, where those before it take `blocks` blocks of rows; in 64 bits, for it
-    counts rows of large arrays."""
-    groups = tl.cdiv(tokens, TN)
-    return (blocks + program // groups) * BN + tl.arange(0, BN), (program % groups).to(tl.int64) * TN
-
-
-@triton.jit
-def _write_products(
-    x, weight, bias, out, places, rows, first, tokens, height, width, scale,
-    HAS_BIAS: tl.constexpr, HAS_BASE: tl.constexpr, HAS_PLACES: tl.constexpr, ACTIVATION: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Multiply some rows with TN tokens from `first` on; what becomes of the products is what `_launch_linear` says."""
     inside, place = rows < height, tl.arange(0, TN)
     if not ONCE:
+        first = _first(TN)
         x, tokens = x + first * width, tokens - first
         if HAS_PLACES:
             places += first
@@ -162,45 +120,9 @@ def _gated(
     fetch(gate, rows, rows < height, width, BK, PDL)
     fetch(up, rows, rows < height, width, BK, PDL)
     begin(PDL, LOOPS=True)
-    first = 0 if ONCE else _first(TN)
-    _write_gated(
-        x, gate, up, gate_bias, up_bias, out, rows, first, tokens, height, width,
-        HAS_BIAS, ACTIVATION, BN, BK, TN, EVEN, ONCE, PDL,
-    )  # fmt: skip
-
-
-@kernel
-def _long_gated(
-    x, gate, up, gate_bias, up_bias, out, whole, tokens, height, width,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The same for many tokens, in halves behind the first `whole` blocks of rows."""
-    begin(PDL, LOOPS=True)
-    behind = tl.program_id(0) - whole * tl.cdiv(tokens, TN)
-    if behind < 0:
-        rows, first = _part(tl.program_id(0), 0, tokens, BN, TN)
-        _write_gated(
-            x, gate, up, gate_bias, up_bias, out, rows, first, tokens, height, width,
-            HAS_BIAS, ACTIVATION, BN, BK, TN, EVEN, False, PDL,
-        )  # fmt: skip
-    else:
-        rows, first = _part(behind, whole, tokens, BN, TN // 2)
-        _write_gated(
-            x, gate, up, gate_bias, up_bias, out, rows, first, tokens, height, width,
-            HAS_BIAS, ACTIVATION, BN, BK, TN // 2, EVEN, False, PDL,
-        )  # fmt: skip
-
-
-@triton.jit
-def _write_gated(
-    x, gate, up, gate_bias, up_bias, out, rows, first, tokens, height, width,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Multiply some rows of both weights with TN tokens from `first` on."""
     inside, place = rows < height, tl.arange(0, TN)
     if not ONCE:
+        first = _first(TN)
         x, out, tokens = x + first * width, out + first * height, tokens - first
     kind = out.dtype.element_ty
     opened, raised = _two_products(x, gate, rows, up, rows, inside, tokens, width, BN, BK, TN, EVEN, ONCE)
@@ -291,45 +213,42 @@ def _launch_linear(
 ) -> None:
     """Write products to `out`: in place of what is there, or added to it."""
     height, width = weight.shape
+    if places is None and (parts := _in_parts(x, weight, is_gated=False)):
+        return _gluon().linear_in_parts(x, weight, bias, out, parts, scale, has_base, activation)
     tile = linear_tile(card_of(weight.device), height, width, weight.element_size(), len(x))
-    blocks = triton.cdiv(height, tile.rows)
-    given = x, weight, bias if len(bias) else x, out, x if places is None else places
-    kinds = len(bias) > 0, has_base, places is not None, -1 if activation is None else activation
-    if tile.halved:
-        whole, (*constants, _) = blocks - tile.halved, tile.constants
-        _long_linear[(_long_grid(tile, blocks, len(x)),)](
-            *given, whole, len(x), height, width, scale, *kinds, *constants, num_warps=tile.warps, num_stages=tile.stages
-        )
-    else:
-        _linear[(tile.groups, blocks)](
-            *given, len(x), height, width, scale, *kinds, *tile.constants, num_warps=tile.warps, num_stages=tile.stages
-        )
+    _linear[(tile.groups, triton.cdiv(height, tile.rows))](
+        x, weight, bias if len(bias) else x, out, x if places is None else places, len(x), height, width, scale,
+        len(bias) > 0, has_base, places is not None, -1 if activation is None else activation, *tile.constants,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
 
 
 def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:
     if not len(mlp.gate):
         return linear(x, mlp.up, mlp.up_bias, mlp.activation)
+    if parts := _in_parts(x, mlp.gate, is_gated=True):
+        return _gluon().gated_in_parts(x, mlp, parts)
     (height, width), has_bias = mlp.gate.shape, len(mlp.up_bias) > 0
     tile = gated_tile(card_of(mlp.gate.device), height, width, mlp.gate.element_size(), len(x))
-    out, blocks = x.new_empty(len(x), height), triton.cdiv(height, tile.rows)
-    given = x, mlp.gate, mlp.up, mlp.gate_bias if has_bias else x, mlp.up_bias if has_bias else x, out
-    if tile.halved:
-        whole, (*constants, _) = blocks - tile.halved, tile.constants
-        _long_gated[(_long_grid(tile, blocks, len(x)),)](
-            *given, whole, len(x), height, width, has_bias, mlp.activation, *constants,
-            num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-    else:
-        _gated[(tile.groups, blocks)](
-            *given, len(x), height, width, has_bias, mlp.activation, *tile.constants,
-            num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+    out = x.new_empty(len(x), height)
+    _gated[(tile.groups, triton.cdiv(height, tile.rows))](
+        x, mlp.gate, mlp.up, mlp.gate_bias if has_bias else x, mlp.up_bias if has_bias else x, out, len(x), height, width,
+        has_bias, mlp.activation, *tile.constants, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     return out
 
 
-def _long_grid(tile: Tile, blocks: int, tokens: int) -> int:
-    """Return the programs of a product whose last blocks of rows go with half as many tokens at a time."""
-    return (blocks - tile.halved) * tile.groups + tile.halved * triton.cdiv(tokens, tile.tokens // 2)
+def _in_parts(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> PartsTile | None:
+    """Return the tile with which `gluon_products.py` multiplies; None: it does not."""
+    if not (x.is_cuda and knows_gluon() and is_aligned(x, weight)):
+        return None
+    return parts_tile(card_of(weight.device), len(weight), weight.element_size(), len(x), is_gated)
+
+
+def _gluon() -> Any:
+    from TIDE.kernels import gluon_products  # it has names of some versions of Triton
+
+    return gluon_products
 
 
 @triton.jit

@@ -17,11 +17,10 @@ import triton.language as tl
 
 from TIDE.kernels.cards import Card, card_of, prompt_tile
 from TIDE.kernels.layer import Attention, Pass
-from TIDE.kernels.triton_launch import begin, kernel, looped
+from TIDE.kernels.triton_launch import begin, kernel, knows_gluon, looped
 
 LEAST = 32  # tokens of a group
 HALF = 64  # queries of four warps there, and keys of a tile
-GLUON = ((3, 6), (3, 9))  # the first and the last version of Triton that `gluon_prompt_attention.py` compiles with
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -39,8 +38,7 @@ def suits(tokens: Pass, queries: torch.Tensor, shared: int) -> bool:
 
 def suits_halves(card: Card, attention: Attention, together: int, padded: int, shape: Sequence[int]) -> bool:
     """Return True if `gluon_prompt_attention.py` takes groups of `together` tokens and blocks of K/V of a shape."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    is_there = card.capability == (9, 0) and GLUON[0] <= version <= GLUON[1]
+    is_there = card.capability == (9, 0) and knows_gluon()
     is_plain = attention.window == 0 and attention.cap == 0 and attention.head_dim in (64, 128)
     return is_there and is_plain and shape[2] == HALF and padded <= HALF and together * padded % (2 * HALF) == 0
 

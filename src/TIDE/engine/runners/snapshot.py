@@ -24,7 +24,10 @@ class ModelSnapshot:
     def __init__(self, model: nn.Module, values: bool = False) -> None:
         self._values = values
         self._model = model
-        self._modules = list(model.modules())  # held, so that nothing else is put where they are
+        modules = list(model.modules())
+        self._attributes = [vars(module) for module in modules]
+        self._switched = [module for module in modules if adapter_state(module)]
+        self._held = modules  # so that nothing else is put where they are
         self._weights = list(model.parameters())
         self._plain = {id(weight) for weight in self._weights if type(weight.data) is torch.Tensor}
         self._facts = self._look()
@@ -39,15 +42,14 @@ class ModelSnapshot:
 
     def _look(self) -> list[Any]:
         """Return what can change: a module that takes another's place shows in the module that holds it."""
-        facts: list[Any] = []
-        for module in self._modules:
-            facts.append(tuple(module._modules.values()))
-            for weight in module._parameters.values():
+        facts: list[Any] = [adapter_state(module) for module in self._switched]
+        for own in self._attributes:
+            hooks = bool(own["_forward_hooks"] or own["_forward_pre_hooks"] or "_hf_hook" in own)
+            facts.append((*own["_modules"].values(), hooks))
+            for weight in own["_parameters"].values():
                 if weight is not None:
                     place = weight.data_ptr() if id(weight) in self._plain else None
-                    facts += (id(weight), place, weight.dtype, version(weight) if self._values else None)
-            facts.append(has_hooks(module))
-            facts.append(adapter_state(module))
+                    facts.append((id(weight), place, weight.dtype, version(weight) if self._values else None))
         return facts
 
 

@@ -1,0 +1,184 @@
+"""Products in Gluon, for long passes on compute capability 9.0. Without such a GPU they are compiled for one, and not run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_cards import CARDS
+
+from TIDE.kernels.cards import PARTS, PartsTile, parts_tile
+from TIDE.kernels.layer import MLP, Attention, Pass, no_norm, only_kv
+from TIDE.kernels.triton_launch import knows_gluon
+
+products = pytest.importorskip("TIDE.kernels.triton_products")
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a GPU of compute capability 9.0",
+)
+COMPILE = """
+import json, subprocess, sys
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compile
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from TIDE.kernels import gluon_products as own
+
+parts, rows, stages, gated, dtype, path = *map(int, sys.argv[1:5]), *sys.argv[5:]
+def tiles(count):
+    layout = gl.NVMMASharedLayout.get_default_for([count, 64], gl.bfloat16)
+    return f"tensordesc<{dtype}[{count}, 64],{layout!r}>"
+constants = dict(GATED=bool(gated), HAS_BIAS=True, HAS_BASE=not gated, ACTIVATION=gated - 1, PARTS=parts, ROWS=rows, STAGES=stages)
+kinds = dict(x_tiles=tiles(64), first_tiles=tiles(rows), second_tiles=tiles(rows), scale="fp32")
+kinds |= dict.fromkeys(("first_bias", "second_bias", "out"), f"*{dtype}")
+names = own._products.arg_names
+signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+given = {(names.index(name),): value for name, value in constants.items()}
+aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("first_bias", "second_bias", "out", "height", "width")}
+found = compile(GluonASTSource(own._products, signature, given, aligned), GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+with open(path, "w") as file:
+    file.write(found.asm["ptx"])
+command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", path, "-o", path + ".cubin"]
+said = subprocess.run(command, capture_output=True, text=True, check=True)
+print(json.dumps(dict(shared=found.metadata.shared, said=said.stdout + said.stderr)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("tile", "gated", "dtype"), [((3, 128, 4), 1, "bf16"), ((2, 128, 4), 0, "fp16"), ((3, 64, 5), 1, "fp16")]
+)
+def test_they_compile_with_products_in_the_background(tile, gated, dtype, tmp_path):
+    assert tile in PARTS
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    given = [*map(str, tile), str(gated), dtype, str(tmp_path / "kernel.ptx")]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE, *given], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["shared"] <= CARDS["H200"].shared_memory
+    assert "wgmma.mma_async instructions are serialized" not in found["said"]
+
+
+@pytest.mark.parametrize(
+    ("card", "tokens", "height", "is_gated", "expected"),
+    [
+        ("H200", 2048, 14336, True, (2, 128, 4, 132)),
+        ("H200", 1434, 14336, True, (3, 128, 4, 132)),  # 7 turns of 896 programs; of 128 tokens each it would be 11
+        ("H200", 2048, 4096, False, (2, 128, 4, 132)),
+        ("H200", 1434, 4096, False, (3, 128, 4, 128)),  # one turn
+        ("H200", 512, 4096, False, None),  # too few tiles to keep the card busy
+        ("H200", 256, 14336, True, None),
+        ("A100", 2048, 14336, True, None),
+        ("B200", 2048, 14336, True, None),  # it has other products
+    ],
+)
+def test_the_tile_is_the_one_with_which_the_last_program_ends_soonest(card, tokens, height, is_gated, expected):
+    assert parts_tile(CARDS[card], height, 2, tokens, is_gated) == expected
+
+
+def test_versions_of_triton_that_it_was_not_compiled_with_are_not_used():
+    assert knows_gluon("3.6.0") and knows_gluon("3.9.1+git") and not knows_gluon("3.5.1") and not knows_gluon("3.10.0")
+
+
+@pytest.fixture
+def some():
+    generator = torch.Generator().manual_seed(0)
+    return lambda *size, dtype=torch.bfloat16: torch.randn(size, generator=generator).to("cuda", dtype)
+
+
+def in_parts(shape, asked):
+    """Return what takes the place of `parts_tile` and has tiles of one shape for any product."""
+
+    def tile(card, height, size, tokens, is_gated):
+        blocks = -(-tokens // (64 * shape[0])) * -(-height // (shape[1] if is_gated else 2 * shape[1]))
+        return asked.append(is_gated) or PartsTile(*shape, min(blocks, card.processors))
+
+    return tile
+
+
+@pytest.mark.invariant(7)
+@needs_hopper
+@pytest.mark.parametrize(
+    ("shape", "height", "width", "tokens", "dtype"),
+    [
+        ((2, 128, 4), 3162, 200, 577, torch.bfloat16),
+        ((3, 128, 4), 20000, 1032, 700, torch.bfloat16),
+        ((3, 128, 4), 3200, 192, 200, torch.float16),
+        ((2, 64, 6), 200, 576, 130, torch.float16),
+        ((3, 64, 5), 9000, 64, 600, torch.bfloat16),
+    ],
+)
+def test_the_bits_of_products_are_those_of_rounds(shape, height, width, tokens, dtype, some, monkeypatch):
+    asked, none = [], torch.zeros(0, dtype=dtype, device="cuda")
+    x, gate, up, base = (
+        some(*size, dtype=dtype) for size in ((tokens, width), (height, width), (height, width), (tokens, height))
+    )
+    bias = some(height, dtype=dtype)
+
+    def found(count):
+        own = base[:count].clone()
+        products.add_linear(own, x[:count], gate, none, no_norm(none), 0.5)
+        plain = products.linear(x[:count], up, bias, 2)
+        gated = products.mlp_inner(x[:count], MLP(gate, up, up, none, none, none, 0))
+        return own, plain, gated, products.mlp_inner(x[:count], MLP(gate, up, up, bias, bias, none, 1))
+
+    few = found(7)
+    monkeypatch.setattr(products, "parts_tile", lambda *given: None)
+    whole = found(tokens)
+    monkeypatch.setattr(products, "parts_tile", in_parts(shape, asked))
+    for own, expected, first in zip(found(tokens), whole, few, strict=True):
+        assert torch.equal(own, expected) and torch.equal(own[:7], first)
+    assert asked == [False, False, True, True]
+
+
+@pytest.mark.invariant(7)
+@needs_hopper
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize(("shape", "heads", "dtype"), [((2, 64, 6), 32, torch.bfloat16), ((3, 64, 5), 4, torch.float16)])
+def test_the_bits_of_queries_keys_and_values_are_those_of_rounds(shape, heads, dtype, is_dense, some, monkeypatch):
+    """Two rows in one pass, of which some tokens ask; in blocks in any order, or each row in one."""
+    ops, asked = pytest.importorskip("TIDE.kernels.triton_ops"), []
+    kv_heads, dim, width, counts = 3, 128, 264, (300, 330)
+    none, sizes = torch.zeros(0, dtype=dtype, device="cuda"), [own * dim for own in (heads, kv_heads, kv_heads)]
+    weights = [some(size, width, dtype=dtype) / width**0.5 for size in sizes]
+    biases = [some(size, dtype=dtype) for size in sizes]
+    attention = Attention(*weights, none, *biases, none, no_norm(none), no_norm(none), dim, dim**-0.5)
+    at = torch.cat([torch.arange(count) for count in counts]).int().cuda()
+    row = torch.repeat_interleave(torch.arange(2), torch.tensor(counts)).int().cuda()
+    blocks, size = (2, 384) if is_dense else (12, 64)
+    tables = torch.randperm(12, generator=torch.Generator().manual_seed(1)).int().view(2, 6).cuda()
+    tables = torch.arange(2, dtype=torch.int32)[:, None].cuda() if is_dense else tables
+    x, tokens = some(len(at), width, dtype=dtype), len(at)
+    turns = [some(400, dim, dtype=torch.float32 if is_dense else dtype) for _ in range(2)]
+    pass_ = Pass(x, *turns, row, at, at, at, tables)
+
+    def found(count, asking=None, own=attention):
+        kept = torch.zeros(2, blocks, kv_heads, size, dim, dtype=dtype, device="cuda")
+        part = pass_._replace(x=x[:count], rows=row[:count], columns=at[:count], positions=at[:count], angles=at[:count])
+        return ops.project(own, part._replace(asking=asking), x[:count], *kept), kept
+
+    def tile(card, heads, kv_heads, dim, size, tokens, asking):
+        tiles = heads * -(-asking // (64 * shape[0])) + 2 * kv_heads * -(-tokens // (64 * shape[0]))
+        return asked.append(asking) or PartsTile(*shape, min(tiles, card.processors))
+
+    first = found(7)[0]
+    monkeypatch.setattr(ops, "project_parts_tile", lambda *given: None)
+    queries, kept = found(tokens)
+    monkeypatch.setattr(ops, "project_parts_tile", tile)
+    for asking in (None, 0, 65, tokens - 1):
+        own_queries, own_kept = found(tokens, asking)
+        assert torch.equal(own_queries, queries[:asking]) and torch.equal(own_kept, kept)
+    assert torch.equal(found(tokens)[0][:7], first)
+    assert torch.equal(found(tokens, own=only_kv(attention))[1], kept)
+    still = attention._replace(rotary=False)
+    turned = found(tokens, own=still)
+    monkeypatch.setattr(ops, "project_parts_tile", lambda *given: None)
+    assert all(torch.equal(*own) for own in zip(turned, found(tokens, own=still), strict=True))
+    assert asked == [tokens, 0, 65, tokens - 1, tokens, tokens, tokens]
