@@ -21,7 +21,7 @@ from TIDE.engine.round import prefill
 from TIDE.engine.runners.gathering import why_no_gathering, window_of
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router import Router
-from TIDE.routing.settling import SIGNALS, FittedSettling, Settling, StateMap
+from TIDE.routing.settling import SIGNALS, FittedSettling, Settling, StateMap, features
 
 DEPTH, PROMPT, NEW = 2, 12, 6
 OPTIONS = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -316,9 +316,23 @@ def test_predictions_are_those_of_each_depth(depths):
 
     maps = {depth: StateMap(some(depth, 8), some(8, depth), some(8)) for depth in (3, 4, 5)}
     settling, states = FittedSettling(2, Router(8, 4, SIGNALS), maps), some(6, 8)
-    expected = [settling.predict(depth, states) for depth in depths]
-    for found, own in zip(settling.predictions(depths, states), expected, strict=True):
-        torch.testing.assert_close(found, own)
+    out, found = torch.empty_like(states), []
+    for depth in settling.predictions(depths, states, out):
+        found.append(depth)
+        torch.testing.assert_close(out, settling.predict(depth, states))
+    assert found == list(depths)
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 300.0])
+def test_scores_are_the_routers_of_the_features(size):
+    """They are computed without the features, which a long prompt would write out."""
+    torch.manual_seed(3)
+    router, states = Router(64, 16, SIGNALS), size * torch.randn(9, 64)
+    router.temperature.fill_(0.7)
+    router.offset.fill_(-0.2)
+    with torch.no_grad():
+        expected = torch.sigmoid(router.raw(features(states)) / router.temperature + router.offset)
+        torch.testing.assert_close(FittedSettling(2, router, {}).scores(states), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_prompt_that_runs_again_has_settled_once():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_cards import CARDS
 
-from TIDE.kernels.cards import PARTS, PartsTile, parts_tile
+from TIDE.kernels.cards import PART, PARTS, PartsTile, parts_tile
 from TIDE.kernels.layer import MLP, Attention, Pass, no_norm, only_kv
 from TIDE.kernels.triton_launch import knows_gluon
 
@@ -34,7 +34,8 @@ parts, rows, stages, gated, dtype, path = *map(int, sys.argv[1:5]), *sys.argv[5:
 def tiles(count):
     layout = gl.NVMMASharedLayout.get_default_for([count, 64], gl.bfloat16)
     return f"tensordesc<{dtype}[{count}, 64],{layout!r}>"
-constants = dict(GATED=bool(gated), HAS_BIAS=True, HAS_BASE=not gated, ACTIVATION=gated - 1, PARTS=parts, ROWS=rows, STAGES=stages)
+constants = dict(GATED=bool(gated), HAS_BIAS=True, HAS_BASE=not gated, ACTIVATION=gated - 1)
+constants |= dict(PARTS=parts, ROWS=rows, STAGES=stages)
 kinds = dict(x_tiles=tiles(64), first_tiles=tiles(rows), second_tiles=tiles(rows), scale="fp32")
 kinds |= dict.fromkeys(("first_bias", "second_bias", "out"), f"*{dtype}")
 names = own._products.arg_names
@@ -73,14 +74,25 @@ def test_they_compile_with_products_in_the_background(tile, gated, dtype, tmp_pa
         ("H200", 1434, 14336, True, (3, 128, 4, 132)),  # 7 turns of 896 programs; of 128 tokens each it would be 11
         ("H200", 2048, 4096, False, (2, 128, 4, 132)),
         ("H200", 1434, 4096, False, (3, 128, 4, 128)),  # one turn
-        ("H200", 512, 4096, False, None),  # too few tiles to keep the card busy
-        ("H200", 256, 14336, True, None),
+        ("H200", 512, 4096, False, (2, 64, 6, 128)),
+        ("H200", 256, 14336, True, (2, 128, 4, 132)),
+        ("H200", 160, 14336, True, (3, 128, 4, 112)),
+        ("H200", 256, 4096, False, None),  # half of the card would have nothing to do
+        ("H200", 1024, 576, False, None),
+        ("H200", 128, 14336, True, None),  # a tile of a round has as many tokens
         ("A100", 2048, 14336, True, None),
         ("B200", 2048, 14336, True, None),  # it has other products
     ],
 )
 def test_the_tile_is_the_one_with_which_the_last_program_ends_soonest(card, tokens, height, is_gated, expected):
     assert parts_tile(CARDS[card], height, 2, tokens, is_gated) == expected
+
+
+@pytest.mark.parametrize(("height", "is_gated"), [(14336, True), (4096, False), (1536, True), (576, False)])
+def test_a_warm_up_in_steps_of_parts_meets_every_tile(height, is_gated):
+    for tokens in range(1, 2049):
+        found = [parts_tile(CARDS["H200"], height, 2, count, is_gated) for count in (tokens, -(-tokens // PART) * PART)]
+        assert found[0] == found[1]
 
 
 def test_versions_of_triton_that_it_was_not_compiled_with_are_not_used():

@@ -153,9 +153,9 @@ def gated_tile(card: Card, height: int, width: int, size: int, tokens: int) -> T
 def parts_tile(card: Card, height: int, size: int, tokens: int, is_gated: bool) -> PartsTile | None:
     """Return the tile of a product for programs that stay, the one with which the last of them ends soonest; `height` is that
     of gate or of up, if it has both. None: they do not suit the card, the dtype or so few tokens."""
-    if card.capability != (9, 0) or _many_tiles(card, height * (1 + is_gated), size, tokens) < _programs(card):
-        return None
     sets, times = 1 if is_gated else 2, {}
+    if not _suits_parts(card, -(-height // (sets * MOST // 2)), size, tokens):
+        return None
     for shape, time in PARTS.items():
         (whole, rest), blocks = divmod(tokens, PART * shape[0]), -(-height // (sets * shape[1]))
         tiles, last = (whole + (rest > 0)) * blocks, -(-rest // PART) / shape[0]
@@ -170,8 +170,7 @@ def project_parts_tile(
 ) -> PartsTile | None:
     """Return the tile of q, k and v for programs that stay, of which a set of rows is half a head; `asking` of the tokens have
     queries. None: they do not suit."""
-    height = (2 * kv_heads + (heads if asking else 0)) * dim
-    if card.capability != (9, 0) or dim != MOST or _many_tiles(card, height, size, tokens) < _programs(card):
+    if dim != MOST or not _suits_parts(card, 2 * kv_heads + (heads if asking else 0), size, tokens):
         return None
     times = {}
     for shape, time in PARTS.items():
@@ -180,6 +179,12 @@ def project_parts_tile(
             tiles = heads * asked + 2 * kv_heads * all_
             times[shape] = time * _turns(card, tiles), tiles
     return _soonest(card, times)
+
+
+def _suits_parts(card: Card, blocks: int, size: int, tokens: int) -> bool:
+    """Return True if programs that stay are quicker than others, given the blocks of rows of the smallest tiles: where fewer
+    than half of the processors have a tile, others have smaller ones."""
+    return card.capability == (9, 0) and size == 2 and tokens > MOST and 2 * blocks * -(-tokens // MOST) > card.processors
 
 
 def _soonest(card: Card, times: dict[tuple[int, int, int], tuple[float, int]]) -> PartsTile:

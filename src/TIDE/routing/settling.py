@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
-from TIDE.routing.heads import normed
+from TIDE.routing.heads import EPS, normed
 from TIDE.routing.router import Router
 
 SIGNALS = 1  # of a state that a router takes beside the normed state: the logarithm of its size
@@ -44,9 +45,11 @@ class Settling(ABC):
         """Map (n, hidden) states at the checkpoint to what they are taken to be at a depth, from the checkpoint to full."""
         return states
 
-    def predictions(self, depths: Sequence[int], states: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield what `predict` returns for several depths."""
-        return (self.predict(depth, states) for depth in depths)
+    def predictions(self, depths: Sequence[int], states: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
+        """Yield depths, each when `out` holds what `predict` returns for it."""
+        for depth in depths:
+            out.copy_(self.predict(depth, states))
+            yield depth
 
 
 @dataclass
@@ -58,7 +61,7 @@ class StateMap:
     shift: torch.Tensor  # (hidden,)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        return states + torch.nn.functional.linear(torch.nn.functional.linear(states, self.down), self.up, self.shift)
+        return states + nn.functional.linear(nn.functional.linear(states, self.down), self.up, self.shift)
 
     def to(self, *where: Any) -> StateMap:
         return StateMap(*(own.to(*where) for own in (self.down, self.up, self.shift)))
@@ -88,21 +91,26 @@ class FittedSettling(Settling):
 
     def scores(self, states: torch.Tensor) -> torch.Tensor:
         """Map (n, hidden) states to (n,) scores in [0, 1]: how likely it is that settling changes little of what follows."""
-        router = self.router
-        return torch.sigmoid(router.raw(features(states)) / router.temperature + router.offset)
+        router, down = self.router, self.router.down
+        # the same as router.raw(features(states)), which writes states of a long prompt out in fp32 three times
+        size = torch.linalg.vector_norm(states, dim=-1, keepdim=True, dtype=torch.float32).square() / states.shape[1]
+        inner = nn.functional.linear(states.float(), down.weight[:, :-SIGNALS]) * (size + EPS).rsqrt()
+        inner = torch.addcmul(inner + down.bias, _logarithm(size), down.weight[:, -1])
+        return torch.sigmoid(router.up(nn.functional.silu(inner))[:, 0] / router.temperature + router.offset)
 
     def predict(self, depth: int, states: torch.Tensor) -> torch.Tensor:
         return self.maps[depth](states) if depth in self.maps else states
 
-    def predictions(self, depths: Sequence[int], states: torch.Tensor) -> Iterator[torch.Tensor]:
+    def predictions(self, depths: Sequence[int], states: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
         """Like the base's, with one product for all of the maps' first halves."""
         if not depths or not self.maps.keys() >= set(depths):
-            yield from super().predictions(depths, states)
+            yield from super().predictions(depths, states, out)
             return
         maps = [self.maps[depth] for depth in depths]
-        lows = torch.nn.functional.linear(states, torch.cat([own.down for own in maps]))
-        for own, low in zip(maps, lows.split([len(own.down) for own in maps], dim=1), strict=True):
-            yield states + torch.nn.functional.linear(low, own.up, own.shift)
+        lows = nn.functional.linear(states, torch.cat([own.down for own in maps]))
+        for depth, own, low in zip(depths, maps, lows.split([len(own.down) for own in maps], dim=1), strict=True):
+            torch.add(states, nn.functional.linear(low, own.up, own.shift), out=out)
+            yield depth
 
     def to(self, device: torch.device, dtype: torch.dtype) -> FittedSettling:
         """Return the same where a model is: maps in its dtype, the router in fp32."""
@@ -145,8 +153,11 @@ class FittedSettling(Settling):
 
 def features(states: torch.Tensor) -> torch.Tensor:
     """Return what a router takes of (n, hidden) states: them normed, and the logarithm of their size."""
-    size = states.float().square().mean(-1, keepdim=True).add(1e-12).log()
-    return torch.cat([normed(states), size], -1)
+    return torch.cat([normed(states), _logarithm(states.float().square().mean(-1, keepdim=True))], -1)
+
+
+def _logarithm(size: torch.Tensor) -> torch.Tensor:
+    return size.add(1e-12).log()
 
 
 def build_settling(described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> FittedSettling:

@@ -170,17 +170,18 @@ class DeviceDrafter:
             noted, places: where to: a table, and the rows of it; None: all in their order.
         """
         if noted is not None and not span.start and 0 in self.depths:
-            self._note(0, states, noted, places)
+            self.note_at(0, states, noted, places)
         for depth, found in self.runner.layers_on_slots(self.slots, span, states, tokens, most, tuple(self.depths)):
             if noted is not None:
-                self._note(depth, found, noted, places)
+                self.note_at(depth, found, noted, places)
 
     def note(self, number: int, states: torch.Tensor, out: torch.Tensor, places: torch.Tensor | None = None) -> None:
         """Write what a head will remember of (n, hidden) states at one of its depths."""
         assert self.head is not None
         self.head.note(number, states, out, places)
 
-    def _note(self, depth: int, states: torch.Tensor, noted: torch.Tensor, places: torch.Tensor | None) -> None:
+    def note_at(self, depth: int, states: torch.Tensor, noted: torch.Tensor, places: torch.Tensor | None = None) -> None:
+        """Do so in the columns that a table has for the depth."""
         number, width = self.depths.index(depth), states.shape[1]
         self.note(number, states, noted[:, number * width : (number + 1) * width], places)
 

@@ -1,8 +1,8 @@
 """Prefill on slots where tokens of prompts may settle: of the rest of their layers only K/V are computed.
 
     layers 0 … c     all tokens of the pass, of any rows
-    at c             those that stay are put first; the host reads who they are, while K/V of layer c are written for all
-    c … L            those that stay; the products of q, k and v also write K/V of the settled ones, from predicted states
+    layer c          attention of all: it begins at once, while the host reads who settles; the rest is for those that stay
+    c + 1 … L        those that stay; the products of q, k and v also write K/V of the settled ones, from predicted states
 
 Who settles is known on the host only when a pass runs, so such passes are not captured. K/V of these rows are never shared:
 see `Seats`.
@@ -21,6 +21,7 @@ from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.round.device_drafter import DeviceDrafter
 from TIDE.engine.round.prefill import Prefill
 from TIDE.engine.runners.device import DeviceRunner
+from TIDE.kernels.layer import Begun
 from TIDE.kernels.transfer import read_later, sent
 from TIDE.routing.settling import Settling
 
@@ -62,14 +63,16 @@ class SettledPrefill(Prefill):
         shown = Shown() if slots.memory is None else Shown(states.new_zeros(count, slots.memory.seen), torch.zeros_like(states))
         allowed = self._allowed(states.device)
         self._take(range(deep.start), states, tokens, columns, shown)
-        if not self._deep(deep, allowed, states, tokens, columns, shown):
+        if len(allowed):
+            self._deep(deep, allowed, states, tokens, columns, shown)
+        else:
             self._take(deep, states, tokens, columns, shown)
         torch.index_select(states, 0, self.prompts.ends, out=self.prompts.last)
         if self.drafter is not None and shown.noted is not None and shown.entry is not None:
             self.drafter.remember_prompt(tokens, shown.entry, shown.noted)
 
     def _take(self, span: range, states: torch.Tensor, tokens: Tokens, columns: int, shown: Shown) -> None:
-        """Take states of tokens that ask, in place, through layers."""
+        """Take states of tokens that ask, in place, through layers, if there are any."""
         edges = sorted({span.start, span.stop, *({self.depth} & set(span))})
         for start, stop in pairwise(edges):
             if start == self.depth and shown.entry is not None:
@@ -97,30 +100,37 @@ class SettledPrefill(Prefill):
 
     def _deep(
         self, span: range, allowed: torch.Tensor, states: torch.Tensor, tokens: Tokens, columns: int, shown: Shown
-    ) -> bool:
-        """Take those that stay, in place, through the deep layers; return False, and take nobody, if all do."""
-        if not self.parts:
-            return False
-        settled = self.settling.settles(states[: len(allowed)], tokens.positions[: len(allowed)]) & allowed
-        known, order = read_later(settled), settled.to(torch.uint8).argsort(stable=True)
-        ordered, all_ = states[order], tokens.taken(order)
-        self._take(span[:1], states, tokens._replace(asking=0), columns, Shown())  # the device works while the host reads
-        if not (found := known()).any():
-            return False
-        counts = self._count(found)
+    ) -> None:
+        """Take tokens through the deep layers, in place; settled ones are left where they are."""
+        asked = len(allowed)
+        settled = self.settling.settles(states[:asked], tokens.positions[:asked]) & allowed
+        known = read_later(settled)
+        begun = self.runner.begin_layer_on_slots(self.slots, span.start, states, tokens, columns)
+        order = settled.to(torch.uint8).argsort(stable=True)  # those that stay come first
+        ordered, all_, begun_in_order = states[order], tokens.taken(order), begun.of(order)
+        counts = self._count(found := known())  # the device still has all of this to do
+        if not found.any():
+            self._end_layer(span.start, states, begun, shown)
+            self._take(span[1:], states, tokens, columns, shown)
+            return
         stays = sum(counts)
         stay, gone, own = order[:stays], order[stays:], ordered[stays:].clone()
         part = shown.of(stay)
+        if stays:
+            self._end_layer(span.start, ordered[:stays], begun_in_order.of(slice(stays)), part)
         all_ = all_._replace(groups=grouped(counts, order.device), asking=stays)
-        predicted = self.settling.predictions(span[1:], own)
-        for layer in span:
-            if layer > span.start:
-                ordered[stays:] = next(predicted)
-            self._take(range(layer, layer + 1), ordered, all_, columns, part)
+        for depth in self.settling.predictions(span[1:], own, out=ordered[stays:]):
+            self._take(range(depth, depth + 1), ordered, all_, columns, part)
         states.index_copy_(0, stay, ordered[:stays])
         self._show_settled(span, own, gone, shown)
         self._show_staying(span, part, stay, shown)
-        return True
+
+    def _end_layer(self, index: int, states: torch.Tensor, begun: Begun, shown: Shown) -> None:
+        if index == self.depth and shown.entry is not None:
+            shown.entry.copy_(states)
+        self.runner.end_layer_on_slots(index, states, begun)
+        if self.drafter is not None and shown.noted is not None and index + 1 in self.drafter.depths:
+            self.drafter.note_at(index + 1, states, shown.noted)
 
     def _show_staying(self, span: range, part: Shown, numbers: torch.Tensor, shown: Shown) -> None:
         """Let a memory head see states of tokens that stay: those of the deep layers, and what was seen of all before."""

@@ -28,12 +28,15 @@ from TIDE.engine.runners.check import first_compiled_difference
 from TIDE.engine.runners.device import DeviceError, DeviceRunner, device_errors
 from TIDE.engine.runners.select import checked
 from TIDE.engine.runners.triton_runner import TritonRunner
+from TIDE.kernels.cards import PART
 from TIDE.kernels.sampling import Features
 
 logger = logging.getLogger(__name__)
 
 TIMES = 2  # a graph is captured the second time its work is asked for
-LONG = (CAPTURED + STEP, 512, 1024, 1408, CHUNK)  # passes that are not captured, but compiled: kernels differ between them
+LONG = range(
+    CAPTURED + PART, CHUNK + 1, PART
+)  # passes that are not captured; kernels have tiles by their tokens, in such steps
 CHOICES = (None, Features(filters=True))  # greedy rows, and rows that sample among the likeliest tokens
 
 
@@ -69,7 +72,8 @@ def _compile(engine: Any, rows: int, tokens: int, shows: bool) -> None:
     was_checked, runner.is_checked = runner.is_checked, True  # as if
     try:
         with _stage(engine) as stage, runner.compiled_ahead(shows):
-            for work in [partial(first_compiled_difference, runner), *(_works(stage, rows, tokens) if is_planned else ())]:
+            works = [partial(first_compiled_difference, runner), *(_works(stage, rows, tokens, True) if is_planned else ())]
+            for work in works:
                 with device_errors():
                     work()
     finally:
@@ -93,14 +97,14 @@ def _stage(engine: Any) -> Iterator[DeviceStage]:
         stage.close()
 
 
-def _works(stage: DeviceStage, rows: int, tokens: int) -> list[Callable[[], object]]:
-    """Return everything that up to `rows` rows of up to `tokens` tokens need."""
+def _works(stage: DeviceStage, rows: int, tokens: int, compiles: bool = False) -> list[Callable[[], object]]:
+    """Return everything that up to `rows` rows of up to `tokens` tokens need captured, or only compiled."""
     rows = min(rows, stage.seats.most_rows)
     stage.seats.grow(rows, tokens)
-    return [*_prompts(stage, tokens), *_rounds(stage, rows, tokens)]
+    return [*_prompts(stage, tokens, compiles), *_rounds(stage, rows, tokens)]
 
 
-def _prompts(stage: DeviceStage, tokens: int) -> list[Callable[[], object]]:
+def _prompts(stage: DeviceStage, tokens: int, compiles: bool) -> list[Callable[[], object]]:
     """Return the passes of prompts."""
     stage.seats.make_room(1, tokens)
     texts = stage.texts()
@@ -108,7 +112,8 @@ def _prompts(stage: DeviceStage, tokens: int) -> list[Callable[[], object]]:
         lengths = sorted({padded_length(count) for count in range(1, min(tokens, LONGEST) + 1)})
         return [partial(texts.run_nothing, count) for count in lengths]
     longest = texts.prompts.padded(tokens)
-    counts = [*range(STEP, min(CAPTURED, longest) + 1, STEP), *(count for count in LONG if count < longest)]
+    short, long = range(STEP, min(CAPTURED, longest) + 1, STEP), [count for count in LONG if count < longest + PART]
+    counts = [*short, *(long if compiles else long[-1:])]
     return [partial(texts.run_nothing, count, columns) for columns in stage.levels(tokens) for count in counts]
 
 

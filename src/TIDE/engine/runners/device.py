@@ -25,6 +25,7 @@ from TIDE.engine.runners.graphs import Graphs
 from TIDE.kernels import reference
 from TIDE.kernels import sampling as reference_sampling
 from TIDE.kernels.compile_ahead import compiled_ahead
+from TIDE.kernels.layer import Begun
 from TIDE.routing.exits import Exit
 
 if TYPE_CHECKING:
@@ -271,6 +272,14 @@ class DeviceRunner(Runner):
         Args:
             most: no row has more tokens.
         """
+
+    def begin_layer_on_slots(self, slots: Slots, index: int, states: torch.Tensor, tokens: Tokens, most: int) -> Begun:
+        """Run what of a layer looks at other tokens, for those whose states these are."""
+        raise NotImplementedError(f"{type(self).__name__} runs whole layers")
+
+    def end_layer_on_slots(self, index: int, states: torch.Tensor, begun: Begun) -> None:
+        """Run the rest of a layer for all or some of these tokens, in place."""
+        raise NotImplementedError(f"{type(self).__name__} runs whole layers")
 
     def embed_on_slots(self, slots: Slots, tokens: Tokens, out: torch.Tensor) -> None:
         """Write the states of tokens at depth 0."""

@@ -15,7 +15,7 @@ from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.runners.compiled import CompiledRunner, rows_of
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.runners.passes import PassTokens
-from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass, dense_tables
+from TIDE.kernels.layer import MOST_TOKENS, Begun, Layer, Pass, dense_tables
 from TIDE.kernels.transfer import sent
 from TIDE.routing.exits import Exit
 
@@ -86,6 +86,16 @@ class TritonRunner(CompiledRunner, DeviceRunner):
             self.ops.decoder_layer(layer, passes[layer.rope], slots.store.keys[index], slots.store.values[index], most)
             if index + 1 in taps:
                 yield index + 1, states[: tokens.asking]
+
+    def begin_layer_on_slots(self, slots: Slots, index: int, states: torch.Tensor, tokens: Tokens, most: int) -> Begun:
+        assert slots.angles is not None and tokens.asking is None
+        layer, store = self.layers[index], slots.store
+        pass_ = slots.pass_of(states, tokens, slots.angles[layer.rope])
+        begun: Begun = self.ops.begin_layer(layer, pass_, store.keys[index], store.values[index], most)
+        return begun
+
+    def end_layer_on_slots(self, index: int, states: torch.Tensor, begun: Begun) -> None:
+        self.ops.end_layer(self.layers[index], states, begun)
 
     def choose(
         self,
