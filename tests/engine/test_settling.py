@@ -16,9 +16,11 @@ from policies import Everyone
 from router_files import a_file, made
 from runners import on_modules, on_references, why_on_the_host
 from TIDE import TIDE, Conversation, TIDEConfig
+from TIDE.engine.cache.prompts import STEP
 from TIDE.engine.plan import settings
 from TIDE.engine.round import prefill
 from TIDE.engine.runners.gathering import why_no_gathering, window_of
+from TIDE.kernels import reference
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router import Router
 from TIDE.routing.settling import SIGNALS, FittedSettling, Settling, StateMap, features
@@ -362,6 +364,28 @@ def test_blocks_with_settled_tokens_are_never_shared():
     engine.generate(ids, **OPTIONS)
     assert engine.last_stats.reused_tokens == 0
     assert engine.last_stats.settled_tokens == 99
+    engine.close()
+
+
+def test_after_a_warm_up_those_that_stay_find_everything_ready(monkeypatch):
+    """Attention is compiled for tokens in steps, and for the number of their groups."""
+    model, found, attend = build("llama", max_position_embeddings=1024), set(), reference.attend
+
+    def noting(attention, tokens, *given):
+        if isinstance(tokens.groups, torch.Tensor):
+            found.add((-(-len(tokens.x) // STEP), tuple(tokens.groups.shape)))
+        return attend(attention, tokens, *given)
+
+    monkeypatch.setattr(reference, "attend", noting)
+    engine = opened(model, Settles(odd))
+    found.clear()
+    engine.warm_up(tokens=256, progress=False)
+    ready = set(found)
+    for length in (4, 31, 70, 130, 210):
+        ids = torch.randint(3, 128, (1, length), generator=torch.Generator().manual_seed(length))
+        engine.generate(ids, **OPTIONS | {"max_new_tokens": 1})
+        assert engine.last_stats.settled_tokens == (length - 1) // 2
+    assert ready and found == ready
     engine.close()
 
 

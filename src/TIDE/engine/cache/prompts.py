@@ -80,9 +80,9 @@ class Prompts:
         """Return the groups of a pass: of one that is captured in a fixed buffer, with room for any rows."""
         if count > CAPTURED:
             return grouped(counts, self._groups.device)
-        found, room = _grouped(counts, FEW), self._groups[: min(count, count // FEW + ROWS)]
-        room.fill_(-1)
-        write(room[: len(found)], found)
+        found = _few_together(counts, count)
+        room = self._groups[: len(found)]
+        write(room, found)
         return room
 
     def _write_tables(self, blocks: Sequence[Sequence[int]]) -> None:
@@ -97,7 +97,16 @@ def grouped(counts: Sequence[int], device: torch.device) -> torch.Tensor:
     Args:
         counts: tokens of its rows, which follow each other.
     """
-    return sent(_grouped(counts, MANY if sum(counts) > CAPTURED else FEW), device)
+    count = Prompts.padded(sum(counts))
+    return sent(_few_together(counts, count) if count <= CAPTURED else _grouped(counts, MANY), device)
+
+
+def _few_together(counts: Sequence[int], count: int) -> torch.Tensor:
+    """Return the groups of a pass of `count` tokens, padding included, that may be captured: there is room for any rows, and
+    kernels are compiled for this number of groups."""
+    found, groups = _grouped(counts, FEW), torch.full((min(count, count // FEW + ROWS), FEW), -1, dtype=torch.int32)
+    groups[: len(found)] = found
+    return groups
 
 
 def _grouped(counts: Sequence[int], together: int) -> torch.Tensor:
