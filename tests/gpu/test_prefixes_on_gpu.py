@@ -15,6 +15,8 @@ from TIDE.engine.round import prefill
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
+# Long passes of it have products in parts (`gluon_products.py`), where there are such.
+WIDE = dict(hidden_size=1024, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 OPTIONS = dict(max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
@@ -23,9 +25,9 @@ def prompt(tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("strategy", [None, "memory"])
-def test_bits_are_the_same_cold_and_warm_and_however_a_prompt_is_cut(dtype, strategy, scores, monkeypatch):  # noqa: F811
-    model = build("llama", max_position_embeddings=2048).to("cuda", dtype)
+@pytest.mark.parametrize(("strategy", "sizes"), [(None, {}), ("memory", {}), (None, WIDE)], ids=str)
+def test_bits_are_the_same_cold_and_warm_and_however_a_prompt_is_cut(dtype, strategy, sizes, scores, monkeypatch):  # noqa: F811
+    model = build("llama", max_position_embeddings=2048, **sizes).to("cuda", dtype)
     ids = prompt(1000)
     with TIDE.TIDE(model, None if strategy is None else with_exit(model, 0, strategy)) as engine:
         engine.generate(prompt(9), **OPTIONS)
