@@ -53,9 +53,11 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def layer_stores(model: PreTrainedModel) -> tuple[Store, ...]:
     """Return the storage of each decoder layer, read off the cache that transformers would build for the model."""
     config = model.config.get_text_config(decoder=True)
-    count = config.num_hidden_layers
+    count, modes = config.num_hidden_layers, getattr(config, "kv_sharing_modes", None) or []
     found: list[Store] = []
     for index, layer in enumerate(DynamicCache(config=model.config).layers[:count]):
+        if modes[index : index + 1] == ["reuse"]:  # from 5.23 on; before, the cache had no such layers
+            break
         kind = _store_of(layer)
         if kind is None:
             raise ValueError(
