@@ -11,6 +11,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from families import CONTEXT, build
 from policies import Everyone, Knowing, texts_of
+from runners import as_it_is, on_references
 from TIDE import TIDE, Conversation, TIDEConfig
 
 GREEDY = dict(do_sample=False, max_new_tokens=12)
@@ -247,3 +248,17 @@ def test_scaled_ropes_go_on_past_the_context_too(kind):
     expected = model.generate(ids, **ENDLESS)
     with TIDE(model, Everyone(2)) as engine:
         assert torch.equal(engine.generate(ids, **ENDLESS), expected)
+
+
+@pytest.mark.parametrize("place", [as_it_is, on_references])
+def test_a_repetition_penalty_counts_padding_as_generate_does(llama, place):
+    """Transformers before 5.23 counts it. One row with padding follows one without, whose options are remembered."""
+    options = dict(GREEDY, eos_token_id=None, repetition_penalty=30.0)
+    pad = int(llama.generate(torch.tensor([[9, 4]]), **options | dict(repetition_penalty=1.0, pad_token_id=0))[0, 2])
+    ids, mask = torch.tensor([[pad, pad, 9, 4], [7, 7, 8, 3]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    with place(TIDE(llama)) as engine:
+        for rows in ([1], [0], [0, 1]):
+            asked = dict(options, attention_mask=mask[rows], pad_token_id=pad)
+            expected = llama.generate(ids[rows], **asked)
+            for _ in range(2):  # the first request begins on the host
+                assert torch.equal(engine.generate(ids[rows], **asked), expected)

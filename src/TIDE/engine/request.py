@@ -27,7 +27,7 @@ from transformers.generation import GenerationMode, MaxLengthCriteria, PrefixCon
 
 from TIDE.engine.inputs import USE_GENERATE, Context, left_padding
 from TIDE.engine.round.options import check, row_seeds, take_own
-from TIDE.engine.round.processors import Sampling, TextPenalties, read
+from TIDE.engine.round.processors import Sampling, TextPenalties, of_rows, read
 from TIDE.engine.round.remembered_options import Made, RememberedOptions
 from TIDE.engine.round.stop import StopRule
 from TIDE.engine.row import Row
@@ -97,11 +97,11 @@ class Request:
         do_sample = bool(self.config.do_sample)
         seeds = row_seeds(self.seed, len(self.padding)) if do_sample else [None] * len(self.padding)
         unseen = self.prompt_columns - self.ids.shape[1]
-        known = {pad: read(self.processors, do_sample, unseen - pad) for pad in set(self.padding)}
-        return [
-            Sampling(known[pad][0], self.processors, known[pad][1], seed, self.keeps_scores)
-            for pad, seed in zip(self.padding, seeds, strict=True)
-        ]
+        found = []
+        for pad, seed, own in zip(self.padding, seeds, of_rows(self.processors, len(self.padding)), strict=True):
+            params, custom = read(own, do_sample, unseen - pad)
+            found.append(Sampling(params, own, custom, seed, self.keeps_scores))
+        return found
 
     def final_columns(self, rows: list[Row]) -> int:
         """Return how many columns are final in every row."""
@@ -149,10 +149,10 @@ def prepare(
     own = take_own(options, vocabulary)
     key, mask = None, options.get("attention_mask")
     if generation_config is None and ids is not None and len(ids) == 1 and mask is not None and not own.processors:
-        plain = {name: value for name, value in options.items() if name != "attention_mask"}
-        key = remembered.key(model.generation_config, plain, ids.device)
+        plain, padding = {name: own for name, own in options.items() if name != "attention_mask"}, left_padding(mask, ids.shape)
+        key = None if any(padding) else remembered.key(model.generation_config, plain, ids.device)
         if key is not None and (made := remembered.find(key, ids.shape[1])) is not None:
-            return Request(ids, None, left_padding(mask, ids.shape), *made, own.seed, own.salt)
+            return Request(ids, None, padding, *made, own.seed, own.salt)
     options["stopping_criteria"] = _with_stop_strings(configs, options)
     if own.processors:
         options["logits_processor"] = LogitsProcessorList([*own.processors, *(options.get("logits_processor") or ())])

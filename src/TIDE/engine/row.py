@@ -117,9 +117,10 @@ class Row:
         return text[self.unseen :]
 
     @property
-    def shown_prompt(self) -> list[int]:
-        """The prompt as processors see it."""
-        return [*self.padding, *self.tokens[: self.prompt]][self.unseen :]
+    def counted_prompt(self) -> list[int]:
+        """The prompt as penalties count it."""
+        padding = self.padding if self.sampling.params.counts_padding else []
+        return [*padding, *self.tokens[: self.prompt]][self.unseen :]
 
     def fail(self, error: Exception) -> None:
         """End the text with an error, which its request is told. Other rows go on."""

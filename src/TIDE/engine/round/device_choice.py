@@ -78,7 +78,7 @@ class DeviceChoice:
         for place, row in rows.items():
             if row not in self._written:
                 own = row.sampling
-                slots.settings.write_row(place, own.params, own.seed or 0, row.shown_prompt, row.new_tokens)
+                slots.settings.write_row(place, own.params, own.seed or 0, row.counted_prompt, row.new_tokens)
                 self._written.add(row)
 
     def of(self, own: slice) -> Places:

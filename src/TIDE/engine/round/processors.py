@@ -7,6 +7,7 @@ pass and choice. Drafts are always chosen by what kernels know: the full model's
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from transformers.generation import logits_process as theirs
 
 from TIDE.kernels.sampling import MOST_BANS, NOWHERE, Params
 
+LEFT_OUT = "prompt_ignore_length"  # of a repetition penalty: columns from the first on that it does not count
 TEMPERED = 4  # the order of temperature; filters come after it
 
 
@@ -65,6 +67,23 @@ class _Known(NamedTuple):
 
     order: int | None  # kernels apply lower ones first; None: its place does not matter, if it is before the filters
     read: Callable[[Any, int], dict[str, Any] | None]
+
+
+def of_rows(processors: LogitsProcessorList | None, rows: int) -> list[LogitsProcessorList | None]:
+    """Return the processors of each row. From 5.23 on transformers' repetition penalty leaves out padding, and knows how many
+    columns of each row that are."""
+    if not any(isinstance(getattr(one, LEFT_OUT, None), torch.Tensor) for one in processors or ()):
+        return [processors] * rows
+    return [LogitsProcessorList(_of_row(one, row) for one in processors or ()) for row in range(rows)]
+
+
+def _of_row(one: Any, row: int) -> Any:
+    left_out = getattr(one, LEFT_OUT, None)
+    if not isinstance(left_out, torch.Tensor):
+        return one
+    own = copy.copy(one)
+    setattr(own, LEFT_OUT, int(left_out[row]))
+    return own
 
 
 def read(processors: LogitsProcessorList | None, do_sample: bool, shift: int) -> tuple[Params, tuple[str, ...]]:
@@ -130,7 +149,10 @@ def _forced_end(one: Any, shift: int) -> dict[str, Any] | None:
 
 
 def _repetition(one: Any, shift: int) -> dict[str, Any] | None:
-    return None if getattr(one, "prompt_ignore_length", None) else {"repetition": float(one.penalty)}
+    left_out = getattr(one, LEFT_OUT, None) or 0
+    if left_out not in (0, -shift):
+        return None
+    return {"repetition": float(one.penalty), "counts_padding": not left_out}
 
 
 def _filter(one: Any, **found: Any) -> dict[str, Any] | None:

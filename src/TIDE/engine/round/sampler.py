@@ -172,7 +172,7 @@ class _Choice:
         self.counted = [row.prompt for row in rows]
         self.is_ready = False
         self.compiled = compiled_sampling(like.device)
-        self.settings.write([(own, row.sampling.seed or 0, row.shown_prompt) for row, own in zip(rows, params, strict=True)])
+        self.settings.write([(own, row.sampling.seed or 0, row.counted_prompt) for row, own in zip(rows, params, strict=True)])
         for own in set(params):
             self.features |= own.features
 
