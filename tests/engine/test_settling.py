@@ -277,6 +277,24 @@ def test_whole_rounds_settle_as_the_host_does(strategy, tmp_path):
     engine.close()
 
 
+@pytest.mark.parametrize("rule", [odd, nobody, everyone])
+@pytest.mark.parametrize(("exit_", "depth"), [(2, 2), (1, 2), (3, 2)])
+def test_a_head_sees_the_same_wherever_tokens_settle(exit_, depth, rule, monkeypatch):
+    """At its exit, before it and behind it; in some passes all tokens settle."""
+    model = build("phi", max_position_embeddings=1024)
+    ids = torch.randint(3, 128, (2, 150), generator=torch.Generator().manual_seed(2))
+    with TIDE(model) as engine:
+        policy = a_file(model, "memory", (exit_,), 0.0).policy(engine.adapter)
+    policy.settling = Forced(rule, depth)
+    with TIDE(model, policy, replace(FAST, exit_threshold=0.0)) as engine:
+        expected = engine.generate(ids, **OPTIONS)
+    monkeypatch.setattr(prefill, "CHUNK", 48)
+    engine = opened(model, policy, exit_threshold=0.0)
+    assert torch.equal(engine.generate(ids, **OPTIONS), expected)
+    assert engine.last_stats.exited_tokens
+    engine.close()
+
+
 @pytest.fixture
 def nan_in_fresh_memory():
     """Tensors that nobody has written hold NaN."""

@@ -16,7 +16,7 @@ from TIDE.engine.round import prefill
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
 # Long passes of it have products in parts (`gluon_products.py`), where there are such.
-WIDE = dict(hidden_size=1024, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+WIDE = dict(hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 OPTIONS = dict(max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
 
 

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from test_cards import CARDS
 
-from TIDE.kernels.cards import PART, PARTS, PartsTile, parts_tile
+from TIDE.kernels.cards import PART, PARTS, PartsTile, parts_tile, project_parts_tile
 from TIDE.kernels.layer import MLP, Attention, Pass, no_norm, only_kv
 from TIDE.kernels.triton_launch import knows_gluon
 
@@ -28,21 +30,28 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from TIDE.kernels import gluon_products as own
+from TIDE.kernels import gluon_products, gluon_project
 
-parts, rows, stages, gated, dtype, path = *map(int, sys.argv[1:5]), *sys.argv[5:]
+parts, rows, stages, kind, dtype, path = *map(int, sys.argv[1:4]), *sys.argv[4:]
 def tiles(count):
     layout = gl.NVMMASharedLayout.get_default_for([count, 64], gl.bfloat16)
     return f"tensordesc<{dtype}[{count}, 64],{layout!r}>"
-constants = dict(GATED=bool(gated), HAS_BIAS=True, HAS_BASE=not gated, ACTIVATION=gated - 1)
-constants |= dict(PARTS=parts, ROWS=rows, STAGES=stages)
-kinds = dict(x_tiles=tiles(64), first_tiles=tiles(rows), second_tiles=tiles(rows), scale="fp32")
-kinds |= dict.fromkeys(("first_bias", "second_bias", "out"), f"*{dtype}")
-names = own._products.arg_names
+constants, kinds = dict(PARTS=parts, HAS_BIAS=True, STAGES=stages), dict(x_tiles=tiles(64), scale="fp32")
+if kind == "project":
+    own, constants = gluon_project._project, constants | dict(HALF=rows, SIZE=64, ROTATES=True)
+    kinds |= dict.fromkeys(("rows", "columns", "angles", "tables"), "*i32")
+    arrays = "q_bias", "k_bias", "v_bias", "cos", "sin", "queries", "keys", "values"
+else:
+    own, arrays = gluon_products._products, ("first_bias", "second_bias", "out")
+    constants |= dict(GATED=kind == "gated", HAS_BASE=kind != "gated", ACTIVATION=0 if kind == "gated" else -1, ROWS=rows)
+names = own.arg_names
+kinds |= {name: tiles(rows) for name in names if name.endswith("_tiles") and name != "x_tiles"}
+kinds |= dict.fromkeys(arrays, f"*{dtype}")
 signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
 given = {(names.index(name),): value for name, value in constants.items()}
-aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("first_bias", "second_bias", "out", "height", "width")}
-found = compile(GluonASTSource(own._products, signature, given, aligned), GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+whole = [name for name in (*arrays, "height", "width", "stride_block", "stride_head", "stride_column") if name in names]
+aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
+found = compile(GluonASTSource(own, signature, given, aligned), GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
 with open(path, "w") as file:
     file.write(found.asm["ptx"])
 command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", path, "-o", path + ".cubin"]
@@ -52,12 +61,18 @@ print(json.dumps(dict(shared=found.metadata.shared, said=said.stdout + said.stde
 
 
 @pytest.mark.parametrize(
-    ("tile", "gated", "dtype"), [((3, 128, 4), 1, "bf16"), ((2, 128, 4), 0, "fp16"), ((3, 64, 5), 1, "fp16")]
+    ("tile", "kind", "dtype"),
+    [
+        ((3, 128, 4), "gated", "bf16"),
+        ((2, 128, 4), "linear", "fp16"),
+        ((3, 64, 5), "gated", "fp16"),
+        ((2, 64, 6), "project", "bf16"),
+    ],
 )
-def test_they_compile_with_products_in_the_background(tile, gated, dtype, tmp_path):
+def test_they_compile_with_products_in_the_background(tile, kind, dtype, tmp_path):
     assert tile in PARTS
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    given = [*map(str, tile), str(gated), dtype, str(tmp_path / "kernel.ptx")]
+    given = [*map(str, tile), kind, dtype, str(tmp_path / "kernel.ptx")]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", COMPILE, *given], capture_output=True, text=True, env=environment
     )
@@ -93,6 +108,38 @@ def test_a_warm_up_in_steps_of_parts_meets_every_tile(height, is_gated):
     for tokens in range(1, 2049):
         found = [parts_tile(CARDS["H200"], height, 2, count, is_gated) for count in (tokens, -(-tokens // PART) * PART)]
         assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 2), (64, 8)])
+def test_queries_keys_and_values_of_any_tokens_have_tiles_that_a_warm_up_meets(heads, kv_heads):
+    """However few of them have queries."""
+
+    def shape(tokens, asking):
+        found = project_parts_tile(CARDS["H200"], heads, kv_heads, 128, 2, tokens, asking)
+        return found and found[:3]
+
+    met = {tokens: {shape(tokens, tokens)} for tokens in range(PART, 2049, PART)}
+    all_shapes = set.union(*met.values())
+    for tokens in range(1, 2049, 7):
+        for asking in {0, 1, tokens // 2, tokens - 1, tokens}:
+            found = shape(tokens, asking)
+            assert found in all_shapes and (found is None) == (met[-(-tokens // PART) * PART] == {None})
+
+
+def test_tiles_hold_no_memory_of_arrays():
+    from TIDE.kernels.gluon_tiles import tiles_of
+
+    memory = np.zeros((96, 128), np.float16)
+    weight, gone = torch.nn.Parameter(torch.from_numpy(memory)), weakref.ref(memory)
+    found = tiles_of(weight, 64, 64)
+    fresh = type(found)(weight, [96, 128], [128, 1], [64, 64], found.layout)
+    assert found.base is weight and vars(found).keys() == vars(fresh).keys()
+    assert all(getattr(found, name) == own for name, own in vars(fresh).items() if name != "base")
+    assert tiles_of(torch.zeros(5, 64, 128, dtype=torch.float16), 64, 64).shape == [320, 128]
+    weight.data = torch.ones(96, 128, dtype=torch.float16)
+    assert tiles_of(weight, 64, 64).base.data_ptr() == weight.data_ptr()
+    del memory, found, fresh
+    assert gone() is None
 
 
 def test_versions_of_triton_that_it_was_not_compiled_with_are_not_used():

@@ -170,7 +170,7 @@ def project_parts_tile(
 ) -> PartsTile | None:
     """Return the tile of q, k and v for programs that stay, of which a set of rows is half a head; `asking` of the tokens have
     queries. None: they do not suit."""
-    if dim != MOST or not _suits_parts(card, 2 * kv_heads + (heads if asking else 0), size, tokens):
+    if dim != MOST or not _suits_parts(card, 2 * kv_heads + heads, size, tokens):
         return None
     times = {}
     for shape, time in PARTS.items():

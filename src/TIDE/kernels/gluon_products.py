@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from TIDE.kernels import cards
 from TIDE.kernels.cards import PartsTile
-from TIDE.kernels.gluon_tiles import tiles_of, tiles_of_weight
+from TIDE.kernels.gluon_tiles import tiles_of
 from TIDE.kernels.layer import MLP
 
 PART = gl.constexpr(cards.PART)  # tokens of four warps
@@ -40,7 +40,7 @@ load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 def gated_in_parts(x: torch.Tensor, mlp: MLP, tile: PartsTile) -> torch.Tensor:
     """Return what `mlp_inner` does."""
     out = x.new_empty(len(x), len(mlp.gate))
-    _launch(x, (mlp.gate, mlp.up), (mlp.gate_bias, mlp.up_bias), out, tile, 1.0, False, mlp.activation)
+    _launch(x, (mlp.gate, mlp.up), (mlp.gate_bias, mlp.up_bias), out, tile, 1.0, True, False, mlp.activation)
     return out
 
 
@@ -49,12 +49,13 @@ def linear_in_parts(
     scale: float, has_base: bool, activation: int | None,
 ) -> None:  # fmt: skip
     """Write products to `out`: in place of what is there, or added to it."""
-    _launch(x, (weight, weight), (bias, bias), out, tile, scale, has_base, -1 if activation is None else activation)
+    activation = -1 if activation is None else activation
+    _launch(x, (weight, weight), (bias, bias), out, tile, scale, False, has_base, activation)
 
 
-def _launch(x, weights, biases, out, tile, scale, has_base, activation) -> None:
-    has_bias, is_gated = len(biases[0]) > 0, weights[0] is not weights[1]
-    of_weights = (tiles_of_weight(weight, tile.rows, STEP.value) for weight in weights)
+def _launch(x, weights, biases, out, tile, scale, is_gated, has_base, activation) -> None:
+    has_bias = len(biases[0]) > 0
+    of_weights = (tiles_of(weight, tile.rows, STEP.value) for weight in weights)
     first_bias, second_bias = biases if has_bias else (x, x)
     _products[(tile.programs,)](
         tiles_of(x, PART.value, STEP.value), *of_weights, first_bias, second_bias, out, len(x), *weights[0].shape, scale,

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from TIDE.kernels.cards import PartsTile
 from TIDE.kernels.gluon_products import PART, STEP, let_pass, load_tiles, products_of, stage_barriers
-from TIDE.kernels.gluon_tiles import tiles_of, tiles_of_weight
+from TIDE.kernels.gluon_tiles import tiles_of
 from TIDE.kernels.layer import Attention, Pass
 
 
@@ -28,7 +28,7 @@ def project_in_parts(
     biases = (attention.q_bias, attention.k_bias, attention.v_bias) if has_bias else (h, h, h)
     weights = attention.q if heads else attention.k, attention.k, attention.v
     _project[(tile.programs,)](
-        tiles_of(h, PART.value, STEP.value), *(tiles_of_weight(own, tile.rows, STEP.value) for own in weights), *biases,
+        tiles_of(h, PART.value, STEP.value), *(tiles_of(own, tile.rows, STEP.value) for own in weights), *biases,
         tokens.cos, tokens.sin, queries, keys, values, tokens.rows, tokens.columns, tokens.angles, tokens.tables,
         len(h), len(queries), h.shape[1], heads, keys.shape[1], *strides,
         rotary > 0, has_bias, tile.parts, tile.rows, tile.stages, num_warps=4,

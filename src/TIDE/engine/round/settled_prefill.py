@@ -1,8 +1,8 @@
 """Prefill on slots where tokens of prompts may settle: of the rest of their layers only K/V are computed.
 
-    layers 0 … c     all tokens of the pass, of any rows
-    layer c          attention of all: it begins at once, while the host reads who settles; the rest is for those that stay
-    c + 1 … L        those that stay; the products of q, k and v also write K/V of the settled ones, from predicted states
+    layers before c     all tokens of the pass, of any rows
+    layer c             K/V and attention of all, while the host reads who settles; the rest is for those that stay
+    layers behind c     those that stay; the products of q, k and v also write K/V of the settled ones, from predicted states
 
 Who settles is known on the host only when a pass runs, so such passes are not captured. K/V of these rows are never shared:
 see `Seats`.

@@ -44,8 +44,7 @@ class ModelSnapshot:
         """Return what can change: a module that takes another's place shows in the module that holds it."""
         facts: list[Any] = [adapter_state(module) for module in self._switched]
         for own in self._attributes:
-            hooks = bool(own["_forward_hooks"] or own["_forward_pre_hooks"] or "_hf_hook" in own)
-            facts.append((*own["_modules"].values(), hooks))
+            facts.append((*own["_modules"].values(), _has_hooks(own)))
             for weight in own["_parameters"].values():
                 if weight is not None:
                     place = weight.data_ptr() if id(weight) in self._plain else None
@@ -55,4 +54,8 @@ class ModelSnapshot:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return True if a module has hooks of torch, or of accelerate, which moves states and weights between devices."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or "_hf_hook" in module.__dict__
+    return _has_hooks(vars(module))
+
+
+def _has_hooks(own: dict[str, Any]) -> bool:
+    return bool(own["_forward_hooks"] or own["_forward_pre_hooks"] or "_hf_hook" in own)
