@@ -2,7 +2,7 @@
 
     depth            c        c+1      …      L
     stays            x   →   layer  →  …  →  layer
-    settles          x   ·   K/V of predict(c, x), of predict(c+1, x), …, and no queries, attention or MLP
+    settles          x   ·   K/V of x, of predict(c+1, x), …, and no more of the layers
 
 A token that settles is never run again: what follows reads the K/V made of its predicted states. `predict` of `Settling` is
 plain state propagation; `FittedSettling` has a map for each deeper depth, fitted by calibration:
@@ -42,7 +42,8 @@ class Settling(ABC):
         """Map (n, hidden) states at the checkpoint, of tokens at (n,) positions of their texts, to (n,) booleans."""
 
     def predict(self, depth: int, states: torch.Tensor) -> torch.Tensor:
-        """Map (n, hidden) states at the checkpoint to what they are taken to be at a depth, from the checkpoint to full."""
+        """Map (n, hidden) states at the checkpoint to what they are taken to be at a depth, up to full; at the checkpoint they
+        are what they are."""
         return states
 
     def predictions(self, depths: Sequence[int], states: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
