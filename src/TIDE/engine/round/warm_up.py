@@ -1,6 +1,6 @@
 """Warm-up: everything that a device compiles or captures, before the first request instead of in it.
 
-    prompts     passes of 16, 32, … 256 tokens; some longer ones, which are never captured
+    prompts     passes of 16, 32, … 256 tokens; longer ones are never captured: all are compiled, and the longest runs
     rounds      on slots for 1, 2, 4, … rows, with each number of drafts that the scheduler may choose
 
 All of it runs on slots that no row has, so what it writes belongs to nobody. Kernels are compiled first, many at a time.
