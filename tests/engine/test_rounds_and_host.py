@@ -86,8 +86,10 @@ def refusing_after(good, monkeypatch):
 def test_where_a_round_fails_the_text_goes_on_by_steps(depth, good, ids, monkeypatch, caplog):
     model, ran = build("llama"), refusing_after(good, monkeypatch)
     with in_rounds(model, depth) as engine:
-        for _ in range(2):
+        for _ in range(20):  # how many rounds a request takes depends on its drafts, and they on what rounds cost
             assert torch.equal(engine.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
+            if len(ran) > good:
+                break
         assert engine.runner.why_not(engine.last_rows[0]) == "a round failed: RuntimeError: the card refuses"
         assert "the card refuses" in engine.backend
     assert len(ran) == good + 1

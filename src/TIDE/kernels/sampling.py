@@ -34,12 +34,12 @@ class Params(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     repetition: float = 1.0  # divides positive logits of tokens in the text, multiplies negative ones
-    counts_padding: bool = True  # padding in front of a text is part of it, for that
     presence: float = 0.0  # taken off the logits of new tokens, once
     frequency: float = 0.0  # and once for every time they occur
     bias: tuple[tuple[int, float], ...] = ()  # token, what is added to its logit; -inf: never
     bans: tuple[tuple[int, int, int], ...] = ()  # token, first and last position where it is not allowed
     forced: tuple[int, int] = (NOWHERE, 0)  # position, the only token allowed there
+    counts_padding: bool = True  # padding in front of a text is part of it, for the repetition
 
     @property
     def features(self) -> Features:
