@@ -72,17 +72,19 @@ class _Known(NamedTuple):
 def of_rows(processors: LogitsProcessorList | None, rows: int) -> list[LogitsProcessorList | None]:
     """Return the processors of each row. From 5.23 on transformers' repetition penalty leaves out padding, and knows how many
     columns of each row that are."""
-    if not any(isinstance(getattr(one, LEFT_OUT, None), torch.Tensor) for one in processors or ()):
+    found = [getattr(one, LEFT_OUT, None) for one in processors or ()]
+    columns = [own.tolist() if isinstance(own, torch.Tensor) else None for own in found]
+    if not any(columns):
         return [processors] * rows
-    return [LogitsProcessorList(_of_row(one, row) for one in processors or ()) for row in range(rows)]
+    pairs = list(zip(processors or (), columns, strict=True))
+    return [
+        LogitsProcessorList(one if own is None else _leaving_out(one, own[row]) for one, own in pairs) for row in range(rows)
+    ]
 
 
-def _of_row(one: Any, row: int) -> Any:
-    left_out = getattr(one, LEFT_OUT, None)
-    if not isinstance(left_out, torch.Tensor):
-        return one
+def _leaving_out(one: Any, columns: int) -> Any:
     own = copy.copy(one)
-    setattr(own, LEFT_OUT, int(left_out[row]))
+    setattr(own, LEFT_OUT, columns)
     return own
 
 
