@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch.nn import functional as F
 
-from TIDE.kernels.layer import GELU, GELU_TANH, MLP, SILU, Ancestors, Attention, Begun, Layer, Norm, Pass, only_kv
+from TIDE.kernels.layer import GELU, GELU_TANH, MLP, SILU, Ancestors, Attention, Layer, Norm, Pass, only_kv
+from TIDE.kernels.layer_steps import run_layer
 from TIDE.kernels.result import ACCEPTED, DRAFTED, IS_NAN, NOTHING_LEFT, SCORES, TOKENS
 from TIDE.kernels.trees import choose_nodes as choose_nodes
 from TIDE.kernels.trees import few_best as few_best
@@ -24,29 +26,7 @@ def decoder_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.
 
     `most` is for backends that have to plan: no token attends to more columns.
     """
-    if begun := begin_layer(layer, tokens, keys, values, most):
-        end_layer(layer, tokens.x[: tokens.asking], begun)
-
-
-def begin_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor, most: int | None = None) -> Begun | None:
-    """Run what of a layer looks at other tokens, and change nothing but K/V; None if no token asks."""
-    h = norm(tokens.x, layer.attention_norm)
-    queries = project(layer.attention, tokens, h, keys, values)
-    if not len(queries):
-        return None
-    tokens = tokens.of_asking()
-    seen = attend(layer.attention, tokens, queries, keys, values, most or tokens.tables.shape[1] * keys.shape[2])
-    if not layer.parallel:
-        return Begun(seen)
-    return Begun(seen, norm(tokens.x, layer.mlp_norm) if len(layer.mlp_norm.weight) else h[: len(seen)])
-
-
-def end_layer(layer: Layer, x: torch.Tensor, begun: Begun) -> None:
-    """Run the rest of a layer, in place."""
-    attention, mlp = layer.attention, layer.mlp
-    add_linear(x, begun.seen, attention.o, attention.o_bias, layer.attention_out_norm, layer.residual)
-    beside = norm(x, layer.mlp_norm) if begun.beside is None else begun.beside
-    add_linear(x, mlp_inner(beside, mlp), mlp.down, mlp.down_bias, layer.mlp_out_norm, layer.residual)
+    run_layer(sys.modules[__name__], layer, tokens, keys, values, most)
 
 
 def norm(x: torch.Tensor, own: Norm) -> torch.Tensor:

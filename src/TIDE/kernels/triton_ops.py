@@ -10,17 +10,20 @@ where the model's own layers round them.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import triton
 import triton.language as tl
 
 from TIDE.kernels.cards import PartsTile, card_of, project_parts_tile, project_tile
-from TIDE.kernels.layer import Attention, Begun, Layer, Pass
+from TIDE.kernels.layer import Attention, Layer, Pass
+from TIDE.kernels.layer_steps import run_layer
 from TIDE.kernels.triton_attention import attend, strides
 from TIDE.kernels.triton_launch import begin, fetch, is_aligned, kernel, knows_gluon, looped
 from TIDE.kernels.triton_products import _first, _gained, _two_products, add_linear, linear, mlp_inner, norm
 
-__all__ = ["add_linear", "attend", "begin_layer", "decoder_layer", "end_layer", "linear", "mlp_inner", "norm", "project"]
+__all__ = ["add_linear", "attend", "decoder_layer", "linear", "mlp_inner", "norm", "project"]
 
 
 # ---- queries, keys and values ---------------------------------------------------------------------------------------------
@@ -229,26 +232,4 @@ def _launch_norms(
 
 def decoder_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor, most: int | None = None) -> None:
     """All arrays are on the device; no token attends to more than `most` columns."""
-    if begun := begin_layer(layer, tokens, keys, values, most):
-        end_layer(layer, tokens.x[: tokens.asking], begun)
-
-
-def begin_layer(layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor, most: int | None = None) -> Begun | None:
-    """Run what of a layer looks at other tokens, and change nothing but K/V; None if no token asks."""
-    h = norm(tokens.x, layer.attention_norm)
-    queries = project(layer.attention, tokens, h, keys, values)
-    if not len(queries):
-        return None
-    tokens = tokens.of_asking()
-    seen = attend(layer.attention, tokens, queries, keys, values, most or tokens.tables.shape[1] * keys.shape[2])
-    if not layer.parallel:
-        return Begun(seen)
-    return Begun(seen, norm(tokens.x, layer.mlp_norm) if len(layer.mlp_norm.weight) else h[: len(seen)])
-
-
-def end_layer(layer: Layer, x: torch.Tensor, begun: Begun) -> None:
-    """Run the rest of a layer, in place."""
-    attention, mlp = layer.attention, layer.mlp
-    add_linear(x, begun.seen, attention.o, attention.o_bias, layer.attention_out_norm, layer.residual)
-    beside = norm(x, layer.mlp_norm) if begun.beside is None else begun.beside
-    add_linear(x, mlp_inner(beside, mlp), mlp.down, mlp.down_bias, layer.mlp_out_norm, layer.residual)
+    run_layer(sys.modules[__name__], layer, tokens, keys, values, most)

@@ -34,9 +34,8 @@ from TIDE.kernels.sampling import Features
 logger = logging.getLogger(__name__)
 
 TIMES = 2  # a graph is captured the second time its work is asked for
-LONG = range(
-    CAPTURED + PART, CHUNK + 1, PART
-)  # passes that are not captured; kernels have tiles by their tokens, in such steps
+# passes that are not captured; kernels have tiles by their tokens, in such steps
+LONG = range(CAPTURED + PART, CHUNK + 1, PART)
 CHOICES = (None, Features(filters=True))  # greedy rows, and rows that sample among the likeliest tokens
 
 

@@ -16,6 +16,7 @@ from TIDE.engine.runners.compiled import CompiledRunner, rows_of
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.runners.passes import PassTokens
 from TIDE.kernels.layer import MOST_TOKENS, Begun, Layer, Pass, dense_tables
+from TIDE.kernels.layer_steps import begin_layer, end_layer
 from TIDE.kernels.transfer import sent
 from TIDE.routing.exits import Exit
 
@@ -91,11 +92,12 @@ class TritonRunner(CompiledRunner, DeviceRunner):
         assert slots.angles is not None and tokens.asking is None
         layer, store = self.layers[index], slots.store
         pass_ = slots.pass_of(states, tokens, slots.angles[layer.rope])
-        begun: Begun = self.ops.begin_layer(layer, pass_, store.keys[index], store.values[index], most)
+        begun = begin_layer(self.ops, layer, pass_, store.keys[index], store.values[index], most)
+        assert begun is not None, "all tokens ask"
         return begun
 
     def end_layer_on_slots(self, index: int, states: torch.Tensor, begun: Begun) -> None:
-        self.ops.end_layer(self.layers[index], states, begun)
+        end_layer(self.ops, self.layers[index], states, begun)
 
     def choose(
         self,
