@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from transformers import BatchEncoding, LogitsProcessorList, TemperatureLogitsWarper
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, RepetitionPenaltyLogitsProcessor
 
 from families import CONTEXT, build
 from policies import Everyone, Knowing, texts_of
@@ -262,3 +262,18 @@ def test_a_repetition_penalty_counts_padding_as_generate_does(llama, place):
             expected = llama.generate(ids[rows], **asked)
             for _ in range(2):  # the first request begins on the host
                 assert torch.equal(engine.generate(ids[rows], **asked), expected)
+
+
+def test_columns_that_a_penalty_leaves_out_are_those_of_all_rows(llama, prompts):
+    """Transformers refuses another number of them, too."""
+    ids, mask = prompts
+    penalty = RepetitionPenaltyLogitsProcessor(1.3)
+    asked = dict(GREEDY, attention_mask=mask, logits_processor=LogitsProcessorList([penalty]))
+    with TIDE(llama) as engine:
+        expected = engine.generate(ids, **asked)
+        for count in (1, len(ids) + 1):
+            penalty.prompt_ignore_length = torch.zeros(count, dtype=torch.long)
+            with pytest.raises(ValueError, match=rf"prompt_ignore_length of {len(ids)} rows, found {count}"):
+                engine.generate(ids, **asked)
+        penalty.prompt_ignore_length = torch.zeros(len(ids), dtype=torch.long)
+        assert torch.equal(engine.generate(ids, **asked), expected)

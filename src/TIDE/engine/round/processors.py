@@ -74,8 +74,11 @@ def of_rows(processors: LogitsProcessorList | None, rows: int) -> list[LogitsPro
     columns of each row that are."""
     found = [getattr(one, LEFT_OUT, None) for one in processors or ()]
     columns = [own.tolist() if isinstance(own, torch.Tensor) else None for own in found]
-    if not any(columns):
+    if all(own is None for own in columns):
         return [processors] * rows
+    for own in columns:
+        if own is not None and len(own) != rows:
+            raise ValueError(f"expected {LEFT_OUT} of {rows} rows, found {len(own)}. Give a whole number, or one for each row.")
     pairs = list(zip(processors or (), columns, strict=True))
     return [
         LogitsProcessorList(one if own is None else _leaving_out(one, own[row]) for one, own in pairs) for row in range(rows)
