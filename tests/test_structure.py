@@ -1,4 +1,4 @@
-"""The shape of the code: imports point one way, files stay small, importing is quiet."""
+"""The shape of the code: imports point one way, every module has a docstring, importing is quiet."""
 
 from __future__ import annotations
 
@@ -65,9 +65,8 @@ def test_the_engine_has_few_names_at_its_top():
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
-def test_files_are_small_and_say_what_they_are(file):
+def test_every_module_has_a_docstring(file):
     text = file.read_text()
-    assert text.count("\n") < 400
     assert not text or ast.get_docstring(ast.parse(text)), "a module opens with what lives here"
 
 
