@@ -84,7 +84,7 @@ def a_pass(generator, counts, starts, origins=None, rotary_dim=DIM):
     table = 6 * torch.rand(COLUMNS, rotary_dim // 2, generator=generator).repeat(1, 2)
     states = torch.randn(len(rows), HIDDEN, generator=generator)
     angles = torch.randperm(COLUMNS, generator=generator)[torch.arange(len(rows)) % COLUMNS]
-    places, tables = map(torch.tensor, (rows, columns, positions)), torch.arange(ROWS)[:, None]
+    places, tables = map(torch.tensor, (rows, columns, positions)), torch.arange(ROWS, dtype=torch.int32)[:, None]
     return Pass(states, table.cos(), table.sin(), *places, angles, tables)
 
 

@@ -12,26 +12,27 @@ import numpy as np
 from numba import njit, prange
 
 from TIDE.kernels import cpu_ops, cpu_products
-from TIDE.kernels.cpu_ops import _decoder_layer, _linear, _normed, _write_kv
-from TIDE.kernels.cpu_products import ZERO, _dot, _padded, _products
-from TIDE.kernels.layer import UNLIKELY, Entry, Int8Weight, Layer, Norm, Pass
+from TIDE.kernels.cpu_ops import PreparedLayer, _decoder_layer, _normed, _write_kv, calls, products_for
+from TIDE.kernels.cpu_products import ROWS, ZERO, _dot, _linear, _padded, described
+from TIDE.kernels.layer import UNLIKELY, Entry, Int8Weight, Norm
 
 FAINT = np.float32(-16)  # tokens so far below the best one do not count in signals
 PARTS = 8
 
 # numba caches compiled code until this file changes, so this file states the versions it was compiled for.
-assert (cpu_ops.VERSION, cpu_products.VERSION, UNLIKELY) == (13, 4, 20)
+assert (cpu_ops.VERSION, cpu_products.VERSION, UNLIKELY) == (14, 5, 20)
 assert " ".join(Entry._fields) == "shallow_center shallow_spread deep_center deep_spread fuse recall eps"
 
 
 def remember(entry: Entry, deep: np.ndarray) -> np.ndarray:
     """(n, memories * hidden) states of finished tokens -> (n, hidden): `MemoryHead.remember`."""
-    return _remember(entry, deep)
+    hidden = len(entry.deep_center)
+    return _remember(hidden, np.float32(entry.eps), described(entry.recall), deep, calls(products_for(entry.recall)))
 
 
 def memory_block(
     entry: Entry,
-    layer: Layer,
+    layer: PreparedLayer,
     cos: np.ndarray,
     sin: np.ndarray,
     row: int,
@@ -48,7 +49,10 @@ def memory_block(
         cos, sin: of all positions.
         shallow, before, keys, values: the head's inputs and K/V, for all rows and positions.
     """
-    return _memory_block(entry, layer[:-1], cos, sin, row, start, stop, shallow, before, keys, values)
+    head = layer.weights, layer.norms, layer.numbers
+    joining, span, fuse = entry[:4], (row, start, stop), described(entry.fuse)
+    seen = shallow, before, keys, values
+    return _memory_block(joining, np.float32(entry.eps), fuse, head, cos, sin, span, seen, calls(layer.products))
 
 
 def judge(
@@ -62,39 +66,47 @@ def judge(
             others are not looked at: they get logits `UNLIKELY` below the worst likely one. Each is judged alone.
         router: `Router.arrays`.
     """
-    return _judge(states, norm, likely, others, np.float32(sure), router)
+    return _judge(states, norm, described(likely), described(others), np.float32(sure), router, calls(products_for(likely)))
 
 
 def signals(logits: np.ndarray) -> np.ndarray:
     """(n, vocabulary) -> (n, 4): `router.signals_of`."""
-    return _signals(logits)
+    return _signals(logits, len(logits))
 
 
 @njit(fastmath=True, cache=True)
-def _judge(states, norm, likely, others, sure, router):  # type: ignore[no-untyped-def]
-    h = _normed(states, norm)
-    first, found = len(likely.values), _products(h, likely)
-    logits = np.empty((len(states), first + len(others.values)), np.float32)
-    logits[:, :first] = found[: len(states)]
-    seen = _signals(logits[:, :first])
-    for t in range(len(states)):
-        logits[t, first:] = logits[t, :first].min() - np.float32(UNLIKELY)
+def _judge(states, norm, likely, others, sure, router, calls):  # type: ignore[no-untyped-def]
+    h, count, first = _normed(states, norm), len(states), likely[ROWS]
+    width = first + others[ROWS]
+    best = _linear(h, likely, calls)
+    seen = _signals(best, count)
+    logits = np.empty((count, width), np.float32)
+    for t in range(count):
+        unlikely = _lowest(best[t]) - np.float32(UNLIKELY)
+        for k in range(width):
+            logits[t, k] = best[t, k] if k < first else unlikely
     unsure = np.flatnonzero(seen[:, 0] < sure)
-    if len(others.values) and len(unsure):
-        found = _products(_padded(h[unsure]), others)
+    if others[ROWS] and len(unsure):
+        rest = _linear(_padded(h[unsure]), others, calls)
         for place, t in enumerate(unsure):
-            logits[t, first:] = found[place]
-        seen[unsure] = _signals(logits[unsure])
+            for k in range(first, width):
+                logits[t, k] = rest[place, k - first]
+            whole = _signals(logits[t : t + 1], 1)
+            for k in range(4):
+                seen[t, k] = whole[0, k]
     return logits, _router_scores(states, seen, router)
 
 
 @njit(fastmath=True, cache=True)
 def _router_scores(states, signals, router):  # type: ignore[no-untyped-def]
     down, down_bias, up, up_bias, temperature, offset, eps = router
-    features, out = np.empty(down.shape[1], np.float32), np.empty(len(states), np.float32)
+    width, out = states.shape[1], np.empty(len(states), np.float32)
+    all_features = np.empty((len(states), down.shape[1]), np.float32)
+    _normed_parts(states, all_features, 0, 0, width, np.float32(eps))
     for t in range(len(states)):
-        _normed_parts(states[t : t + 1], features[None, : states.shape[1]], states.shape[1], np.float32(eps))
-        features[states.shape[1] :] = signals[t]
+        features = all_features[t]
+        for k in range(4):
+            features[width + k] = signals[t, k]
         total = up_bias[0]
         for o in range(len(down)):
             x = _dot(down[o], features) + down_bias[o]
@@ -104,53 +116,57 @@ def _router_scores(states, signals, router):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=True, cache=True)
-def _memory_block(entry, parts, cos, sin, row, start, stop, shallow, before, keys, values):  # type: ignore[no-untyped-def]
-    dim, width, eps = before.shape[2], shallow.shape[2], np.float32(entry.eps)
-    x = np.empty((stop - start, dim), np.float32)
-    rows, positions, tables = np.full(len(x), row), np.arange(start, stop), np.arange(len(keys)).reshape(-1, 1)
-    joined = np.zeros((len(x), width + dim), np.float32)
-    _normed_parts(shallow[row, start:stop], joined[:, :width], dim, eps)
+def _memory_block(joining, eps, fuse, head, cos, sin, span, seen, calls):  # type: ignore[no-untyped-def]
+    shallow_center, shallow_spread, deep_center, deep_spread = joining
+    weights, norms, numbers = head
+    row, start, stop = span
+    shallow, before, keys, values = seen
+    dim, width, count = before.shape[2], shallow.shape[2], stop - start
+    rows, positions = np.full(count, row), np.arange(start, stop)
+    tables = np.arange(len(keys), dtype=np.int32).reshape(-1, 1)
+    joined = np.zeros((count, width + dim), np.float32)
+    _normed_parts(shallow[row, start:stop], joined, 0, 0, dim, eps)
     first = 1 if start == 0 else 0  # there is nothing before the first token
-    _normed_parts(before[row, start + first - 1 : stop - 1], joined[first:, width:], dim, eps)
-    for t in range(len(x)):
+    _normed_parts(before[row, start + first - 1 : stop - 1], joined, first, width, dim, eps)
+    for t in range(count):
         for k in range(width):
-            joined[t, k] = (joined[t, k] - entry.shallow_center[k]) / entry.shallow_spread[k]
+            joined[t, k] = (joined[t, k] - shallow_center[k]) / shallow_spread[k]
         for k in range(dim):
-            joined[t, width + k] = (joined[t, width + k] - entry.deep_center[k]) / entry.deep_spread[k]
-    x[:] = _linear(_padded(joined), entry.fuse, entry.deep_center[:0])[: len(x)]
-    last = len(x) - 1
+            joined[t, width + k] = (joined[t, width + k] - deep_center[k]) / deep_spread[k]
+    x = _linear(_padded(joined), fuse, calls)[:count]
+    last = count - 1
     if last:
-        before_last = Pass(x[:last], cos, sin, rows[:last], positions[:last], positions[:last], positions[:last], tables)
-        _write_kv(parts[1], _normed(before_last.x, parts[0]), before_last, keys, values)
-    newest = Pass(x[last:], cos, sin, rows[last:], positions[last:], positions[last:], positions[last:], tables)
-    _decoder_layer(parts, newest, keys, values)
+        places = rows[:last], positions[:last], positions[:last], positions[:last], tables
+        _write_kv(weights, norms, numbers[4], (x[:last], cos, sin, *places), keys, values, calls)
+    places = rows[last:], positions[last:], positions[last:], positions[last:], tables
+    _decoder_layer(weights, norms, numbers, (x[last:], cos, sin, *places), keys, values, calls)
     for k in range(dim):
-        x[last, k] = x[last, k] * entry.deep_spread[k] + entry.deep_center[k]
+        x[last, k] = x[last, k] * deep_spread[k] + deep_center[k]
     return x[last]
 
 
 @njit(fastmath=True, cache=True)
-def _remember(entry, deep):  # type: ignore[no-untyped-def]
-    normed = np.empty_like(deep)
-    _normed_parts(deep, normed, len(entry.deep_center), np.float32(entry.eps))
-    return _linear(_padded(normed), entry.recall, entry.deep_center[:0])[: len(deep)]
+def _remember(dim, eps, recall, deep, calls):  # type: ignore[no-untyped-def]
+    normed = np.empty(deep.shape, np.float32)
+    _normed_parts(deep, normed, 0, 0, dim, eps)
+    return _linear(_padded(normed), recall, calls)[: len(deep)]
 
 
 @njit(fastmath=True, cache=True)
-def _normed_parts(x, out, dim, eps):  # type: ignore[no-untyped-def]
-    """Scale each `dim` columns to a root mean square of 1."""
+def _normed_parts(x, out, row, column, dim, eps):  # type: ignore[no-untyped-def]
+    """Scale each `dim` columns to a root mean square of 1, and write them to `out` from a row and a column on."""
     for t in range(len(x)):
         for start in range(0, x.shape[1], dim):
             part = x[t, start : start + dim]
             scale = np.float32(1) / math.sqrt(_dot(part, part) / np.float32(dim) + eps)
             for k in range(dim):
-                out[t, start + k] = part[k] * scale
+                out[row + t, column + start + k] = part[k] * scale
 
 
 @njit(fastmath=True, cache=True)
-def _signals(logits):  # type: ignore[no-untyped-def]
-    out = np.empty((len(logits), 4), np.float32)
-    for t in range(len(logits)):
+def _signals(logits, count):  # type: ignore[no-untyped-def]
+    out = np.empty((count, 4), np.float32)
+    for t in range(count):
         parts = np.zeros((PARTS, 4), np.float32)
         _gather(logits[t], _highest(logits[t]), parts)
         total, mixed, tops, second = parts[:, 0].sum(), parts[:, 1].sum(), parts[:, 2].sum(), parts[:, 3].max()
@@ -159,6 +175,14 @@ def _signals(logits):  # type: ignore[no-untyped-def]
         out[t, 2] = (np.float32(1) - (second if tops < 2 else np.float32(1))) / total
         out[t, 3] = math.log(total) - mixed / total
     return out
+
+
+@njit(fastmath=True, cache=True)
+def _lowest(x):  # type: ignore[no-untyped-def]
+    least = x[0]
+    for k in range(len(x)):
+        least = min(least, x[k])
+    return least
 
 
 @njit(fastmath=True, cache=True)

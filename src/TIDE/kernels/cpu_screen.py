@@ -24,7 +24,7 @@ GROUP = 64  # words that are added up before their place counts
 PARTS = 16
 
 # numba caches compiled code until this file changes, so this file states the version it was compiled for.
-assert cpu_products.VERSION == 4
+assert cpu_products.VERSION == 5
 
 
 class Screen(NamedTuple):

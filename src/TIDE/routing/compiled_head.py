@@ -41,7 +41,7 @@ class CompiledHead:
             part._replace(**{name: quantize_int8(getattr(part, name)) for name in names})
             for part, names in ((layer.attention, "qkvo"), (layer.mlp, ("gate", "up", "down")))
         )
-        self.layer = layer._replace(attention=attention, mlp=mlp)
+        self.layer = ops.cpu_ops.prepared(layer._replace(attention=attention, mlp=mlp))
         recall = torch.zeros(0, 0) if head.recall is None else head.recall.weight
         centers = [head.shallow_center, head.shallow_spread, head.deep_center, head.deep_spread]
         fields: list[Any] = [x.detach().numpy() for x in centers]

@@ -30,7 +30,7 @@ class NumbaRunner(CompiledRunner):
 
     def __init__(self, adapter: ModelAdapter, layers: list[Layer], ops: Any) -> None:
         super().__init__(adapter, layers, ops)
-        self._arrays = [arrays(layer) for layer in layers]
+        self._prepared = [ops.prepared(arrays(layer)) for layer in layers]
         self._screen: tuple[int | None, Any] = None, None  # fingerprint of the LM head, and its screen
         self._is_followed = False
         self._int8: tuple[tuple[Any, ...], Int8LMHead, Any] | None = None
@@ -49,7 +49,7 @@ class NumbaRunner(CompiledRunner):
             if index in taps:
                 tapped[index] = x.clone()
             keys, values = self._kv(index, x, cache)
-            self.ops.decoder_layer(self._arrays[index], passes[self.layers[index].rope], keys.numpy(), values.numpy())
+            self.ops.decoder_layer(self._prepared[index], passes[self.layers[index].rope], keys.numpy(), values.numpy())
         return tapped
 
     def _pass(self, kind: str, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache) -> Pass:
