@@ -116,18 +116,18 @@ def test_a_fused_layer_that_differs_is_given_up_and_named(llama, prompts, monkey
     assert "layer 2 (LlamaDecoderLayer)" in caplog.text
 
 
-def test_compiled_code_uses_as_many_threads_as_torch(llama, prompts, monkeypatch):
-    import numba
+def test_compiled_code_uses_at_most_as_many_threads_as_torch(llama, prompts, monkeypatch):
+    from TIDE.kernels import cpu_threads
 
-    asked = []
+    counts = []
     with TIDE.TIDE(llama) as engine:
-        monkeypatch.setattr(engine.runner.ops, "set_num_threads", asked.append)
-        monkeypatch.setattr(numba.config, "NUMBA_NUM_THREADS", 8)
+        monkeypatch.setattr(cpu_threads, "set_num_threads", counts.append)
+        monkeypatch.setattr(cpu_threads.config, "NUMBA_NUM_THREADS", 8)
         for threads in (1, 3, 64):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
             written(engine, prompts)
-            assert set(asked) == {min(threads, 8)}
-            asked.clear()
+            assert max(counts) == min(threads, 8)
+            counts.clear()
 
 
 def test_who_waits_for_a_compiler_is_told(llama, monkeypatch, capsys):

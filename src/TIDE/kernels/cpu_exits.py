@@ -14,6 +14,7 @@ from numba import njit, prange
 from TIDE.kernels import cpu_ops, cpu_products
 from TIDE.kernels.cpu_ops import PreparedLayer, _decoder_layer, _normed, _write_kv, calls, products_for
 from TIDE.kernels.cpu_products import ROWS, ZERO, _dot, _linear, _padded, described
+from TIDE.kernels.cpu_threads import in_turn
 from TIDE.kernels.layer import UNLIKELY, Entry, Int8Weight, Norm
 
 FAINT = np.float32(-16)  # tokens so far below the best one do not count in signals
@@ -24,12 +25,14 @@ assert (cpu_ops.VERSION, cpu_products.VERSION, UNLIKELY) == (14, 5, 20)
 assert " ".join(Entry._fields) == "shallow_center shallow_spread deep_center deep_spread fuse recall eps"
 
 
+@in_turn
 def remember(entry: Entry, deep: np.ndarray) -> np.ndarray:
     """(n, memories * hidden) states of finished tokens -> (n, hidden): `MemoryHead.remember`."""
     hidden = len(entry.deep_center)
     return _remember(hidden, np.float32(entry.eps), described(entry.recall), deep, calls(products_for(entry.recall)))
 
 
+@in_turn
 def memory_block(
     entry: Entry,
     layer: PreparedLayer,
@@ -55,6 +58,7 @@ def memory_block(
     return _memory_block(joining, np.float32(entry.eps), fuse, head, cos, sin, span, seen, calls(layer.products))
 
 
+@in_turn
 def judge(
     states: np.ndarray, norm: Norm, likely: Int8Weight, others: Int8Weight, sure: float, router: tuple[Any, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -69,6 +73,7 @@ def judge(
     return _judge(states, norm, described(likely), described(others), np.float32(sure), router, calls(products_for(likely)))
 
 
+@in_turn
 def signals(logits: np.ndarray) -> np.ndarray:
     """(n, vocabulary) -> (n, 4): `router.signals_of`."""
     return _signals(logits, len(logits))

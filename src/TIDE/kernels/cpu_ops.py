@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import config, get_num_threads, njit, set_num_threads
+from numba import get_num_threads, njit
 
 from TIDE.kernels import cpu_attention, cpu_products
 from TIDE.kernels.cpu_attention import _attention
 from TIDE.kernels.cpu_products import Calls, _dot, _gated, _linear, _linear_3, _padded, described
+from TIDE.kernels.cpu_threads import in_turn
 from TIDE.kernels.layer import GROUP, MLP, Attention, Int8Weight, Layer, Norm, Pass
 
 VERSION = 14  # counts changes of the code compiled here, for modules that compile it into their own
@@ -26,11 +27,6 @@ assert " ".join(Layer._fields) == (
 )
 assert " ".join(Pass._fields) == "x cos sin rows columns positions angles tables groups ancestors asking"
 assert (cpu_products.VERSION, cpu_attention.VERSION) == (5, 1)
-
-
-def use_threads(count: int) -> None:
-    """Run compiled code on `count` threads from now on, or on as many as there are."""
-    set_num_threads(max(1, min(count, config.NUMBA_NUM_THREADS)))
 
 
 class PreparedLayer(NamedTuple):
@@ -64,6 +60,7 @@ def products_for(weight: np.ndarray | Int8Weight) -> Callable[[], int]:
     return cpu_products.int8_products if isinstance(weight, Int8Weight) else cpu_products.float_products
 
 
+@in_turn
 def decoder_layer(layer: PreparedLayer | Layer, tokens: Pass, keys: np.ndarray, values: np.ndarray) -> None:
     """Run one layer for the tokens of a pass, all numpy views, as `reference.decoder_layer` does."""
     assert not tokens.is_paged or np.array_equal(tokens.columns, tokens.positions), "rows in blocks begin at column 0"
@@ -81,6 +78,7 @@ def calls(products: Callable[[], int]) -> Calls:
     return Calls(products(), cpu_attention.attention(), get_num_threads())
 
 
+@in_turn
 def linear(x: np.ndarray, weight: np.ndarray | Int8Weight) -> np.ndarray:
     """(n, k), (m, k) -> (n, m)"""
     return _linear(_padded(x), described(weight), calls(products_for(weight)))[: len(x)]

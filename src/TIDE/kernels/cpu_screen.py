@@ -17,6 +17,7 @@ from numba import njit, prange
 
 from TIDE.kernels import cpu_products
 from TIDE.kernels.cpu_products import ZERO, _dot
+from TIDE.kernels.cpu_threads import in_turn
 
 ROUNDING = np.float32(1e-5)  # of the lengths: the products themselves are rounded
 AT_ONCE = 4096  # rows that are measured at a time
@@ -48,11 +49,13 @@ def screen_of(weight: np.ndarray) -> Screen:
     return Screen(values, scales, lost)
 
 
+@in_turn
 def fingerprint(weight: np.ndarray) -> int:
     """Return a number that tells a weight from what it was before it was changed."""
     return int(_fingerprint(weight.reshape(-1).view(np.int32)))
 
 
+@in_turn
 def best_logits(h: np.ndarray, weight: np.ndarray, screen: Screen) -> np.ndarray:
     """(n, columns), (rows, columns) -> (n, rows) logits: exact where they may be the best, and too low to be so elsewhere."""
     return _best_logits(h, weight, screen)

@@ -21,9 +21,10 @@ Backends are functions `decoder_layer(layer, tokens, keys, values)` that change 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MOST_TOKENS = 16  # of a pass that runners hand to compiled code, and of a row in a round; the code itself takes any number
 UNLIKELY = 20  # logit gap between the worst token an exit head scored and those it did not score
@@ -169,6 +170,8 @@ class Begun(NamedTuple):
 @functools.cache
 def dense_tables(rows: int, device: torch.device) -> torch.Tensor:
     """Return the tables of a dense cache, for any pass on it."""
+    import torch
+
     return torch.arange(rows, dtype=torch.int32, device=device)[:, None]
 
 

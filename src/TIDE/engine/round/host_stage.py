@@ -160,7 +160,7 @@ class HostStage:
         joining = set(self.joining)
         self.is_prefill = all(row.finished or row in joining for row in self.rows)
         self.clock.start(instead="prompt")
-        with self.runner.grad_off(), self._timed():
+        with self.runner.grad_off(), self.runner.threads(), self._timed():
             if self.joining and not self.is_prefill:
                 self._run_prompts()
             self.clock.start(instead="prompt" if self.is_prefill else None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +73,10 @@ class Runner(ABC):
     def grad_off(self) -> AbstractContextManager[Any]:
         """Return the context that passes run in."""
         return self.adapter.grad_off()
+
+    def threads(self) -> AbstractContextManager[None]:
+        """Return the context of a round, in which torch uses as many threads as pay."""
+        return nullcontext()
 
     @property
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,9 @@ class NumbaRunner(CompiledRunner):
 
     def __init__(self, adapter: ModelAdapter, layers: list[Layer], ops: Any) -> None:
         super().__init__(adapter, layers, ops)
+        from TIDE.kernels.cpu_threads import ThreadCount, torch_threads  # imports numba, an option
+
+        self.pace, self.torch_threads = ThreadCount(), torch_threads
         self._prepared = [ops.prepared(arrays(layer)) for layer in layers]
         self._screen: tuple[int | None, Any] = None, None  # fingerprint of the LM head, and its screen
         self._is_followed = False
@@ -39,17 +43,21 @@ class NumbaRunner(CompiledRunner):
     def words(self) -> str:
         return "compiled layers on cpu (numba)"
 
+    def threads(self) -> AbstractContextManager[None]:
+        return self.torch_threads.limited(self.pace.count)
+
     def _through(
         self, span: range, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache, taps: tuple[int, ...]
     ) -> dict[int, torch.Tensor]:
-        self.ops.use_threads(torch.get_num_threads())
+        self.pace.allow(self.torch_threads.most)
         passes = {kind: self._pass(kind, x, tokens, cache) for kind in self.rotary.kinds}
         tapped: dict[int, torch.Tensor] = {}
         for index in span:
             if index in taps:
                 tapped[index] = x.clone()
             keys, values = self._kv(index, x, cache)
-            self.ops.decoder_layer(self._prepared[index], passes[self.layers[index].rope], keys.numpy(), values.numpy())
+            with self.pace.timed(len(x)):
+                self.ops.decoder_layer(self._prepared[index], passes[self.layers[index].rope], keys.numpy(), values.numpy())
         return tapped
 
     def _pass(self, kind: str, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache) -> Pass:
