@@ -29,7 +29,8 @@ STABLE = 90  # pieces after which a number of threads has proved itself, three s
 NEWEST = 0.25  # weight of the newest timing
 GAIN = 0.3  # of what one thread more can win at best: less does not change the number of threads
 
-Given, Result = ParamSpec("Given"), TypeVar("Result")
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 _torch_threads = torch.get_num_threads()
 set_num_threads(config.NUMBA_NUM_THREADS)  # starts the threads: code that is kept compiled relies on it
