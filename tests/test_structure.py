@@ -16,6 +16,7 @@ SOURCE = ROOT / "src" / "TIDE"
 LEVEL = {
     "config": 0,
     "stats": 0,
+    "disturbance": 0,
     "run": 0,
     "hub": 0,
     "version": 0,
