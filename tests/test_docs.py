@@ -202,7 +202,7 @@ def _parse_tide(words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for word in rest:
             if re.fullmatch(r"[A-Za-z][\w.-]*", word):
-                Path(word).touch()  # a file that it names is there
+                Path(word).write_text('{"prompt": "Hello."}')  # a file that it names is there
         try:
             TOOL.commands[name].make_context(name, rest)
         except typer.Exit:  # --help

@@ -69,16 +69,40 @@ class Run:
         """Read a file written by `save`."""
         try:
             held = json.loads(Path(path).read_text("utf-8"))
-            if held.pop("version") != VERSION:
-                raise KeyError("version")
-            tokens = tuple(Token(**token) for token in held.pop("tokens"))
-            steps = {int(step): share for step, share in held.pop("acceptance_by_step").items()}
-            return cls(tokens=tokens, acceptance_by_step=steps, **held)
-        except (KeyError, TypeError, AttributeError, ValueError) as problem:
+        except ValueError:  # UnicodeDecodeError is one
+            held = None
+        if not _is_run(held):
             raise ValueError(
                 f"{path} is not a run of this version: expected what tide generate --save writes (version {VERSION}), found "
-                f"{type(problem).__name__} {problem}."
+                f"{'no JSON' if held is None else described(held)}."
+            )
+        try:
+            tokens = tuple(Token(**token) for token in held["tokens"])
+            steps = {int(step): share for step, share in held["acceptance_by_step"].items()}
+            others = {name: value for name, value in held.items() if name not in ("version", "tokens", "acceptance_by_step")}
+            return cls(tokens=tokens, acceptance_by_step=steps, **others)
+        except (TypeError, AttributeError, ValueError, KeyError) as problem:
+            raise ValueError(
+                f"{path} is a damaged run: it has other fields than tide generate --save writes. Save it again."
             ) from problem
+
+
+def described(held: Any) -> str:
+    """Return what the JSON of a file is, as far as a tide command wrote it, and what to do with it."""
+    if _is_run(held):
+        return "a run, which tide report shows"
+    if isinstance(held, dict):
+        if "contenders" in held:
+            return "results of tide bench, which are read as they are"
+        if "tokens" in held:
+            return f"a run of version {held.get('version', 'none')}"
+    elif isinstance(held, list) and held and all(isinstance(message, dict) and "role" in message for message in held):
+        return "a chat that tide chat saved"
+    return "JSON of another kind"
+
+
+def _is_run(held: Any) -> bool:
+    return isinstance(held, dict) and held.get("version") == VERSION and "tokens" in held
 
 
 def prepared(tokenizer: Any, prompt: str, raw: bool = False) -> Any:

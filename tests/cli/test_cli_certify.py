@@ -25,6 +25,8 @@ def test_another_file_may_be_written_and_the_first_stays(folder, router, tmp_pat
     done = tide("certify", *options(folder, router), *LENIENT, *strategy, "--limit", 12, "-o", tmp_path / "new.safetensors")
     assert done.exit_code == 0, done.output
     assert "mean rouge_l loss" in done.stdout and "found on 12 prompts" in done.stdout
+    assert "twice the smaller  at most 0.2\n" in done.stdout
+    assert done.stdout.endswith("A threshold passes if twice the smaller p-value is at most 1 - confidence: 0.2.\n")
     assert router.read_bytes() == before
     assert RouterFile.load(tmp_path / "new.safetensors").certificate.settings.kv_cache_strategy == "zero_pad"
 
@@ -71,14 +73,15 @@ def test_tune_prints_a_table_and_draws(folder, router, tmp_path):
     assert done.exit_code == 0, done.output
     lines = [line.split()[:3] for line in done.stdout.splitlines()[3:]]
     fast = [["fast", strategy, t] for strategy in ("exact", "propagate", "zero_pad") for t in ("0.9", "0.3")]
-    assert lines == [["off", "-", "-"], ["exact", "exact", "-"], *fast]
+    assert lines[: 2 + len(fast)] == [["off", "-", "-"], ["exact", "exact", "-"], *fast]
     assert (tmp_path / "out.png").exists() == has_matplotlib
 
 
 @pytest.mark.parametrize(
     ("command", "changes", "said"),
     [
-        ("certify", ["--risk", 2], "'--risk'"),
+        ("certify", ["--risk", 1], "risk must be a number between 0 and 1, found 1.0"),
+        ("certify", ["--confidence", 0], "confidence must be a number between 0 and 1, found 0.0"),
         ("certify", ["--loss", "bleu"], "'bleu' is not one of 'rouge_l', 'mismatch'"),
         ("certify", ["--prompts", "missing.jsonl"], "missing.jsonl"),
         ("certify", ["--router", "missing.safetensors"], "there is no router file"),
@@ -99,12 +102,55 @@ def test_wrong_usage_is_a_line_on_stderr(folder, router, command, changes, said,
     assert said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_too_few_prompts_are_a_line_on_stderr(folder, router):
+@pytest.fixture
+def no_model(monkeypatch):
+    """No model can be loaded: only what is refused before that is refused in words."""
+
+    def load(name, **_):
+        raise AssertionError(f"{name} was loaded")
+
+    monkeypatch.setattr(TIDE, "load_model", load)
+
+
+def test_too_few_prompts_are_refused_before_the_model_is_loaded(folder, router, no_model):
     before = router.read_bytes()
-    done = tide("certify", *options(folder, router))
-    assert done.exit_code == 1 and done.stdout == ""
-    assert "20 prompts are too few" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+    for changes, count in (([], 20), (["--risk", 0.2, "--confidence", 0.8, "--limit", 3], 3)):
+        done = tide("certify", *options(folder, router), *changes)
+        assert done.exit_code == 2 and done.stdout == ""
+        assert f"{count} prompts are too few" in done.stderr and len(done.stderr.splitlines()) == 1
     assert router.read_bytes() == before
+
+
+BAD_PROMPTS = {
+    "{": "line 2 is not JSON",
+    "[1]": "line 2 is no object",
+    '{"text": "Hello."}': "line 2 asks nothing",
+    '{"prompt": " "}': "line 2 asks nothing",
+    '{"prompt": 3}': "line 2 asks nothing",
+    '{"turns": []}': "line 2 asks nothing",
+}
+
+
+@pytest.mark.parametrize("command", ["certify", "tune"])
+@pytest.mark.parametrize("line", BAD_PROMPTS)
+def test_a_bad_prompt_is_named_before_the_model_is_loaded(folder, router, no_model, tmp_path, command, line):
+    (tmp_path / "bad.jsonl").write_text(f'{{"prompt": "Hello."}}\n{line}\n')
+    done = tide(command, *options(folder, router), "--prompts", tmp_path / "bad.jsonl")
+    assert done.exit_code == 2 and done.stdout == ""
+    assert f"bad.jsonl, {BAD_PROMPTS[line]}" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_prompts_are_counted_as_they_are_read(tmp_path, chatty):
+    from TIDE.calibration.prompts import load_prompts
+    from TIDE.cli.files import count_prompts
+
+    lines = ['{"prompt": "a\u2028b"}', "", '{"question": "c", "answer": "d"}', '{"turns": ["e", "f"]}']
+    lines += ['{"messages": [{"role": "user", "content": "g"}]}', '{"prompt": null, "question": "h"}']
+    (tmp_path / "p.jsonl").write_bytes("\r\n".join(lines).encode())
+    assert count_prompts(tmp_path / "p.jsonl") == len(load_prompts(tmp_path / "p.jsonl", chatty)) == 5
+    (tmp_path / "p.jsonl").write_text("\n\n")
+    with pytest.raises(ValueError, match="holds no prompts"):
+        count_prompts(tmp_path / "p.jsonl")
 
 
 def test_a_model_other_than_the_default_needs_a_router_file(folder):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import TIDE
 from commands import tide
 
 BOTH_WAYS = ("calibrate", "analyze", "certify", "tune", "chat")
@@ -65,9 +66,12 @@ def test_bench_without_exits_compares_two_ways(folder):
     asked = ("bench", "hello", "--model", folder, "--no-exits", "--max-new-tokens", 6, "--rounds", 1)
     done = tide(*asked)
     assert done.exit_code == 0, done.output
-    head, *rows, _ = done.stdout.splitlines()
-    assert head.split()[:2] == ["tok/s", "(lowest-highest)"] and head.endswith("same text")
+    head, *rows = done.stdout.splitlines()[:3]
+    assert head.split()[:4] == ["tok/s", "(lowest-highest)", "x", "generate"] and head.endswith("same text")
     assert [row.endswith("1 of 1") for row in rows] == [True, True]
+    assert "layers run before a token was decided, of 4" in done.stdout
+    assert done.stderr.splitlines()[0] == f"loading {folder}, to measure generate, off"
+    assert "warming up: generate\nwarming up: off\n" in done.stderr
     found = json.loads(tide(*asked, "--json").stdout)
     assert found["mode"] == "off" and [own["contender"] for own in found["contenders"]] == ["generate", "off"]
 
@@ -93,11 +97,29 @@ def test_bench_fails_where_layers_did_not_run_as_reported(folder, router, monkey
     assert "FAILED" in done.stdout
 
 
+def test_a_router_file_of_a_model_of_other_sizes_is_refused_before_the_model_is_loaded(folder, monkeypatch):
+    def load(name, **_):
+        raise AssertionError(f"{name} was loaded")
+
+    monkeypatch.setattr(TIDE, "load_model", load)
+    for command in (["generate", "hi", "--model"], ["bench", "hi", "--model"], ["tune", "--prompts", folder / "prompts.jsonl"]):
+        done = tide(*command, folder, "--router", "default")
+        assert done.exit_code == 2 and done.stdout == ""
+        last = done.stderr.splitlines()[-1]
+        assert "was made for SmolLM2-135M-Instruct (30 layers of 576, vocabulary 49152)" in last
+        assert f"Give the router file of this model, or make one: tide calibrate {folder}." in last
+
+
 def test_demo_takes_a_router_file(folder, router, tmp_path):
     asked = ("--model", folder, "--router", router, "--max-new-tokens", 6, "--rounds", 1, "-o", tmp_path / "page.html")
     done = tide("demo", *asked, "--json")
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["same_text"] == {"exits_off": True, "exits": True}
+    found = json.loads(done.stdout)
+    assert found["same_text"] == {"exits_off": True, "exits": True}
+    assert {name: len(speeds) for name, speeds in found["rounds"].items()} == {"generate": 1, "exits_off": 1, "exits": 1}
+    said = done.stderr.splitlines()
+    assert said[0] == f"loading {folder}" and "warming up: TIDE, exact exits" in said
+    assert any(line.startswith("round 1 of 1: model.generate ") for line in said)
 
 
 def test_bench_names_the_mode_that_a_strategy_asks_for(folder, router):

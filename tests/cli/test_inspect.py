@@ -38,8 +38,8 @@ def file(tmp_path):
     return tmp_path / "router.safetensors"
 
 
-def test_it_prints_all_of_the_file(file):
-    done = tide("inspect", file)
+def test_it_prints_all_of_the_file_if_asked_to(file):
+    done = tide("inspect", file, "--all")
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     for expected in (
@@ -71,11 +71,36 @@ def test_json_is_the_whole_document(file):
 def test_a_file_of_the_original_system_is_shown_too(tmp_path):
     weights = OrderedDict([("down.weight", torch.ones(8, 64)), ("up.weight", torch.ones(1, 8))])
     torch.save({"hidden_dim": 64, "bottleneck_dim": 8, "router_layers": {3: weights}}, tmp_path / "router.pt")
-    done = tide("inspect", tmp_path / "router.pt")
+    done = tide("inspect", tmp_path / "router.pt", "--all")
     assert done.exit_code == 0
     assert "model         not named in the file" in done.stdout
     assert "  origin  tide-inference 0.2.1" in done.stdout
     assert tide("inspect", tmp_path / "router.pt", "--json").exit_code == 0
+
+
+def test_the_default_file_is_shown_in_few_lines_and_its_speed_with_the_machine():
+    done = tide("inspect", "default")
+    assert done.exit_code == 0, done.output
+    assert "expected speedup  2.909 on NVIDIA H200|bfloat16|torch-2.11.0+cu130" in done.stdout.splitlines()
+    assert len(done.stdout.splitlines()) < 20 and done.stdout.endswith("all figures: --all\n")
+
+
+WRONG_FILES = {
+    '{"version": 1, "tokens": []}': "it is a run, which tide report shows",
+    '{"contenders": []}': "it is results of tide bench",
+    '[{"role": "user", "content": "Hello."}]': "it is a chat that tide chat saved",
+    "[]": "it is JSON of another kind",
+    "{": "it is no JSON",
+}
+
+
+@pytest.mark.parametrize("content", WRONG_FILES)
+@pytest.mark.parametrize("command", [("inspect",), ("generate", "Hello.", "--router")])
+def test_a_json_file_in_place_of_a_router_file_is_named_for_what_it_is(tmp_path, command, content):
+    (tmp_path / "run.json").write_text(content)
+    done = tide(*command, tmp_path / "run.json")
+    assert done.exit_code == 2 and done.stdout == ""
+    assert f"run.json is no router file: {WRONG_FILES[content]}" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["damaged.safetensors", "router.bin"])

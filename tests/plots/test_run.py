@@ -30,6 +30,31 @@ def test_files_written_before_tokens_could_be_special_still_load(run, tmp_path):
     assert Run.load(tmp_path / "run.json") == run
 
 
+NO_RUN = {
+    "{": "found no JSON",
+    "\xff": "found no JSON",
+    '{"contenders": []}': "found results of tide bench, which are read as they are",
+    '[{"role": "user", "content": "Hello."}]': "found a chat that tide chat saved",
+    '{"tokens": [], "version": 2}': "found a run of version 2",
+    "3": "found JSON of another kind",
+}
+
+
+@pytest.mark.parametrize("content", NO_RUN)
+def test_what_is_in_a_file_that_is_no_run_is_said_in_words(tmp_path, content):
+    (tmp_path / "a.json").write_text(content, "latin-1")
+    with pytest.raises(ValueError, match="expected what tide generate --save writes") as problem:
+        Run.load(tmp_path / "a.json")
+    assert str(problem.value).endswith(f"{NO_RUN[content]}.")
+
+
+def test_a_damaged_run_is_said_to_be_one(run, tmp_path):
+    for changes in ({"tokens": [1]}, {"acceptance_by_step": None}, {"colour": "red"}):
+        (tmp_path / "run.json").write_text(json.dumps(run.as_dict() | changes))
+        with pytest.raises(ValueError, match="is a damaged run: it has other fields than tide generate --save writes"):
+            Run.load(tmp_path / "run.json")
+
+
 def test_agreement_is_the_share_of_tokens_that_match_the_full_model(run):
     assert run.agreement == 1 - 1 / len(run.tokens)
     assert dataclasses.replace(run, tokens=()).agreement == 0.0

@@ -54,6 +54,15 @@ def prompts_needed(risk: float, confidence: float) -> int:
     return guess
 
 
+def check_enough(prompts: int, risk: float, confidence: float) -> None:
+    """Raise if no losses of so few prompts could certify the risk."""
+    if prompts < (needed := prompts_needed(risk, confidence)):
+        raise ValueError(
+            f"{prompts} prompts are too few: even without any loss, a risk of {risk:g} with confidence {confidence:g} needs "
+            f"{needed}. Give more prompts, or ask for a higher risk or less confidence."
+        )
+
+
 def hoeffding_bentkus(losses: Sequence[float], risk: float) -> float:
     """Return the smaller of Hoeffding's and Bentkus's bounds on a sum this small (of the same tail, so no union bound)."""
     total, count = math.fsum(losses), len(losses)

@@ -20,7 +20,7 @@ from typing import TypeVar
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from TIDE.calibration.bounds import p_values, prompts_needed
+from TIDE.calibration.bounds import check_enough, p_values
 from TIDE.calibration.losses import Loss, named_loss
 from TIDE.calibration.prompts import Prompts, check_max_new_tokens, continued, most_together, prompt_ids
 from TIDE.engine.engine import TIDE
@@ -63,11 +63,7 @@ def certify(
             "this engine has no exits to certify. Make it with a router file: TIDE.TIDE(model, 'router.safetensors')."
         )
     asked = _mixed(prompt_ids(prompts, tokenizer))
-    if len(asked) < (needed := prompts_needed(risk, confidence)):
-        raise ValueError(
-            f"{len(asked)} prompts are too few: even without any loss, a risk of {risk:g} with confidence {confidence:g} needs "
-            f"{needed}. Give more prompts, or ask for a higher risk or less confidence."
-        )
+    check_enough(len(asked), risk, confidence)
     fast = replace(engine.config, mode="fast")
     with engine.using(fast, exits=False):
         full = _continued(engine, asked, max_new_tokens, "full model")

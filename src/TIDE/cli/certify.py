@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from TIDE.calibration.bounds import check_enough, check_share
 from TIDE.calibration.losses import LOSSES
 from TIDE.cli.errors import WrongUsage, checked
-from TIDE.cli.files import Prompts
+from TIDE.cli.files import Prompts, count_prompts
 from TIDE.cli.model import MaxNewTokens, load, with_model
 from TIDE.cli.router import Router, check_new_router, router_path
 from TIDE.cli.settings import HELP
 from TIDE.config import KV_CACHE_STRATEGIES, TIDEConfig
+
+
+def _share(name: str) -> Callable[[float], float]:
+    return checked(partial(check_share, name))
 
 
 @with_model
@@ -22,8 +29,14 @@ def certify(
     model: str,
     prompts: Prompts,
     router: Router = None,
-    risk: Annotated[float, typer.Option(metavar="SHARE", min=0, max=1, help="Largest acceptable mean loss.")] = 0.05,
-    confidence: Annotated[float, typer.Option(metavar="SHARE", min=0, max=1, help="Confidence in that bound.")] = 0.95,
+    risk: Annotated[
+        float,
+        typer.Option(metavar="SHARE", callback=_share("risk"), help="Largest acceptable mean loss, above 0 and below 1."),
+    ] = 0.05,
+    confidence: Annotated[
+        float,
+        typer.Option(metavar="SHARE", callback=_share("confidence"), help="Confidence in that bound, above 0 and below 1."),
+    ] = 0.95,
     loss: Annotated[Literal[*LOSSES], typer.Option(help="Loss against the full model's text.")] = "rouge_l",  # type: ignore[valid-type]
     max_new_tokens: MaxNewTokens = 64,
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Use N of the prompts, drawn at random.")] = None,
@@ -52,6 +65,11 @@ def certify(
       tide certify default --prompts prompts.jsonl --risk 0.1 -o mine.safetensors
     """
     source = router_path(model, router)
+    count = count_prompts(prompts)
+    try:
+        check_enough(count if limit is None else min(count, limit), risk, confidence)
+    except ValueError as problem:
+        raise WrongUsage(str(problem)) from None
 
     import TIDE
     from TIDE.calibration.prompts import load_prompts
@@ -63,7 +81,7 @@ def certify(
     target = output or (None if shipped else source)
     # an explicit threshold, of any value, overrides a certificate that the file may already have
     config = TIDEConfig(mode="fast", kv_cache_strategy=kv_cache_strategy, exit_threshold=1.0)
-    loaded = load(model)
+    loaded = load(model, exits=source)
     asked = load_prompts(prompts, loaded.tokenizer, limit)
     with TIDE.TIDE(loaded.model, source, config) as engine:
         found = TIDE.certify(engine, asked, risk, confidence, loss=loss, max_new_tokens=max_new_tokens)

@@ -66,7 +66,7 @@ def chat(
     import TIDE
 
     source = exits_path(model, router, no_exits)
-    loaded = load(model)
+    loaded = load(model, exits=source)
     if loaded.tokenizer.chat_template is None:
         raise ValueError(f"{model} has no chat template. Use tide generate --raw, or a model made for chat.")
     options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, do_sample=temperature > 0)

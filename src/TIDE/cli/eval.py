@@ -91,7 +91,7 @@ def eval(
         logging.getLogger(library).setLevel(logging.ERROR)
     facts = circumstances()  # now: code may change while it is measured
     chosen = chosen_tasks(names, data, chat, fewshot)
-    loaded = load(model)
+    loaded = load(model, exits=source)
     kept = output.with_suffix(".answers.jsonl")
     with TIDE.TIDE(loaded.model, source) as engine:
         compared = contenders(engine, modes, thresholds)

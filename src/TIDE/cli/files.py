@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import json
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +12,9 @@ import typer
 
 from TIDE.cli.errors import WrongUsage, checked
 from TIDE.hub import check_datasets
+from TIDE.run import described
+
+ASKING = '"prompt", "question", "turns" or "messages"'
 
 
 def check_target(path: Path, suffixes: tuple[str, ...]) -> None:
@@ -21,9 +26,47 @@ def check_target(path: Path, suffixes: tuple[str, ...]) -> None:
 
 
 def check_prompts(path: Path) -> None:
+    """Raise if a file of prompts cannot be used."""
+    count_prompts(path)
+
+
+def count_prompts(path: Path) -> int:
+    """Return the number of prompts in a .jsonl file; raise unless every line asks something."""
     if path.suffix != ".jsonl":
         raise ValueError(f"expected a .jsonl file with a prompt a line, found {path.name!r}.")
-    decoded(path.read_bytes(), str(path))
+    lines = re.split("\r\n|\n", decoded(path.read_bytes(), str(path)))  # JSON may hold other line ends
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    for number, line in numbered:
+        if why := _wrong_with_prompt(line):
+            raise ValueError(f"{path}, line {number} {why}. Expected an object with {ASKING}.")
+    if not numbered:
+        raise ValueError(f"{path} holds no prompts. Give a .jsonl file with a prompt a line.")
+    return len(numbered)
+
+
+def _wrong_with_prompt(line: str) -> str:
+    """Return why a line is no prompt; empty: it is one."""
+    try:
+        record = json.loads(line)
+    except ValueError as problem:
+        return f"is not JSON ({problem})"
+    if not isinstance(record, dict):
+        return f"is no object ({line.strip()[:60]})"
+    turns = record.get("turns")
+    first = turns[0] if isinstance(turns, list) and turns else None
+    asked = next((value for value in (record.get("prompt"), record.get("question"), first) if value is not None), None)
+    if asked is None and isinstance(record.get("messages"), list):
+        return ""
+    return "" if isinstance(asked, str) and asked.strip() else f"asks nothing ({line.strip()[:60]})"
+
+
+def json_kind(path: Path) -> str:
+    """Return what a .json file is, in words that go on with what to do with it."""
+    try:
+        held = json.loads(decoded(path.read_bytes(), str(path)))
+    except (ValueError, OSError, WrongUsage):
+        return "no JSON"
+    return described(held)
 
 
 def decoded(data: bytes, name: str) -> str:

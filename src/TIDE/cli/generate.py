@@ -65,7 +65,7 @@ def generate(
     if save is not None and len(asked) > 1:
         raise WrongUsage(f"--save keeps one run, found {len(asked)} prompts. Ask one at a time.")
     source = exits_path(model, router, no_exits)
-    loaded = load(model)
+    loaded = load(model, exits=source)
 
     import TIDE
     from TIDE.integrations.record import last_run

@@ -33,13 +33,17 @@ def inspect(
             help="Also load this model, try the file on it, and print which runner runs its layers here.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the contents as JSON.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also print its configuration, training facts and figures.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all contents as JSON.")] = False,
 ) -> None:
-    """Print the contents of a router file or EAGLE-3 head. Model, checkpoints, configuration, facts and figures.
+    """Print the contents of a router file or EAGLE-3 head. Model, exits, certificate and speed on the machine of calibration.
 
     \b
     Examples:
       tide inspect my.safetensors
+      tide inspect my.safetensors --all
       tide inspect my.safetensors --model my-org/my-model
       tide inspect my-org/my-eagle3-head --model my-org/my-model
       tide inspect my.safetensors --json
@@ -51,7 +55,7 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(held.as_dict() | ({} if backend is None else {"backend": backend}), indent=2))
     else:
-        typer.echo(held.summary() + ("" if backend is None else f"\nhere: {backend}"))
+        typer.echo(held.summary(everything) + ("" if backend is None else f"\nhere: {backend}"))
 
 
 def _tried(name: str, file: Path) -> tuple[RouterFile, str]:
@@ -60,7 +64,7 @@ def _tried(name: str, file: Path) -> tuple[RouterFile, str]:
 
     import TIDE
 
-    model = load(name).model
+    model = load(name, exits=file).model
     with TIDE.TIDE(model, file) as engine:
         for _ in range(3):  # run eagerly, captured, replayed
             prompt = torch.full((1, 8), 1, device=model.device)

@@ -13,6 +13,7 @@ import typer
 
 from TIDE.cli.errors import WrongUsage, checked
 from TIDE.cli.quiet import without_loading_bars
+from TIDE.cli.router import check_fit
 from TIDE.hub import model_source
 
 if TYPE_CHECKING:
@@ -69,10 +70,24 @@ def with_model(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def load(name: str, dtype: str | None = None, trust_remote_code: bool = False) -> Loaded:
-    """Load the model and its tokenizer, without a loading bar. Fail at once if the hub is needed and not reachable."""
-    if name != "default" and not name.endswith(".gguf"):
-        model_source(name)
+def model_words(name: str) -> str:
+    return "the default model" if name == "default" else name
+
+
+def say(text: str, nl: bool = True) -> None:
+    """Print what a command is doing."""
+    typer.echo(text, err=True, nl=nl)
+
+
+def load(name: str, dtype: str | None = None, trust_remote_code: bool = False, exits: Path | None = None) -> Loaded:
+    """Load the model and its tokenizer, without a loading bar. Fail at once if the hub is needed and not reachable.
+
+    Args:
+        exits: a router file for it; one of another model is refused before the model is loaded.
+    """
+    source = name if name == "default" or name.endswith(".gguf") else model_source(name)
+    if exits is not None:
+        check_fit(exits, name, source)
 
     import torch
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from TIDE.cli.errors import WrongUsage, checked
-from TIDE.cli.files import check_target
+from TIDE.cli.files import check_target, json_kind
 from TIDE.hub import is_hub_id
+
+if TYPE_CHECKING:
+    from TIDE.models.sizes import Sizes
 
 SUFFIXES = (".safetensors", ".pt")
 
@@ -19,6 +23,11 @@ def check_router(name: str) -> None:
     if name != "default" and not Path(name).exists() and not is_hub_id(name, SUFFIXES):
         raise ValueError(
             f"there is no router file {name}. Make one with tide calibrate, or give 'default' for the shipped one."
+        )
+    path = Path(name)
+    if path.is_file() and path.suffix == ".json":
+        raise ValueError(
+            f"{name} is no router file: it is {json_kind(path)}. Give one that ends in {' or '.join(SUFFIXES)}, or 'default'."
         )
 
 
@@ -57,3 +66,39 @@ def router_path(model: str, router: str | None, otherwise: str = "") -> Path:
 def exits_path(model: str, router: str | None, no_exits: bool) -> Path | None:
     """Return the router file of a command that has --no-exits; None with that option."""
     return None if no_exits else router_path(model, router, " Or go without: --no-exits.")
+
+
+def check_fit(exits: Path, model: str, source: str) -> None:
+    """Raise if a router file was made for a model of other sizes, which are known without loading this one.
+
+    Args:
+        source: the folder of a model that was downloaded before, if the hub is out of reach; otherwise its name.
+    """
+    import TIDE
+    from TIDE.models.sizes import model_sizes
+
+    if model == "default" and exits == Path(TIDE.default_router()):
+        return
+    name, made_for = _made_for(exits)
+    sizes = model_sizes(source) if made_for is not None else None
+    if made_for is not None and sizes is not None and made_for.differ(sizes):
+        raise WrongUsage(
+            f"{exits} was made for {name} ({made_for.describe()}), and {model} has {sizes.describe()}. Give the router file of "
+            f"this model, or make one: tide calibrate {model}."
+        )
+
+
+def _made_for(exits: Path) -> tuple[str, Sizes | None]:
+    """Return name and sizes of the model that a .safetensors file was made for; None: only loading it would tell."""
+    from safetensors import SafetensorError, safe_open
+
+    from TIDE.models.sizes import Sizes
+
+    if not exits.is_file() or exits.suffix != ".safetensors":
+        return "", None
+    try:
+        with safe_open(exits, framework="numpy") as file:
+            made_for = json.loads((file.metadata() or {})["tide"])["fingerprint"]
+        return made_for["name"], Sizes(made_for["num_layers"], made_for["hidden_dim"], made_for["vocab_size"])
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError):  # reading it as a router file says what is wrong
+        return "", None

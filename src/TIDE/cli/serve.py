@@ -88,7 +88,7 @@ def serve(
     except ValueError as problem:
         raise WrongUsage(str(problem)) from None
     logging.getLogger("TIDE").setLevel(logging.INFO)
-    loaded = load(model, trust_remote_code=trust_remote_code)
+    loaded = load(model, trust_remote_code=trust_remote_code, exits=source)
     app = create_app(loaded, source, config, settings)
 
     def ready(url: str) -> None:

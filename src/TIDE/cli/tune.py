@@ -65,7 +65,7 @@ def tune(
     from TIDE.calibration.prompts import load_prompts
     from TIDE.calibration.tune import THRESHOLDS
 
-    loaded = load(model)
+    loaded = load(model, exits=source)
     asked = load_prompts(prompts, loaded.tokenizer, limit)
     with TIDE.TIDE(loaded.model, source) as engine:
         found = TIDE.tune(

@@ -46,6 +46,7 @@ def read_gguf(path: Path, dtype: torch.dtype = torch.float32) -> Loaded:
 
     config = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype, quantization_config=config)
+    model.config._name_or_path = path.name  # its folder's name says nothing of the model
     # dequantized: an ordinary model from here on
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -64,6 +64,17 @@ def summary_text(file: RouterFile) -> str:
     return "\n".join(lines)
 
 
+def brief_text(file: RouterFile) -> str:
+    """Return what a user of a file has to know, as text."""
+    values = file.as_dict()
+    lines = [*_pairs(_head(file) | _speedup(file)), "", "exits", *_indented(_aligned(_exit_rows(values)))]
+    if certified := _certified(values):
+        lines += ["", "certificate", *_indented(_pairs(_sorted_out(certified)[0]))]
+    if values.get("settling") is not None:
+        lines += ["", PROMPTS, *_indented(_pairs(_sorted_out(_settled(values))[0]))]
+    return "\n".join([*lines, "", "configuration, training facts and all figures: --all"])
+
+
 def card_text(file: RouterFile, repo_id: str | None = None, base_model: str | None = None) -> str:
     """Return the model card of a file.
 
@@ -95,6 +106,13 @@ def card_text(file: RouterFile, repo_id: str | None = None, base_model: str | No
         if rows:
             text += f"\n## {title[0].upper()}{title[1:]}\n\n" + "\n".join(_markdown(rows)) + "\n"
     return text
+
+
+def _speedup(file: RouterFile) -> Row:
+    """Return the speedup that calibration expected, and the machine it holds for."""
+    if (speedup := file.figures.get("expected_speedup")) is None:
+        return {}
+    return {"expected speedup": f"{_shown(speedup)} on {file.facts.get('machine') or 'the machine of calibration'}"}
 
 
 def _settled(values: Row) -> Row:

@@ -37,6 +37,11 @@ class Tested:
     betting: float
     passed: bool
 
+    @property
+    def p_value(self) -> float:
+        """Twice the smaller of the two: a p-value again, by the union bound."""
+        return min(1.0, 2 * min(self.hoeffding_bentkus, self.betting))
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -60,15 +65,17 @@ class Certificate:
     tested: tuple[Tested, ...] = ()
 
     def summary(self) -> str:
-        """Return the bound in words, and a line for every threshold tested."""
+        """Return the bound in words, and a line for every threshold tested, with the p-value that decided and its level."""
         seen = f"{self.prompts} prompts, up to {self.new_tokens} new tokens, {_listed(self.settings._asdict())}"
-        lines = [self._promise(), f"found on {seen}", "", "threshold  mean loss  Hoeffding-Bentkus    betting  passed"]
+        level = f"{1 - self.confidence:.3g}"
+        head = f"threshold  mean loss  Hoeffding-Bentkus    betting  twice the smaller  at most {level}"
+        lines = [self._promise(), f"found on {seen}", "", head]
         for row in self.tested:
             lines.append(
                 f"{row.threshold:9.4g}  {row.mean_loss:9.4f}  {row.hoeffding_bentkus:17.3g}  {row.betting:9.3g}  "
-                f"{'yes' if row.passed else 'no'}"
+                f"{row.p_value:17.3g}  {'passed' if row.passed else 'failed'}"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, f"A threshold passes if twice the smaller p-value is at most 1 - confidence: {level}."])
 
     def _promise(self) -> str:
         if self.threshold is None:

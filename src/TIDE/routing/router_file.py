@@ -27,7 +27,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from TIDE.hub import broken_answer, hub_trouble
 from TIDE.routing import storage
-from TIDE.routing.card import LIBRARY, card_text, summary_text
+from TIDE.routing.card import LIBRARY, brief_text, card_text, summary_text
 from TIDE.routing.certificate import Certificate
 from TIDE.routing.exits import EAGLE3, KINDS, Exit, build_exit
 from TIDE.routing.fingerprint import Fingerprint, fingerprint
@@ -187,7 +187,7 @@ class RouterFile(ModelHubMixin):
             raise ValueError(
                 f"{self.path or 'this router file'} was made for {self.fingerprint.describe()}; this model is "
                 f"{found.describe()}. They differ in {', '.join(different)}. Use the file of this model, or calibrate this "
-                f"model: tide calibrate ..."
+                f"model: tide calibrate {found.name or 'MODEL'}"
             )
 
     def _policy(self, adapter: ModelAdapter, head: Head | None) -> ExitPolicy:
@@ -201,7 +201,7 @@ class RouterFile(ModelHubMixin):
             raise ValueError(
                 f"{where} was made for another model: it has states of {hidden_dim} and exits at depths "
                 f"{list(self.exits)}; this model has states of {adapter.hidden_dim} and {adapter.num_layers} layers. "
-                f"Use the file of this model, or calibrate this model: tide calibrate ..."
+                f"Use the file of this model, or calibrate this model: tide calibrate MODEL"
             )
         from TIDE.routing.calibrated import CalibratedPolicy
 
@@ -238,9 +238,13 @@ class RouterFile(ModelHubMixin):
             values["settling"] = self.settling.describe()
         return storage.plain(values)
 
-    def summary(self) -> str:
-        """Return the contents as text."""
-        return summary_text(self)
+    def summary(self, everything: bool = True) -> str:
+        """Return the contents as text.
+
+        Args:
+            everything: also configuration, training facts and figures.
+        """
+        return summary_text(self) if everything else brief_text(self)
 
     def generate_model_card(self, repo_id: str | None = None, base_model: str | None = None) -> ModelCard:
         """Return the model card of the file for the Hub.
