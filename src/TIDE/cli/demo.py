@@ -1,4 +1,4 @@
-"""`tide demo`: one prompt through `model.generate` and TIDE, timed interleaved, with the depth of every token."""
+"""`tide demo`: one prompt through `model.generate` and TIDE, timed by turns, with the depth of every token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import typer
 
 from TIDE.cli.colours import Pieces, has_colours, legend, painted, show
 from TIDE.cli.errors import checked
-from TIDE.cli.interleaved import Timing, interleaved
-from TIDE.cli.model import MaxNewTokens, ModelOption, load
+from TIDE.cli.interleaved import Rounds, interleaved
+from TIDE.cli.model import MaxNewTokens, ModelOption, load, model_words, say
 from TIDE.cli.router import Router, router_path
 from TIDE.plots.report import check_report, write_report
 from TIDE.run import Run, prepared
@@ -22,17 +22,18 @@ from TIDE.run import Run, prepared
 if TYPE_CHECKING:
     import torch
 
-PROMPT = "Give me three short reasons to learn to cook."
+PROMPT = "Give me five reasons to learn to cook."
 NAMES = {"generate": "model.generate", "exits_off": "TIDE, exits off", "exits": "TIDE, exact exits"}
 CONTENDERS = {"generate": "generate", "exits_off": "off", "exits": "exact"}  # of tide bench
+WARM_UP = 32  # tokens
 
 
 def demo(
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Prompt for the model.")] = PROMPT,
     model: ModelOption = "default",
     router: Router = None,
-    max_new_tokens: MaxNewTokens = 64,
-    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs of each contender.")] = 3,
+    max_new_tokens: MaxNewTokens = 128,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds: timed runs of each contender.")] = 3,
     output: Annotated[
         Path,
         typer.Option(
@@ -48,36 +49,37 @@ def demo(
       tide demo
       tide demo --prompt "Add two numbers in Python." -o sums.html
     """
+    source = router_path(model, router) if router is not None or model == "default" else None
+    say(f"loading {model_words(model)}")
+
     import TIDE
     from TIDE.integrations.record import last_run
 
-    source = router_path(model, router) if router is not None or model == "default" else None
-    loaded = load(model)
+    loaded = load(model, exits=source)
     inputs = prepared(loaded.tokenizer, prompt).to(loaded.model.device)
     prompt_tokens = inputs["input_ids"].shape[1]
     with TIDE.TIDE(loaded.model, source) as engine:
         timed = _compare(engine, inputs["input_ids"].tolist(), max_new_tokens, rounds)
-        answers = {name: own.ids[0, prompt_tokens:].tolist() for name, own in timed.items()}
+        answers = {name: timing.ids[0, prompt_tokens:].tolist() for name, timing in timed.kept[-1].items()}
         shown = list(answers)[-1]
         run = last_run(engine, loaded.tokenizer, prompt, inputs["input_ids"], answers[shown])
     write_report(run, output)
-    speeds = {name: own.speed for name, own in timed.items()}
-    same = {name: ids == answers["generate"] for name, ids in answers.items() if name != "generate"}
+    same = {name: timed.is_same(name, "generate") for name in answers if name != "generate"}
     if as_json:
-        found = dict(prompt=prompt, model=model, ids=answers[shown], tokens_per_second=speeds, same_text=same)
-        typer.echo(json.dumps(dict(found, report=str(output))))
+        found = dict(prompt=prompt, model=model, ids=answers[shown], same_text=same, report=str(output))
+        typer.echo(json.dumps(found | _speeds(timed)))
     else:
         typer.echo(f"prompt: {prompt}\n")
         plain = loaded.tokenizer.decode(answers["generate"], skip_special_tokens=True)
         coloured = _painted(loaded.tokenizer, answers[shown], run)
-        _side_by_side({_title("generate", speeds): plain, _title(shown, speeds): coloured})
-        show(f"\n{legend([token.depth for token in run.tokens], run.num_layers)}\n\n{_table(speeds, same)}\n\n{run.summary}\n")
+        _side_by_side({_title("generate", timed): plain, _title(shown, timed): coloured})
+        show(f"\n{legend([token.depth for token in run.tokens], run.num_layers)}\n\n{_table(timed, same)}\n\n{run.summary}\n")
         typer.echo("Measure your own prompts and models with tide bench.")
         typer.echo(f"report: {output} (open it in a browser: router score and the full model's token for every token)")
     raise typer.Exit(0 if all(same.values()) else 1)
 
 
-def _compare(engine: Any, prompts: list[list[int]], max_new_tokens: int, rounds: int) -> dict[str, Timing]:
+def _compare(engine: Any, prompts: list[list[int]], max_new_tokens: int, rounds: int) -> Rounds:
     """Time each contender; leave the median run of the last one as the engine's latest."""
     from TIDE.bench.asked import groups
     from TIDE.bench.contenders import make
@@ -86,12 +88,16 @@ def _compare(engine: Any, prompts: list[list[int]], max_new_tokens: int, rounds:
     names = [name for name in CONTENDERS if name != "exits" or engine.policy is not None]
     runs: dict[str, Callable[[], torch.Tensor]] = {}
     for name in names:
-        runs[name] = partial(make(CONTENDERS[name], engine, 1).variants[""], asked, None)
+        say(f"warming up: {NAMES[name]}")
+        run = make(CONTENDERS[name], engine, 1).variants[""]
+        run(asked.first_row(WARM_UP), None)
+        runs[name] = partial(run, asked, None)
     last, notes = names[-1], list[Any]()
     runs[last] = _noting(engine, runs[last], notes)
-    timed = interleaved(runs, asked.width, rounds)
-    speeds, (_, *noted) = timed[last].speeds, notes  # the first run is the warm-up
-    engine.last_rows = noted[speeds.index(statistics.median_low(speeds))]
+    timed = interleaved(runs, asked.width, rounds, NAMES, say)
+    speeds = timed.speeds(last)
+    median = timed.kept[speeds.index(statistics.median_low(speeds))]
+    engine.last_rows = next(rows for rows, round_ in zip(notes, timed.timed, strict=True) if round_ is median)
     return timed
 
 
@@ -119,8 +125,8 @@ def _side_by_side(texts: dict[str, str]) -> None:
     Console(force_terminal=coloured, color_system="truecolor" if coloured else None).print(columns)
 
 
-def _title(name: str, speeds: dict[str, float]) -> str:
-    return f"{NAMES[name]}: {speeds[name]:.1f} tok/s"
+def _title(name: str, timed: Rounds) -> str:
+    return f"{NAMES[name]}: {statistics.median(timed.speeds(name)):.1f} tok/s"
 
 
 def _painted(tokenizer: Any, ids: list[int], run: Run) -> str:
@@ -129,9 +135,27 @@ def _painted(tokenizer: Any, ids: list[int], run: Run) -> str:
     return "".join(painted(pieces.add(token), own.depth, run.num_layers) for token, own in zip(ids, run.tokens, strict=True))
 
 
-def _table(speeds: dict[str, float], same: dict[str, bool]) -> str:
-    lines = [f"{NAMES['generate']:20}{speeds['generate']:6.1f} tok/s"]
-    for name, is_same in same.items():
-        ratio = speeds[name] / speeds["generate"]
-        lines.append(f"{NAMES[name]:20}{speeds[name]:6.1f} tok/s   ({ratio:.2f}x)   same text {'yes' if is_same else 'NO'}")
-    return "\n".join(lines)
+def _speeds(timed: Rounds) -> dict[str, Any]:
+    """Return all figures of the rounds that count, for JSON."""
+    names = list(timed.kept[0])
+    return dict(
+        tokens_per_second={name: statistics.median(timed.speeds(name)) for name in names},
+        rounds={name: timed.speeds(name) for name in names},
+        ratio={name: timed.ratio(name, "generate") for name in names[1:]},
+        disturbed=timed.notices(NAMES),
+    )
+
+
+def _table(timed: Rounds, same: dict[str, bool]) -> str:
+    """Return speeds, ratios and what disturbed them."""
+    lines = []
+    for name in timed.kept[0]:
+        speeds = timed.speeds(name)
+        line = f"{NAMES[name]:19}{statistics.median(speeds):6.1f} tok/s  {f'({min(speeds):.1f}-{max(speeds):.1f})':15}"
+        if name in same:
+            ratio = timed.ratio(name, "generate")
+            line += f"{'no ratio' if ratio is None else f'{ratio:.2f}x':10}same text {'yes' if same[name] else 'NO'}"
+        lines.append(line.rstrip())
+    count = len(timed.kept)
+    said = f"medians of {count} rounds (lowest-highest), ratios within a round" if count > 1 else "one round"
+    return "\n".join([*lines, said, *timed.notices(NAMES)])
