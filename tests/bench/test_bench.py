@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ from TIDE.bench.asked import groups
 from TIDE.bench.benchmark import Benchmark
 from TIDE.bench.contenders import NAMES
 from TIDE.bench.layer_count import timed_wrong
+from TIDE.disturbance import Load
 from TIDE.stats import ExitStats
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [20, 21, 22, 23]]
@@ -46,7 +48,7 @@ def row(results, name):
 
 def test_every_contender_is_measured_or_named_with_a_reason(endless):
     with TIDE(endless, Everyone(1)) as engine:
-        found = measured(engine, [name for name in NAMES if name != "compiled"], max_new_tokens=6).as_dict()
+        found = measured(engine, [name for name in NAMES if name != "compiled"], max_new_tokens=6, rounds=3).as_dict()
     assert {own["contender"] for own in found["contenders"]} | {*found["absent"]} == {*NAMES} - {"compiled"}
     rows = {own["contender"]: own for own in found["contenders"]}
     assert {"generate", "early-exit", "lookup", "off", "exact", "fast"} <= {*rows}
@@ -99,6 +101,55 @@ def test_a_contender_that_breaks_later_keeps_what_it_measured(endless, monkeypat
         found = measured(engine, ["generate", "off"], PROMPTS[:2])
     assert found.absent == {"off": "RuntimeError: out of luck"}
     assert row(found, "off")["groups"] == 1 and row(found, "generate")["groups"] == 2
+
+
+class SlowSettings:
+    """A contender whose settings take turns of a second by the clock, whatever runs."""
+
+    def __init__(self, monkeypatch, settings, seconds):
+        self.now, self.ran = 0.0, []
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        self.contender = contenders.Contender("lookup", "lookup", {name: self.run(name) for name in settings}, streams=False)
+        self.contender = dataclasses.replace(self.contender, is_counted=False)
+        self.seconds = seconds
+        monkeypatch.setattr("TIDE.bench.benchmark.make", lambda name, engine, rows: self.contender)
+
+    def run(self, name):
+        def run(asked, streamer):
+            self.ran.append(name)
+            self.now += self.seconds[name]
+            return torch.zeros(1, asked.width + asked.max_new_tokens, dtype=torch.long)
+
+        return run
+
+
+@pytest.mark.parametrize(("rounds", "tried", "words"), [(1, 1, "no time for b, c"), (3, 3, "the fastest of a, b, c")])
+def test_choosing_a_setting_takes_no_longer_than_measuring_it(endless, monkeypatch, rounds, tried, words):
+    slow, said = SlowSettings(monkeypatch, "abc", {"a": 1.0, "b": 0.9, "c": 0.8}), []
+    with TIDE(endless) as engine:
+        found = Benchmark(engine, PROMPTS[:1], ["lookup"], max_new_tokens=4, rounds=rounds, say=said.append).run()
+    own = found.measured["lookup"]
+    choosing = slow.ran[1 : len(slow.ran) - rounds]
+    assert len(own.tried) == tried and own.setting == min(own.tried, key=own.tried.get)
+    assert sum(slow.seconds[name] for name in choosing) <= rounds * slow.seconds["a"]
+    assert any(words in line for line in said), said
+
+
+def test_what_is_done_is_said_before_it_is_done(endless):
+    said = []
+    with TIDE(endless) as engine:
+        Benchmark(engine, PROMPTS[:1], ["generate", "lookup", "off"], max_new_tokens=4, rounds=1, say=said.append).run()
+    lines = [line for line in said if not line.startswith("lookup: ")]
+    assert lines == ["warming up: generate", "warming up: lookup", "warming up: off", "counting layers"]
+
+
+def test_other_programs_that_ran_meanwhile_are_named_under_the_table(endless, monkeypatch):
+    busy = Load(2, 1.0, 1.1, 0.9, 0.8)
+    monkeypatch.setattr("TIDE.bench.benchmark.since", lambda before: busy)
+    with TIDE(endless) as engine:
+        found = measured(engine, ["generate", "off"], rounds=2)
+    line = "off: 2 of 2 timed runs were disturbed: at worst, other programs used 0.9 of 2 CPUs."
+    assert line in found.table().splitlines() and line in found.as_dict()["disturbed"]
 
 
 def test_results_are_kept_group_by_group(endless):
@@ -260,11 +311,11 @@ def test_a_table_says_which_contender_is_first_where_the_first_one_is_lost(endle
         return made(name, engine, rows)
 
     with TIDE(endless) as engine:
-        assert "x first and same text" not in measured(engine, ["generate", "off"]).table()
+        assert "and same text: compared" not in measured(engine, ["generate", "off"]).table()
         monkeypatch.setattr("TIDE.bench.benchmark.make", lost)
         found = measured(engine, ["generate", "off"])
     assert found.as_dict()["first"] == "off"
-    assert "x first and same text: compared with TIDE, exits off, since generate was not measured." in found.table()
+    assert "x off and same text: compared with TIDE, exits off, since generate was not measured." in found.table()
 
 
 def test_an_engine_with_exits_in_the_prompt_is_compared_with_all_modes_and_counts_layers_of_new_tokens(endless):

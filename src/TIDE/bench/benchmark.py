@@ -1,6 +1,7 @@
 """A benchmark: contenders on the same prompts, interleaved, with what they cost and what they wrote.
 
-    warm up and choose    every contender once; of those with a setting to choose, the fastest one
+    warm up and choose    every contender once; of those with a setting to choose, the fastest one, in no more time than
+                          its timed runs will take
     each group of rows    a run with a streamer, for the times of tokens; then timed rounds, A, B, A, B
     at the end            the first prompt alone, without and with hooks on the model's layers: did those run that were
                           reported, and does a timed run report the same?
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -25,11 +27,13 @@ from TIDE.bench.energy import EnergyMeter
 from TIDE.bench.layer_count import counted_layers, impossible, timed_wrong, wrong_with
 from TIDE.bench.measured import Layers, Measured, Results, Timed
 from TIDE.bench.memory import forget_peak, peak_gib
+from TIDE.disturbance import moment, since
 from TIDE.engine.engine import TIDE
 from TIDE.stats import ExitStats
 
 COUNTED = 32  # new tokens of the run whose layers are counted
-TRIED = 24  # new tokens of the runs that choose a setting
+TRIED = 4, 24  # fewest and most new tokens of the runs that choose a setting
+TRIES = 3  # runs of each setting, if there is time; the fastest counts
 
 
 class Benchmark:
@@ -40,6 +44,7 @@ class Benchmark:
         rows: prompts that are continued together.
         rounds: timed runs of each contender for each group of rows.
         after_group: is called with what there is so far, to keep it.
+        say: prints what is done before the timed runs.
     """
 
     def __init__(
@@ -52,21 +57,24 @@ class Benchmark:
         rows: int = 1,
         rounds: int = 3,
         after_group: Callable[[Results], None] = lambda results: None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.engine, self.rounds, self._after_group = engine, rounds, after_group
+        self.engine, self.rounds, self._after_group, self._say = engine, rounds, after_group, say
         self.groups = groups(prompts, rows, max_new_tokens, engine.model)
         self.meter = EnergyMeter(engine.adapter.device)
         self._names, self._rows = list(dict.fromkeys(names)), rows
-        self.results = Results(self._names[0], len(self.groups), rows, max_new_tokens, rounds, self.meter.why_not)
+        layers = engine.adapter.num_layers
+        self.results = Results(self._names[0], len(self.groups), rows, max_new_tokens, rounds, layers, self.meter.why_not)
         self._running: dict[str, Contender] = {}
 
     def run(self) -> Results:
         """Measure, and return what was measured. An interruption leaves it in `results`."""
         try:
             self._begin()
-            for number, asked in enumerate(tqdm(self.groups, desc=f"{len(self._running)} contenders", unit="group")):
-                self._group(number, asked)
-                self._after_group(self.results)
+            with tqdm(total=len(self.groups) * len(self._running) * (self.rounds + 1), unit="run") as bar:
+                for number, asked in enumerate(self.groups):
+                    self._group(number, asked, bar)
+                    self._after_group(self.results)
             self._count_layers()
         finally:
             for contender in self._running.values():
@@ -75,6 +83,7 @@ class Benchmark:
 
     def _begin(self) -> None:
         for name in self._names:
+            self._say(f"warming up: {name}")
             try:
                 contender = make(name, self.engine, self._rows)
             except Exception as problem:  # of any library: the others go on
@@ -95,24 +104,47 @@ class Benchmark:
             self._running.pop(name).close()
 
     def _choose(self, contender: Contender) -> None:
-        """Keep the fastest setting of a contender, and warm it up."""
-        short, seconds, variants = self.groups[0].first_row(TRIED), dict[str, float](), contender.variants
+        """Warm up a contender, and keep its fastest setting."""
+        own, variants = self.results.measured[contender.name], contender.variants
         (setting, *others) = variants
+        took = self._timed(variants[setting], self.groups[0]).seconds
         if others:
-            for words, run in variants.items():
-                seconds[words] = min(self._timed(run, short).seconds for _ in range(3))  # the first one warms up
-            setting = min(seconds, key=seconds.__getitem__)
-        own = self.results.measured[contender.name]
-        own.setting, own.tried = setting, seconds
+            own.tried = self._tried(variants, took)
+            setting = min(own.tried, key=own.tried.__getitem__)
+            untried = [words for words in variants if words not in own.tried]
+            late = f"; no time for {', '.join(untried)}" if untried else ""
+            self._say(f"{contender.name}: {setting}, the fastest of {', '.join(own.tried)}{late}")
+        own.setting = setting
         self._running[contender.name] = replace(contender, variants={setting: variants[setting]})
-        variants[setting](self.groups[0], None)
 
-    def _group(self, number: int, asked: Asked) -> None:
+    def _tried(self, variants: dict[str, Run], took: float) -> dict[str, float]:
+        """Return the shortest time of each setting. At least one is tried, others for no longer than timed runs will take.
+
+        Args:
+            took: seconds of a run of the first group.
+        """
+        runs, seconds, spent, longest = len(self.groups) * self.rounds, dict[str, float](), 0.0, 0.0
+        limit, (fewest, most) = took * runs, TRIED
+        tokens = self.groups[0].max_new_tokens * runs // len(variants)
+        short = self.groups[0].first_row(min(most, max(fewest, tokens)))
+        for words, run in [*variants.items()] * TRIES:
+            if seconds and spent + longest > limit:
+                break
+            took = self._timed(run, short).seconds
+            spent, longest = spent + took, max(longest, took)
+            seconds[words] = min(took, seconds.get(words, took))
+        return seconds
+
+    def _group(self, number: int, asked: Asked, bar: tqdm[Any]) -> None:
         for name in list(self._running):
+            bar.set_description(f"{name}, first token")
             self._try(name, partial(self._warm, name, asked, is_first=not number))
+            bar.update()
         for turn in range(self.rounds):
             for name in sorted(self._running, reverse=bool(turn % 2)):
+                bar.set_description(f"{name}, round {turn + 1}")
                 self._try(name, partial(self._time, name, asked, number))
+                bar.update()
 
     def _warm(self, name: str, asked: Asked, is_first: bool) -> None:
         """Run a group untimed, then with a streamer."""
@@ -135,17 +167,20 @@ class Benchmark:
         device = self.engine.adapter.device
         forget_peak(device)
         self._synchronize()
+        before = moment()
         joules, began = self.meter.joules(), time.perf_counter()
         ids = run(asked, None)
         self._synchronize()
         seconds, after = time.perf_counter() - began, self.meter.joules()
-        return Timed(ids, seconds, None if joules is None or after is None else after - joules, peak_gib(device))
+        used = None if joules is None or after is None else after - joules
+        return Timed(ids, seconds, used, peak_gib(device), since(before))
 
     def _synchronize(self) -> None:
         if self.engine.adapter.device.type == "cuda":
             torch.cuda.synchronize()
 
     def _count_layers(self) -> None:
+        self._say("counting layers")
         asked = self.groups[0].first_row(COUNTED)
         for name in [name for name, own in self._running.items() if own.is_counted]:
             try:

@@ -1,12 +1,13 @@
 """The results of a benchmark, as numbers for a file and as a table for the terminal.
 
 tok/s        new tokens by seconds, prompt included, of a round of all groups: median, lowest and highest round
-first        seconds to the first token, median
+x generate   tok/s over those of the first contender, which is named
+1st token    seconds to the first token, median
 p50, p95     milliseconds of a token after the first one, as a reader sees them arrive
 accepted     share of drafts that the full model agreed with
 depth        layers run before a token was decided, mean
-layers       layers run per new token, counted by hooks on the model's own layers
-a pass       tokens per pass through the last layer, by the same hooks
+layers/tok   layers run per new token, those of rejected drafts included, counted by hooks on the model's own layers
+tok/pass     tokens per pass through the last layer, by the same hooks
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ from typing import Any, NamedTuple
 import torch
 
 from TIDE.bench.arrivals import Arrivals, percentile
+from TIDE.disturbance import Load, notice
 from TIDE.stats import ExitStats
 
-HEAD = ["", "tok/s", "(lowest-highest)", "x first", "first", "p50", "p95", "accepted", "depth", "layers", "a pass", "GiB"]
+HEAD = ["", "tok/s", "(lowest-highest)", "x {first}", "1st token s", "p50 ms", "p95 ms", "accepted", "depth"]
+HEAD += ["layers/tok", "tok/pass", "GiB"]
+LEGEND = """x {first}: speed over that of {first}; p50, p95: time of a token after the first one, median and 95th percentile
+accepted: drafts that the full model agreed with; depth: layers run before a token was decided, of {layers}
+layers/tok: layers run per new token, those of rejected drafts included; tok/pass: tokens per pass through the last layer"""
 
 
 class Timed(NamedTuple):
@@ -30,6 +36,7 @@ class Timed(NamedTuple):
     seconds: float
     joules: float | None
     peak_gib: float | None
+    load: Load
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class Measured:
     Attributes:
         tried: settings -> seconds, where one was chosen.
         seconds, tokens: of every timed run, by group.
+        loads: of every timed run.
         texts: of the last run, by group and row.
     """
 
@@ -69,6 +77,7 @@ class Measured:
     seconds: dict[int, list[float]] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
     texts: dict[int, list[list[int]]] = field(default_factory=dict)
+    loads: list[Load] = field(default_factory=list)
     joules: list[float] = field(default_factory=list)
     firsts: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -86,6 +95,7 @@ class Measured:
         self.seconds.setdefault(group, []).append(timed.seconds)
         self.tokens[group] = sum(map(len, texts))
         self.texts[group] = texts
+        self.loads.append(timed.load)
         self.joules += [] if timed.joules is None else [timed.joules]
         self.peak_gib = max((gib for gib in (self.peak_gib, timed.peak_gib) if gib is not None), default=None)
         if stats is not None:
@@ -118,6 +128,7 @@ class Results:
 
     Attributes:
         wanted_first: the contender that the others were to be compared with; if it is lost, the next one takes its place.
+        layers: of the model.
     """
 
     wanted_first: str
@@ -125,6 +136,7 @@ class Results:
     rows: int
     max_new_tokens: int
     rounds: int
+    layers: int
     without_joules: str | None
     measured: dict[str, Measured] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
@@ -143,7 +155,7 @@ class Results:
     def as_dict(self) -> dict[str, Any]:
         facts = {"groups": self.groups, "rows": self.rows, "max_new_tokens": self.max_new_tokens, "rounds": self.rounds}
         missing = {"absent": self.absent, "uncounted": self.uncounted, "without_joules": self.without_joules}
-        first = {"first": self.timed[0].name if self.timed else None}
+        first = {"first": self.timed[0].name if self.timed else None, "disturbed": self._disturbed()}
         return facts | first | {"contenders": [self._row(own) for own in self.timed]} | missing
 
     def _row(self, own: Measured) -> dict[str, Any]:
@@ -180,21 +192,30 @@ class Results:
 
     def table(self) -> str:
         """Return the measurements for the terminal, then what could not be measured."""
+        if not self.timed:
+            return "\n".join(self._missing())
         rows = [self._row(own) for own in self.timed]
-        cells = [[*HEAD, *(["J/token"] if self.without_joules is None else []), "same text"]]
+        first = {"first": rows[0]["contender"], "layers": self.layers}
+        cells = [[*(cell.format_map(first) for cell in HEAD), *(["J/tok"] if self.without_joules is None else []), "same text"]]
         cells += [self._cells(row) for row in rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [_line(line, widths) for line in cells]
-        missing = [f"{name}: not measured: {reason}." for name, reason in self.absent.items()]
-        missing += [f"{name}: layers were not counted: {reason}." for name, reason in self.uncounted.items()]
         wrong = [f"{name}: layers did NOT run as reported: {how}." for name, how in self.wrong_layers.items()]
-        return "\n".join([*lines, *self._instead_of_the_first(), *missing, *wrong])
+        legend = LEGEND.format_map(first)
+        return "\n".join([*lines, legend, *self._instead_of_the_first(), *self._missing(), *wrong, *self._disturbed()])
+
+    def _missing(self) -> list[str]:
+        missing = [f"{name}: not measured: {reason}." for name, reason in self.absent.items()]
+        return missing + [f"{name}: layers were not counted: {reason}." for name, reason in self.uncounted.items()]
+
+    def _disturbed(self) -> list[str]:
+        return notice({own.name: own.loads for own in self.timed})
 
     def _instead_of_the_first(self) -> list[str]:
         if not self.timed or self.timed[0].name == self.wanted_first:
             return []
         found = f"compared with {self.timed[0].title}, since {self.wanted_first} was not measured"
-        return [f"x first and same text: {found}."]
+        return [f"x {self.timed[0].name} and same text: {found}."]
 
     def _cells(self, row: dict[str, Any]) -> list[str]:
         title = f"{row['title']}, {row['setting']}" if row["setting"] else row["title"]

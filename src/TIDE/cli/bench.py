@@ -11,7 +11,7 @@ import typer
 from TIDE.cli.errors import WrongUsage, checked
 from TIDE.cli.files import PromptFile, check_target
 from TIDE.cli.generate import read_prompts
-from TIDE.cli.model import MaxNewTokens, ModelOption, load
+from TIDE.cli.model import MaxNewTokens, ModelOption, load, model_words, say
 from TIDE.cli.router import NoExits, Router, exits_path
 from TIDE.cli.settings import RUNNING, with_settings
 from TIDE.config import TIDEConfig
@@ -78,13 +78,14 @@ def bench(
     source = exits_path(model, router, no_exits)
     mode = "off" if no_exits else config.effective_mode
     names = _names(contender, mode)
+    say(f"loading {model_words(model)}, to measure {', '.join(names)}")
 
     import TIDE
     from TIDE.bench.benchmark import Benchmark
     from TIDE.evals.machine import circumstances
 
     facts = circumstances()
-    loaded = load(model)
+    loaded = load(model, exits=source)
     ids = [prepared(loaded.tokenizer, prompt)["input_ids"][0].tolist() for prompt in asked]
     with TIDE.TIDE(loaded.model, source, config) as engine:
         facts |= {"model": model, "mode": mode, "backend": engine.backend, "dtype": str(loaded.model.dtype)}
@@ -94,7 +95,7 @@ def bench(
                 _write(output, facts | results.as_dict())
 
         settings = dict(max_new_tokens=max_new_tokens, rows=rows, rounds=rounds)
-        running = Benchmark(engine, ids, names, **settings, after_group=keep)
+        running = Benchmark(engine, ids, names, **settings, after_group=keep, say=say)
         try:
             running.run()
         except KeyboardInterrupt:
