@@ -13,6 +13,7 @@ from policies import Where
 from TIDE import TIDEConfig
 from TIDE.calibration import tune as module
 from TIDE.calibration.losses import mismatch, rouge_l
+from TIDE.disturbance import Load
 from TIDE.routing.settling import Settling
 
 
@@ -90,12 +91,26 @@ def test_settings_take_turns_and_seconds_are_those_of_the_clock(llama, asked, mo
 def test_the_table_has_a_line_for_each(llama, asked):
     with TIDE.TIDE(llama, Graded(1)) as engine:
         found = TIDE.tune(engine, asked[:1], max_new_tokens=4, thresholds=(0.8,), strategies=("propagate",))
-    head, _, columns, off, exact, fast = found.table().splitlines()
+    head, _, columns, off, exact, fast = found.table().splitlines()[:6]
     assert "1 prompts, up to 4 new tokens" in head
     assert columns.split()[0] == "mode"
     assert (off.split()[0], exact.split()[0]) == ("off", "exact")
     assert fast.split()[:3] == ["fast", "propagate", "0.8"]
     assert found.as_dict()["rows"][2]["kv_cache_strategy"] == "propagate"
+
+
+def test_other_programs_that_ran_meanwhile_are_named_under_the_table(llama, asked, monkeypatch):
+    loads = iter([Load(2, 1.0, 1.1, others, others) for others in (0.0, 0.0, 0.0, 0.0, 0.9, 0.5)])  # the first half warms up
+    monkeypatch.setattr(module, "since", lambda before: next(loads))
+    with TIDE.TIDE(llama, Graded(1)) as engine:
+        found = TIDE.tune(engine, asked[:1], max_new_tokens=4, thresholds=(0.8,), strategies=("exact",))
+    lines = found.table().splitlines()[6:]
+    assert lines == list(found.disturbed) == list(found.as_dict()["disturbed"])
+    assert lines == [
+        "exact: 1 of 1 timed runs were disturbed: at worst, other programs used 0.9 of 2 CPUs.",
+        "fast, exact, 0.8: 1 of 1 timed runs were disturbed: at worst, other programs used 0.5 of 2 CPUs.",
+        "Measure again when the machine is quiet.",
+    ]
 
 
 def test_a_model_with_running_states_is_tuned_with_what_it_can_do(asked):

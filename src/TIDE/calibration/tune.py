@@ -22,6 +22,7 @@ from TIDE.adapters.probe import Store
 from TIDE.calibration.losses import mismatch, rouge_l
 from TIDE.calibration.prompts import Prompts, check_max_new_tokens, continued, prompt_ids
 from TIDE.config import KV_CACHE_STRATEGIES, TIDEConfig
+from TIDE.disturbance import Load, moment, notice, since
 from TIDE.engine.engine import TIDE
 from TIDE.routing.fingerprint import fingerprint
 
@@ -61,6 +62,7 @@ class Tuning:
     prompts: int
     new_tokens: int
     rows: list[Tried]
+    disturbed: tuple[str, ...] = ()  # lines on other programs that ran meanwhile
 
     def table(self) -> str:
         """Return the results as a table for the terminal."""
@@ -72,7 +74,7 @@ class Tuning:
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
         head = f"{self.model}: {self.prompts} prompts, up to {self.new_tokens} new tokens, one at a time, greedily"
-        return "\n".join([head, "", *lines])
+        return "\n".join([head, "", *lines, *self.disturbed])
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -114,18 +116,27 @@ def tune(
             own.add(written[place], written[0].ids)
     baseline = sums[0].speed
     rows = [own.row(setting, baseline) for own, setting in zip(sums, settings, strict=True)]
-    return Tuning(fingerprint(engine.model).name or type(engine.model).__name__, len(asked), max_new_tokens, rows)
+    name = fingerprint(engine.model).name or type(engine.model).__name__
+    loads = {setting.words: own.loads for own, setting in zip(sums, settings, strict=True)}
+    return Tuning(name, len(asked), max_new_tokens, rows, tuple(notice(loads)))
 
 
 class _Setting(NamedTuple):
     config: TIDEConfig
     exits: bool = True
 
+    @property
+    def words(self) -> str:
+        if not self.exits or self.config.effective_mode == "exact":
+            return "exact" if self.exits else "exits off"
+        return f"fast, {self.config.kv_cache_strategy}, {self.config.exit_threshold:g}"
+
 
 class _Written(NamedTuple):
     ids: list[int]
     seconds: float
     exited: int
+    load: Load
 
 
 class _Sum:
@@ -134,12 +145,14 @@ class _Sum:
     def __init__(self) -> None:
         self.tokens = self.exited = self.prompts = 0
         self.seconds = self.mismatch = self.rouge_l = 0.0
+        self.loads: list[Load] = []
 
     def add(self, written: _Written, full: list[int]) -> None:
         self.prompts += 1
         self.tokens += len(written.ids)
         self.exited += written.exited
         self.seconds += written.seconds
+        self.loads.append(written.load)
         self.mismatch += mismatch(written.ids, full)
         self.rouge_l += rouge_l(written.ids, full)
 
@@ -178,6 +191,6 @@ def _possible(engine: TIDE) -> Sequence[str]:
 
 def _written(engine: TIDE, setting: _Setting, prompt: list[int], max_new_tokens: int) -> _Written:
     with engine.using(*setting):
-        began = time.perf_counter()
+        before, began = moment(), time.perf_counter()
         (ids,) = continued(engine, [prompt], max_new_tokens)
-        return _Written(ids, time.perf_counter() - began, engine.last_stats.exited_tokens)
+        return _Written(ids, time.perf_counter() - began, engine.last_stats.exited_tokens, since(before))
