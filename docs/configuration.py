@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from TIDE.cli.settings import RUNNING, descriptions
-from TIDE.config import TIDEConfig
+from TIDE.config import SHORT_NAMES, TIDEConfig
 
 PAGE = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- the table: python docs/configuration.py -->\n", "<!-- end of the table -->\n"
@@ -18,10 +18,11 @@ BEGIN, END = "<!-- the table: python docs/configuration.py -->\n", "<!-- end of 
 def table() -> str:
     """A line for each field: what it is here, in the original system and on the command line, and what it does."""
     lines = ["| field | default | original system | option | meaning |", "|---|---|---|---|---|"]
+    short = {field: name for name, field in SHORT_NAMES.items()}
     ours, original, said = TIDEConfig(), TIDEConfig.reference(), descriptions()
     for field in fields(TIDEConfig):
         name = field.name
-        option = f"`--{name.replace('_', '-')}`" if name in RUNNING else ""
+        option = f"`--{short.get(name, name).replace('_', '-')}`" if name in RUNNING or name in short else ""
         lines.append(
             f"| `{name}` | {_value(getattr(ours, name))} | {_value(getattr(original, name))} | {option} | {said[name]} |"
         )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
+import pickle
+import re
 
 import pytest
 
 from TIDE import TIDEConfig
+from TIDE.config import checked_config, with_short_names
 
 
 def test_defaults_are_exact_and_leave_the_rest_to_calibration():
@@ -125,7 +130,11 @@ def test_what_is_saved_is_loaded(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("config.json", '{"mode": "fast", "depth": 3}', r"unknown fields \['depth'\]. TIDEConfig knows"),
+        (
+            "config.json",
+            '{"mode": "fast", "depth": 3}',
+            r"config.json: there is no setting depth. The settings are mode, exit_th",
+        ),
         ("config.json", "{", "cannot be read as a TIDE configuration"),
         ("config.yaml", "mode: [", "cannot be read as a TIDE configuration"),
         ("config.yaml", "- fast", "should hold the fields of TIDEConfig, found list"),
@@ -136,3 +145,72 @@ def test_files_that_cannot_be_read_say_why(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         TIDEConfig.load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "exit_treshold",
+            "there is no setting exit_treshold; did you mean exit_threshold? The settings are mode, exit_threshold,",
+        ),
+        ("minutes", "there is no setting minutes; did you mean calibration_minutes? The settings are"),
+        ("foo", "there is no setting foo. The settings are mode, exit_threshold, min_layers,"),
+    ],
+)
+def test_a_setting_that_does_not_exist_is_refused_with_those_that_do(name, said, tmp_path):
+    with pytest.raises(TypeError, match=re.escape(said)):
+        TIDEConfig(**{name: 1})
+    (tmp_path / "config.json").write_text(f'{{"{name}": 1}}')
+    with pytest.raises(ValueError, match=re.escape(said)):
+        TIDEConfig.load(tmp_path / "config.json")
+
+
+def test_copies_and_the_shown_signature_are_those_of_a_dataclass():
+    config = TIDEConfig(mode="fast", max_pending=3)
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == dataclasses.replace(config) == config
+    assert list(inspect.signature(TIDEConfig).parameters) == [field.name for field in dataclasses.fields(TIDEConfig)]
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"mode": "exact", "max_pending": 2}, "found dict. Use TIDEConfig(mode='exact', max_pending=2)."),
+        ("tide.yaml", "found str. Use TIDEConfig.load('tide.yaml')."),
+        (3, "found int. Use TIDEConfig(...)."),
+        (TIDEConfig, "found type. Use TIDEConfig(...)."),
+    ],
+)
+def test_what_is_no_config_is_refused_with_what_to_write_instead(given, instead):
+    with pytest.raises(TypeError, match=re.escape(f"config must be a TIDEConfig, {instead}")):
+        checked_config(given)
+
+
+def test_short_names_set_the_fields_they_stand_for():
+    config = TIDEConfig(max_pending=3)
+    given = dict(minutes=1, samples=40, dataset="a.txt", strategy="lens", bottleneck=64, min_layers=2)
+    assert with_short_names(config, given) == TIDEConfig(
+        max_pending=3,
+        calibration_minutes=1,
+        calibration_samples=40,
+        calibration_dataset="a.txt",
+        exit_strategy="lens",
+        router_bottleneck_dim=64,
+        min_layers=2,
+    )
+    assert with_short_names(config, {"minutes": 3.0, "samples": None}) == config
+
+
+def test_a_setting_that_is_given_twice_is_refused_by_both_names():
+    with pytest.raises(
+        TypeError, match=re.escape("expected minutes or config.calibration_minutes, which mean the same, found")
+    ):
+        with_short_names(TIDEConfig(calibration_minutes=5), {"minutes": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("minute", "minutes"), ("calibration_minutes", "minutes"), ("data_set", "dataset")]
+)
+def test_a_short_name_that_does_not_exist_is_refused_with_those_that_do(name, meant):
+    with pytest.raises(TypeError, match=f"there is no setting {name}; did you mean {meant}"):
+        with_short_names(TIDEConfig(), {name: 1})

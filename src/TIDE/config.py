@@ -6,18 +6,46 @@ made; the engine does not read them.
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 MODES = ("exact", "fast")
 EXIT_STRATEGIES = ("identity", "lens", "memory", "eagle3")
 LABELS = ("agreement", "cosine")
 MOST_TREE = 63  # drafts: with the newest token a pass of 64
 KV_CACHE_STRATEGIES = ("exact", "propagate", "zero_pad")
+SHORT_NAMES = {  # of fields, in `tide calibrate` and `TIDE.calibrate`
+    "minutes": "calibration_minutes",
+    "samples": "calibration_samples",
+    "dataset": "calibration_dataset",
+    "strategy": "exit_strategy",
+    "bottleneck": "router_bottleneck_dim",
+    **{name: name for name in ("checkpoint_interval", "min_layers", "label", "prefill_exits")},
+}
+Class = TypeVar("Class", bound=type)
 
 
+def _with_names_checked(config: Class) -> Class:
+    """Let a dataclass refuse an unknown field with those it has. Its signature stays as it is."""
+    generated = config.__init__  # type: ignore[misc]
+
+    @functools.wraps(generated)
+    def checked(self: Any, *values: Any, **named: Any) -> None:
+        known = [field.name for field in fields(config)]
+        if unknown := unknown_setting(named, known, SHORT_NAMES):
+            raise TypeError(unknown)
+        generated(self, *values, **named)
+
+    config.__init__ = checked  # type: ignore[misc]
+    return config
+
+
+@_with_names_checked
 @dataclass(frozen=True)
 class TIDEConfig:
     """Settings of calibration and decoding.
@@ -172,11 +200,60 @@ class TIDEConfig:
             raise ValueError(f"{path} cannot be read as a TIDE configuration: {problem}") from problem
         if not isinstance(values, dict):
             raise ValueError(f"{path} should hold the fields of TIDEConfig, found {type(values).__name__}.")
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            raise ValueError(f"{path} has unknown fields {unknown}. TIDEConfig knows {known}.")
-        return cls(**values)
+        try:
+            return cls(**values)
+        except TypeError as problem:
+            raise ValueError(f"{path}: {problem}") from problem
+
+
+def checked_config(config: Any) -> TIDEConfig:
+    """Return settings as they were given, the defaults for None."""
+    if config is None:
+        return TIDEConfig()
+    if isinstance(config, TIDEConfig):
+        return config
+    instead = "(...)"
+    if isinstance(config, dict):
+        instead = f"({', '.join(f'{name}={value!r}' for name, value in config.items())})"
+    elif isinstance(config, str | Path):
+        instead = f".load({str(config)!r})"
+    raise TypeError(f"config must be a TIDEConfig, found {type(config).__name__}. Use TIDEConfig{instead}.")
+
+
+def with_short_names(config: TIDEConfig | None, given: dict[str, Any]) -> TIDEConfig:
+    """Return settings with those that were given by their short names.
+
+    Args:
+        given: None leaves a setting as it is.
+    """
+    config, defaults = checked_config(config), TIDEConfig()
+    longer = {field: name for name, field in SHORT_NAMES.items()}
+    if unknown := unknown_setting(given, SHORT_NAMES, longer):
+        raise TypeError(f"{unknown} All others are fields of config=TIDEConfig(...).")
+    changes = {SHORT_NAMES[name]: value for name, value in given.items() if value is not None}
+    for field, value in changes.items():
+        if getattr(config, field) not in (getattr(defaults, field), value):
+            raise TypeError(
+                f"expected {longer[field]} or config.{field}, which mean the same, found {value!r} and "
+                f"{getattr(config, field)!r}. Leave one out."
+            )
+    return replace(config, **changes)
+
+
+def unknown_setting(given: Iterable[str], known: Iterable[str], other_names: dict[str, str]) -> str | None:
+    """Return which of the given names is unknown, and what there is; None: all are known.
+
+    Args:
+        other_names: what a known name is called elsewhere.
+    """
+    known = list(known)
+    name = next((name for name in given if name not in known), None)
+    if name is None:
+        return None
+    meant = {own: own for own in known} | {other: own for other, own in other_names.items() if own in known}
+    close = difflib.get_close_matches(str(name), meant, n=1)
+    hint = f"; did you mean {meant[close[0]]}?" if close else "."
+    return f"there is no setting {name}{hint} The settings are {', '.join(known)}."
 
 
 def _parse_yaml(text: str) -> Any:

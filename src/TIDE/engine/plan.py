@@ -14,7 +14,7 @@ from typing import Any
 
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.probe import Store
-from TIDE.config import TIDEConfig
+from TIDE.config import TIDEConfig, checked_config
 from TIDE.engine.cache.slots import MOST_ROUND
 from TIDE.engine.runners.gathering import why_no_gathering
 from TIDE.kernels.layer import MOST_TOKENS
@@ -79,8 +79,7 @@ class Plan:
 
 def make_plan(config: TIDEConfig, policy: ExitPolicy | None, adapter: ModelAdapter) -> Plan:
     """Settle what the configuration leaves open."""
-    if not isinstance(config, TIDEConfig):
-        raise TypeError(f"config must be a TIDEConfig, found {type(config).__name__}.")
+    config = checked_config(config)
     _check_strategy(config, adapter)
     mode = config.effective_mode
     if policy is not None and config.mode is None and mode == "fast":
