@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
+import re
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from families import CONTEXT, build
 from policies import Everyone, Knowing
 from TIDE import TIDE, TIDEConfig
+from TIDE.engine.round.options import ELSEWHERE, OWN
 
 pytestmark = pytest.mark.invariant(10)
 
@@ -203,7 +207,7 @@ def test_what_is_no_exit_policy_is_refused(llama):
 
 
 def test_what_is_no_config_is_refused(llama):
-    with pytest.raises(TypeError, match="config must be a TIDEConfig, found dict"):
+    with pytest.raises(TypeError, match=r"config must be a TIDEConfig, found dict. Use TIDEConfig\(mode='fast'\)"):
         TIDE(llama, None, {"mode": "fast"})
 
 
@@ -226,3 +230,79 @@ def test_rows_without_a_padding_token_are_refused(ids):
         with pytest.raises(ValueError, match="Pass pad_token_id=..., or one row per call"):
             engine.generate(ids.expand(2, -1), max_new_tokens=3, max_time=60.0)
         assert engine.generate(ids, max_new_tokens=3).shape == (1, 11)
+
+
+WRONG_OPTIONS = {
+    "max_new_tokens must be a whole number of tokens, found 'ten'. Use max_new_tokens=64.": dict(max_new_tokens="ten"),
+    "max_new_tokens must be a whole number of tokens, found [4]. Use": dict(max_new_tokens=[4]),
+    "max_new_tokens must be a whole number of tokens, found True. Use": dict(max_new_tokens=True),
+    "max_length must be a whole number of tokens, found '9'. Use max_length=64.": dict(max_length="9"),
+    "stopping_criteria must be a list of callables, found function. Use stopping_criteria=[...]": dict(
+        stopping_criteria=lambda ids, scores: True
+    ),
+    "logits_processor must be a list of callables, found function. Use logits_processor=[...]": dict(
+        logits_processor=lambda ids, scores: scores
+    ),
+    "logits_processor must be a list of callables, found ['x']. Use": dict(logits_processor=["x"]),
+    "there is no option max_tokens here: use max_new_tokens.": dict(max_tokens=4),
+    "there is no option n here: use num_return_sequences.": dict(n=2),
+    "there is no option stop here: use stop_strings, with tokenizer=...": dict(stop=["."]),
+    "there is no option repeat_penalty here: use repetition_penalty.": dict(repeat_penalty=1.1),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_OPTIONS)
+def test_options_that_cannot_work_are_refused_before_anything_runs(engine, ids, message):
+    config = GenerationConfig()
+    with pytest.raises(TypeError, match=re.escape(message)):
+        engine.generate(ids, **WRONG_OPTIONS[message])
+    for name, value in WRONG_OPTIONS[message].items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+            with pytest.raises(TypeError, match=re.escape(message)):
+                engine.generate(ids, config)
+
+
+def test_options_of_other_servers_lead_to_those_of_generate(llama):
+    """A name that transformers takes must not be in the table."""
+    known = {*vars(GenerationConfig()), *inspect.signature(llama.generate).parameters, *OWN}
+    assert not known & {*ELSEWHERE}
+    assert {re.split(r"\W", instead)[0] for instead in ELSEWHERE.values()} <= known | {"inputs", "engine"}
+
+
+@pytest.mark.parametrize("streamer", [print, [], torch])
+def test_what_is_no_streamer_is_refused_before_anything_runs(engine, ids, streamer):
+    with pytest.raises(TypeError, match=r"a streamer has the methods put and end, found \w+. Use transformers.TextStreamer"):
+        engine.generate(ids, streamer=streamer, **OPTIONS)
+
+
+def test_a_model_or_a_prompt_without_values_is_refused(ids, llama):
+    with torch.device("meta"):
+        empty = build("llama")
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no weights: .* device meta. Load it with"):
+        TIDE(empty)
+    with TIDE(llama) as engine, pytest.raises(TypeError, match="found some on the device meta, which have no values"):
+        engine.generate(ids.to("meta"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_16_bits_on_a_cpu_is_told_about_the_fast_path_once_per_engine(dtype, llama, ids, caplog):
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), TIDE(llama.to(dtype)) as engine:
+            engine.generate(ids, **OPTIONS)
+        (record,) = caplog.records
+        name, said = str(dtype).removeprefix("torch."), record.getMessage()
+        assert said.startswith(f"no compiled layers: compiled layers on cpu are for float32, and the model is {name}, so")
+        assert "model.float()" in said and "dtype=torch.float32" in said
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), TIDE(llama.float()) as engine:
+        engine.generate(ids, **OPTIONS)
+    assert not caplog.records
+
+
+def test_a_backend_that_was_chosen_needs_no_word_about_the_fast_path(llama, caplog, monkeypatch):
+    monkeypatch.setenv("TIDE_BACKEND", "modules")
+    with caplog.at_level(logging.WARNING):
+        TIDE(llama.bfloat16()).close()
+    assert not caplog.records

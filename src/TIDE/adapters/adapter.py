@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from TIDE.adapters.patches import holder_of, original_class, patch, unpatch
 from TIDE.adapters.probe import Store, input_device, known_family, layer_stores, probe_family, shared_sources
 from TIDE.adapters.rope import rope_of
-from TIDE.adapters.weights import holds_numbers, version
+from TIDE.adapters.weights import has_no_weights, holds_numbers, version
 
 
 class KVWritten(Exception):
@@ -370,5 +370,7 @@ def _refuse_what_cannot_work(model: PreTrainedModel) -> None:
             f"{name} keeps no K/V cache: its forward takes no past_key_values, so none of its layers can be caught up by "
             f"position. Run it with model.generate."
         )
+    if has_no_weights(model):
+        raise ValueError(f"{name} has no weights: they are on the device meta. Load it with TIDE.load_model(name).")
     if model.training:
         raise ValueError(f"{name} is in train mode, where dropout makes every run different. Call model.eval() first.")

@@ -16,6 +16,12 @@ def holds_numbers(weight: Any) -> bool:
     return type(weight.data) is torch.Tensor and weight.is_floating_point() and not weight.is_meta
 
 
+def has_no_weights(model: nn.Module) -> bool:
+    """Return True if weights were never loaded. Those that accelerate has offloaded are on the device meta, too."""
+    is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    return not is_offloaded and all(weight.is_meta for weight in model.parameters())
+
+
 def version(weight: torch.Tensor) -> int | None:
     """Return the count of in-place changes of a tensor, without those through `.data`; None if torch keeps no count."""
     return None if weight.is_inference() else weight._version

@@ -9,6 +9,7 @@ cache and counts, so an error or an interruption leaves nothing behind.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -25,11 +26,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import is_quantized, unwrapped
-from TIDE.config import TIDEConfig
+from TIDE.config import TIDEConfig, checked_config
 from TIDE.engine.batch import Batch
 from TIDE.engine.cache.texts import Texts
 from TIDE.engine.decoding import Decoding
-from TIDE.engine.inputs import as_keywords, beside_rounds, check_ids, context_of, left_padding, take_ids
+from TIDE.engine.inputs import as_keywords, beside_rounds, check_ids, check_streamer, context_of, left_padding, take_ids
 from TIDE.engine.plan import make_plan
 from TIDE.engine.request import Request, prepare, refuse_ropes_that_change
 from TIDE.engine.round.device_drafter import why_not_planned
@@ -43,9 +44,12 @@ from TIDE.engine.runners.check import check_unknown, warn_where_tokens_are_not_a
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.runners.select import select_runner
 from TIDE.engine.schedule.scheduler import Scheduler
+from TIDE.kernels.dispatch import wrong_dtype
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.source import load_router
 from TIDE.stats import ExitStats
+
+logger = logging.getLogger(__name__)
 
 
 class TIDE:
@@ -72,10 +76,8 @@ class TIDE:
         router = router_path if router is None else router
         if router is not None and not isinstance(router, str | Path | ExitPolicy):
             raise TypeError(f"router must be a path, an ExitPolicy, or None (no exits), found {type(router).__name__}.")
-        if config is not None and not isinstance(config, TIDEConfig):
-            raise TypeError(f"config must be a TIDEConfig, found {type(config).__name__}.")
+        self.config = checked_config(config)
         self.model = model = unwrapped(model)
-        self.config = config or TIDEConfig()
         file, policy = (load_router(router), None) if isinstance(router, str | Path) else (None, router)
         own = weakref.ref(self)
         self.adapter = ModelAdapter(model, lambda: (engine := own()) is None or engine.is_idle)
@@ -86,6 +88,7 @@ class TIDE:
             elif is_quantized(model):
                 warn_where_tokens_are_not_alone(self.adapter)
             self.runner = select_runner(self.adapter)
+            _warn_of_dtype(self.runner)
             self.policy = file.policy(self.adapter, self.runner.head) if file else policy
             self.plan = make_plan(self.config, self.policy, self.adapter)
         except BaseException:
@@ -152,7 +155,7 @@ class TIDE:
 
         Args:
             inputs: (rows, tokens) left-padded ids, or what a tokenizer gives. Also by name: input_ids, attention_mask, or
-                inputs_embeds (rows, tokens, hidden).
+                inputs_embeds (rows, tokens, hidden). None: the model's first token (BOS), as in `model.generate`.
             streamer: gets the prompts, then every token once it is final.
             options: `GenerationConfig` fields, logits_processor, stopping_criteria, stop_strings and tokenizer. Also seed (an
                 integer, or one for each row), presence_penalty and frequency_penalty of new tokens, logit_bias
@@ -163,6 +166,8 @@ class TIDE:
             `return_dict_in_generate`, what `model.generate` returns then, without its cache.
         """
         began = time.perf_counter()
+        if streamer is not None:
+            check_streamer(streamer)
         self._check_usable()
         request = self._prepare(as_keywords(inputs, options), generation_config)
         if streamer is not None:
@@ -397,3 +402,14 @@ class TIDE:
                 if column is None:
                     return
                 yield column
+
+
+def _warn_of_dtype(runner: Runner) -> None:
+    """Say what to do where the model's dtype keeps it from compiled layers; quantized weights cannot be converted."""
+    model = runner.adapter.model
+    if runner.reason is not None and runner.reason == wrong_dtype(runner.device, model.dtype) and not is_quantized(model):
+        logger.warning(
+            "no compiled layers: %s, so TIDE is about as fast as model.generate. Call model.float() before the engine is made, "
+            "or load the model with dtype=torch.float32.",
+            runner.reason,
+        )

@@ -29,6 +29,14 @@ def as_keywords(inputs: Any, options: dict[str, Any]) -> dict[str, Any]:
     return {**options, **given}
 
 
+def check_streamer(streamer: Any) -> None:
+    if not (callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))):
+        raise TypeError(
+            f"a streamer has the methods put and end, found {type(streamer).__name__}. Use transformers.TextStreamer("
+            f"tokenizer), or engine.stream(...), which yields tokens."
+        )
+
+
 @contextmanager
 def beside_rounds(device: torch.device, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield `options` with their tensors on the device. What comes from the host is moved to a GPU, and looked at there, on a
@@ -69,6 +77,8 @@ def check_ids(model: PreTrainedModel, input_ids: Any) -> torch.Tensor:
         raise TypeError(
             f'expected input_ids as a tensor of token ids, found {found}. Use tokenizer(text, return_tensors="pt").'
         )
+    if input_ids.is_meta:
+        raise TypeError("expected input_ids with values, found some on the device meta, which have no values. Load them anew.")
     if input_ids.ndim != 2:
         raise ValueError(
             f"expected input_ids of shape (rows, tokens), found {tuple(input_ids.shape)}. Use input_ids[None] for one prompt."

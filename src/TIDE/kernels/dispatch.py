@@ -55,12 +55,19 @@ def why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
         return "TIDE_NO_CUDA=1 is set"
     if device.type not in NEEDS:
         return f"there are no compiled layers for {device.type}"
-    _, dtypes = NEEDS[device.type]
-    if dtype not in dtypes:
-        return f"compiled layers on {device.type} are for {_names(dtypes)}, and the model is {_names([dtype])}"
+    if (trouble := wrong_dtype(device, dtype)) is not None:
+        return trouble
     if device.type == "cuda" and torch.cuda.is_available() and (trouble := why_not(card_of(device), dtype)) is not None:
         return trouble
     return missing_compiler(device)
+
+
+def wrong_dtype(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return which dtypes the compiled layers of a device are for, if this is none of them."""
+    _, dtypes = NEEDS.get(device.type, (None, (dtype,)))
+    if dtype in dtypes:
+        return None
+    return f"compiled layers on {device.type} are for {_names(dtypes)}, and the model is {_names([dtype])}"
 
 
 def missing_compiler(device: torch.device) -> str | None:

@@ -18,6 +18,27 @@ from TIDE.engine.round.processors import LogitBias, TextPenalties
 from TIDE.kernels.noise import row_seed
 
 OWN = ("seed", "cache_salt", "presence_penalty", "frequency_penalty", "logit_bias")
+LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
+ELSEWHERE = {  # options of OpenAI, vLLM, llama.cpp and Ollama, and what they are called here
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "max_output_tokens": "max_new_tokens",
+    "n_predict": "max_new_tokens",
+    "num_predict": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "n": "num_return_sequences",
+    "stop": "stop_strings, with tokenizer=...",
+    "stop_token_ids": "eos_token_id",
+    "ignore_eos": "eos_token_id=None",
+    "temp": "temperature, with do_sample=True",
+    "top_n": "top_k, with do_sample=True",
+    "repeat_penalty": "repetition_penalty",
+    "logprobs": "output_scores, with return_dict_in_generate=True",
+    "stream": "engine.stream(...), or a streamer",
+    "prompt": "inputs=tokenizer(prompt, return_tensors='pt')",
+    "messages": "inputs=tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors='pt', "
+    "return_dict=True)",
+}
 
 
 class Own(NamedTuple):
@@ -41,12 +62,20 @@ def take_own(options: dict[str, Any], vocabulary: int) -> Own:
 
 
 def check(options: Mapping[str, Any], configs: Sequence[GenerationConfig]) -> None:
-    """Refuse settings with which no token can be drawn, and say what to use instead."""
+    """Refuse names that transformers does not have, and values that cannot work; say what to use instead."""
+    for name, value in options.items():
+        if name in ELSEWHERE and value is not None:
+            raise TypeError(f"there is no option {name} here: use {ELSEWHERE[name]}.")
+    for name in ("logits_processor", "stopping_criteria"):
+        _check_callables(name, options.get(name))
 
     def asked(name: str) -> Any:
         given = [options.get(name), *(getattr(config, name, None) for config in configs)]
         return next((value for value in given if value is not None), None)
 
+    for name in LENGTHS:
+        if (length := asked(name)) is not None and (isinstance(length, bool | str) or not hasattr(length, "__ceil__")):
+            raise TypeError(f"{name} must be a whole number of tokens, found {length!r}. Use {name}=64.")
     does_sample = bool(asked("do_sample"))
     allowed = {
         "temperature": (0.0, math.inf, "Use do_sample=False to always take the best token."),
@@ -60,6 +89,13 @@ def check(options: Mapping[str, Any], configs: Sequence[GenerationConfig]) -> No
         if not isinstance(value, int | float) or not above < value <= most or value == math.inf:
             up_to = "" if most == math.inf else f" and at most {most:g}"
             raise ValueError(f"{name} must be a number above {above:g}{up_to}, found {value!r}. {instead}")
+
+
+def _check_callables(name: str, value: Any) -> None:
+    if value is None or (isinstance(value, list | tuple) and all(map(callable, value))):
+        return
+    found = repr(value) if isinstance(value, list | tuple) else type(value).__name__
+    raise TypeError(f"{name} must be a list of callables, found {found}. Use {name}=[...], each called with ids and scores.")
 
 
 def row_seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
