@@ -57,7 +57,7 @@ def test_export_writes_a_head(layout, head, folder, tmp_path):
 
 
 def test_what_cannot_be_exported_is_a_line(head, folder, router, tmp_path):
-    for file, said in ((router, "a memory head joins"), (head, "Give the model too (--model)")):
+    for file, said in ((router, "tide calibrate MODEL --strategy eagle3"), (head, "Give the model too (--model)")):
         done = tide("export", file, "--to", tmp_path / "new")
         assert done.exit_code == 1 and len(done.stderr.splitlines()) == 1
         assert "cannot be exported for vllm" in done.stderr and said in done.stderr

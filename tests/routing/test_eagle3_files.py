@@ -200,7 +200,7 @@ def test_what_a_layout_cannot_say_is_refused_with_the_reason(deep, tmp_path):
         with pytest.raises(ValueError, match=f"cannot be exported for vllm: {said}"):
             made(strategy).export(new)
     for strategy in ("lens", "identity"):
-        with pytest.raises(ValueError, match="Export an EAGLE-3 head"):
+        with pytest.raises(ValueError, match="Make an EAGLE-3 head: tide calibrate MODEL --strategy eagle3"):
             made(strategy).export(new)
     untried = load_router(a_head(tmp_path / "untried", [1, 3, 6]))
     with pytest.raises(ValueError, match="its head was not tried on its model"):

@@ -73,7 +73,7 @@ def _why_not(file: RouterFile, layout: str) -> str | None:
     depths = [depth for depth in file.exits if depth]
     if file.strategy != EAGLE3:
         others = f", and its exits at depths {', '.join(map(str, depths))} are inside the model" if depths else ""
-        return f"{OTHER_HEADS[file.strategy]}{others}. Export an EAGLE-3 head"
+        return f"{OTHER_HEADS[file.strategy]}{others}. Make an EAGLE-3 head: tide calibrate MODEL --strategy eagle3"
     head, made_for = file.exits[0].head, file.fingerprint
     if isinstance(head, UntriedHead) or made_for is None:
         return "its head was not tried on its model, so how it is to be read is open. Give the model too (--model)"
