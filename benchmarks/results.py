@@ -116,7 +116,7 @@ def _on_a_gpu(data: Path, out: Path, prompts: str, half: list[str]) -> list[Part
 
 def _of_the_curve(name: str, how: tuple[str, ...], out: Path) -> Part:
     """Return the part that calibrates exits of the curve."""
-    words = [*TIDE, "calibrate", "default", "--quick", *how, "-o", f"{out / name}.safetensors", "--json"]
+    words = [*TIDE, "calibrate", "default", "--quick", "--minutes", "15", *how, "-o", f"{out / name}.safetensors", "--json"]
     return Part(f"calibrate-{name}", words)
 
 

@@ -1,6 +1,6 @@
 """Which exit threshold? Measure a few on your own prompts: speed by the clock, and how much of the text stays the full model's.
 
-    python examples/tune_threshold.py --model MODEL [--router router.pt] [--threshold 0.9 --threshold 0.7] ["A prompt" ...]
+    python examples/tune_threshold.py --model MODEL [--router FILE] [--threshold 0.9 --threshold 0.7] ["A prompt" ...]
 
 `tide tune MODEL --prompts FILE.jsonl` does the same from the command line; `TIDE.certify` then finds a threshold that keeps a
 promise about the text.
@@ -20,13 +20,13 @@ def main() -> None:
     parser = ArgumentParser(description="Measure speed and agreement at several exit thresholds.")
     parser.add_argument("prompts", nargs="*", default=PROMPTS)
     parser.add_argument("--model", default="default", help="a hub id, a local path, or 'default'")
-    parser.add_argument("--router", help="its router file; router.pt is made by a quick calibration if it is not there")
+    parser.add_argument("--router", help="its router file; unless given, router.safetensors, made by a quick calibration")
     parser.add_argument("--threshold", type=float, action="append", help="one to try; may be repeated")
     parser.add_argument("--max-new-tokens", type=int, default=16)
     asked = parser.parse_args()
 
     model, tokenizer = TIDE.load_model(asked.model)
-    router = Path(asked.router or (TIDE.default_router() if asked.model == "default" else "router.pt"))
+    router = Path(asked.router or (TIDE.default_router() if asked.model == "default" else "router.safetensors"))
     if not router.exists():
         TIDE.calibrate(model, tokenizer, save_path=router, quick=True)
     with TIDE.TIDE(model, router) as engine:

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", choices=STRATEGIES, nargs="+", default=list(STRATEGIES))
     parser.add_argument("--interval", type=int, default=4, help="layers between candidates")
     parser.add_argument("--minutes", type=float, default=3.0, help="of calibration")
-    parser.add_argument("--quick", action="store_true", help="few texts, whatever time it takes: minutes on a CPU")
+    parser.add_argument("--quick", action="store_true", help="few, short texts")
 
 
 def run(options: argparse.Namespace) -> Record:

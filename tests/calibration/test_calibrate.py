@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from contextlib import closing
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from TIDE.calibration import fit
 from TIDE.calibration.collect import collecting_seconds
 from TIDE.calibration.timing import measure_costs
 from TIDE.calibration.work import Work
+from TIDE.cli.calibrate import calibrate as command
 from TIDE.routing.source import load_router
 
 SMALL = dict(calibration_samples=20, checkpoint_interval=2)
@@ -105,6 +108,31 @@ def test_the_clock_decides_and_the_same_seed_gives_the_same_file_again(llama, ch
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
+def test_python_takes_the_names_and_the_defaults_of_the_command_line(llama, chatty, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = dict(samples=20, minutes=2, strategy="identity", checkpoint_interval=2)
+    file = TIDE.calibrate(llama, chatty, quick=True, epochs=1, **settings)
+    assert [path.name for path in tmp_path.glob("router.*")] == ["router.safetensors"]
+    assert {field: file.config[field] for field in ("calibration_samples", "calibration_minutes", "exit_strategy")} == {
+        "calibration_samples": 20,
+        "calibration_minutes": 2,
+        "exit_strategy": "identity",
+    }
+    option = inspect.signature(command, eval_str=True).parameters["output"]
+    assert option.default.name == inspect.signature(TIDE.calibrate).parameters["save_path"].default == "router.safetensors"
+
+
+def test_wrong_names_of_settings_are_refused_before_any_work(llama, chatty, tmp_path):
+    for settings, said in (
+        (dict(data_set="a.txt"), "there is no setting data_set; did you mean dataset?"),
+        (dict(samples=3), "calibration_samples must be a whole number of at least 20, found 3"),
+        (dict(dataset="a.txt", config=TIDE.TIDEConfig(calibration_dataset="b.txt")), "dataset or config.calibration_dataset"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=re.escape(said)):
+            TIDE.calibrate(llama, chatty, tmp_path / "router.safetensors", **settings)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("minutes", "is_told"), [(3, True), (29, True), (30, False)])
 @pytest.mark.parametrize("resume", [False, True])
 def test_few_minutes_on_a_cpu_are_said_before_anything_is_measured(
@@ -117,7 +145,30 @@ def test_few_minutes_on_a_cpu_are_said_before_anything_is_measured(
     config = TIDE.TIDEConfig(calibration_minutes=minutes, calibration_samples=40)
     with pytest.raises(KeyboardInterrupt):
         TIDE.calibrate(llama, chatty, tmp_path / "router.safetensors", config, resume=resume)
-    assert (f"{minutes} minutes are few on a CPU" in caplog.text) == is_told
+    assert (f"texts to learn from in less than 30 min, found {minutes} min" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize("strategy", ["memory", "lens", "eagle3"])
+def test_a_quick_calibration_keeps_to_its_minutes_and_is_estimated_before_any_text(
+    strategy, llama, chatty, tmp_path, monkeypatch, caplog
+):
+    """A step of training takes as long as all of the time there is."""
+    load_texts, fit_head, seen = module.load_texts, module.fit_head, []
+    monkeypatch.setattr(module, "load_texts", lambda *args: seen.append((args[3], caplog.text)) or load_texts(*args))
+    monkeypatch.setattr(module, "fit_head", lambda *args: seen.append(args[4].steps) or fit_head(*args))
+    monkeypatch.setattr(module, "step_seconds", lambda *args: 60.0)
+    with caplog.at_level("INFO"):
+        TIDE.calibrate(
+            llama, chatty, tmp_path / "a.safetensors", minutes=1, quick=True, strategy=strategy, checkpoint_interval=2
+        )
+    (texts, said), steps, *_ = seen
+    assert texts <= 120 and steps == module.QUICK.schedule.checks
+    assert "min on this machine: 20 texts and one head are the least; asked were 1 min" in said
+
+
+def test_a_calibration_that_fits_says_nothing_of_its_least(llama, chatty, tmp_path, caplog):
+    calibrated(llama, chatty, tmp_path / "a.safetensors", config={"exit_strategy": "identity"})
+    assert "are the least" not in caplog.text
 
 
 @pytest.mark.parametrize("left", [0.0, 0.001])
@@ -159,6 +210,7 @@ def test_the_time_for_answers_to_prompts_of_a_file_is_planned(answered, texts, l
 def test_the_facts_tell_the_schedule_and_the_steps_that_were_run(llama, chatty, tmp_path, monkeypatch):
     fit_head, given = module.fit_head, []
     monkeypatch.setattr(module, "fit_head", lambda *args: given.append(args[4]) or fit_head(*args))
+    monkeypatch.setattr(module, "step_seconds", lambda *args: 0.01)
     step, steps = fit._backward, []
     monkeypatch.setattr(fit, "_backward", lambda *args: steps.append(1) or step(*args))
     facts = calibrated(llama, chatty, tmp_path / "a.safetensors", config={"exit_strategy": "lens", "min_layers": 2}).facts

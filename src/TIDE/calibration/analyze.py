@@ -35,7 +35,7 @@ from TIDE.calibration.labels import converged
 from TIDE.calibration.self_texts import ANSWER
 from TIDE.calibration.text import Text
 from TIDE.calibration.texts import load_texts
-from TIDE.config import TIDEConfig
+from TIDE.config import TIDEConfig, with_short_names
 from TIDE.routing.fingerprint import fingerprint
 from TIDE.routing.heads import MEMORIES, HeadSizes, head_sizes, input_depths, memory_depths
 
@@ -110,6 +110,7 @@ def analyze(
     heads: bool = True,
     seed: int = 0,
     quick: bool = False,
+    dataset: str | None = None,
 ) -> Analysis:
     """Measure at which depth the tokens of a model are decided. The model is left unchanged.
 
@@ -119,8 +120,9 @@ def analyze(
         heads: train lens and memory heads at the candidate checkpoints, which takes most of the time.
         seed: of texts and training.
         quick: few, short texts and little training, for a first look.
+        dataset: short for `calibration_dataset` of `config`.
     """
-    model, config = unwrapped(model), config or TIDEConfig()
+    model, config = unwrapped(model), with_short_names(config, {"dataset": dataset})
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples must be a whole number of at least 1, found {samples!r}.")
     samples = min(samples, QUICK_TEXTS) if quick else samples

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -28,8 +29,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import unwrapped
-from TIDE.calibration.clock import MOST, MOST_EPOCHS, Clock, room
-from TIDE.calibration.collect import Budget, collect, collecting_seconds, extended
+from TIDE.calibration.clock import FEWEST, MOST, MOST_EPOCHS, Clock, room
+from TIDE.calibration.collect import TRIAL_TOKENS, Budget, collect, collecting_seconds, extended, trial
 from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, agreement, fit_head, measure, step_seconds
 from TIDE.calibration.fit_router import FittedRouter, fit_router, fresh_router
 from TIDE.calibration.fit_settling import check_settling, fit_settling
@@ -39,9 +40,9 @@ from TIDE.calibration.start import Start
 from TIDE.calibration.text import Text
 from TIDE.calibration.texts import load_texts, unanswered
 from TIDE.calibration.timing import machine, measure_costs, measure_head
-from TIDE.calibration.vocabulary import Choice, choose_vocabulary, ranked, training_vocabulary
+from TIDE.calibration.vocabulary import CPU_LARGEST, Choice, choose_vocabulary, ranked, training_vocabulary
 from TIDE.calibration.work import Work
-from TIDE.config import TIDEConfig
+from TIDE.config import TIDEConfig, with_short_names
 from TIDE.engine.runners.check import check_unknown
 from TIDE.routing import storage
 from TIDE.routing.calibrated import CalibratedPolicy
@@ -54,6 +55,7 @@ from TIDE.routing.storage import check_suffix
 logger = logging.getLogger(__name__)
 LENS_EPOCHS = 3  # times as many epochs: a lens learns slowly, and its steps are short
 MEASURED = 400  # most held-out texts to measure on
+TIMED_STEPS = 2  # of training, before it begins
 GENTLY = 0.1  # of the learning rate, for heads that were trained before
 
 
@@ -64,20 +66,23 @@ class Effort:
     answer: int = ANSWER  # longest text the model writes, in tokens
     samples: int = MOST  # most texts
     schedule: Schedule = field(default_factory=Schedule)
-    is_timed: bool = True  # False: all of `samples`, and the epochs of `schedule`
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens of a text."""
+        return TYPICAL + self.answer
 
 
 FULL = Effort()
-QUICK = Effort(64, 120, Schedule(epochs=4, batch_tokens=1024, positions=384, draft_steps=2, checks=2), is_timed=False)
+QUICK = Effort(64, 120, Schedule(epochs=4, batch_tokens=1024, positions=384, draft_steps=2, checks=2))
 NO_TIME = "depth %d: not tried, as no time is left for another head"
 COST_OF_8_BITS = 0.002  # of agreement, that smaller files may have
-TEXT_TOKENS = TYPICAL + ANSWER
 
 
 def calibrate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    save_path: str | Path = "router.pt",
+    save_path: str | Path = "router.safetensors",
     config: TIDEConfig | None = None,
     *,
     seed: int = 0,
@@ -86,19 +91,23 @@ def calibrate(
     compress: bool | None = None,
     epochs: float | None = None,
     start: str | Path | None = None,
+    **settings: Any,
 ) -> RouterFile:
     """Train exit heads and routers for a model, place them, and save the router file.
 
     Args:
         save_path: ends in .safetensors or .pt.
+        config: its calibration fields are read.
         seed: the same seed gives the same file on the same machine.
-        quick: few, short texts and short training, whatever time it takes: minutes on a CPU.
+        quick: few, short texts and small steps of training: for a CPU, to try the calls.
         resume: continue an interrupted calibration with the same settings.
         compress: store heads in 8 bits; None: unless that costs agreement.
         epochs: passes over the texts in head training; None: as many as the time allows.
         start: a router file, or an EAGLE-3 head (folder or hub id), whose heads are trained on; None: fresh heads.
+        settings: fields of `config` by the names that `tide calibrate` has for them: minutes, samples, dataset, strategy,
+            bottleneck, checkpoint_interval, min_layers, label, prefill_exits.
     """
-    path, config = Path(save_path), config or TIDEConfig()
+    path, config = Path(save_path), with_short_names(config, settings)
     check_suffix(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in. Create it first.")
@@ -111,14 +120,13 @@ def calibrate(
         made_for = fingerprint(model, tokenizer)
         begin = Start(adapter, config, seed, start)
         config = replace(config, exit_strategy=begin.strategy)
-        settings = {"config": asdict(config), "seed": seed, "effort": asdict(effort), "model": asdict(made_for)}
-        settings |= {} if start is None else {"start": [str(start), begin.content()]}
-        work = Work(path, settings, resume)
+        identity = {"config": asdict(config), "seed": seed, "effort": asdict(effort), "model": asdict(made_for)}
+        identity |= {} if start is None else {"start": [str(start), begin.content()]}
+        work = Work(path, identity, resume)
         key = f"{made_for.weights or made_for.describe()}|{machine(adapter)}{'|work' if adapter.device.type == 'cuda' else ''}"
         asked = f"{config.calibration_dataset}|{config.calibration_samples}|{begin.strategy}|{effort.answer}"
-        clock = Clock(config.calibration_minutes, f"{key}|{asked}") if effort.is_timed else None
-        if clock is not None:
-            clock.tell_few(adapter.device.type)
+        clock = Clock(config.calibration_minutes, f"{key}|{asked}", quick)
+        clock.tell_few(adapter.device.type)
         budget = Budget(adapter.device, Path(folder))
         file = _Job(adapter, tokenizer, made_for, config, effort, seed, work, budget, key, clock, epochs, begin).run()
         file.save(path, _fits_8_bits(file) if compress is None else compress)
@@ -151,7 +159,7 @@ class _Job:
     work: Work
     budget: Budget
     key: str  # of timings
-    clock: Clock | None
+    clock: Clock
     epochs: float | None  # asked for
     start: Start
 
@@ -187,14 +195,13 @@ class _Job:
 
     def _text_count(self) -> int:
         most = min(self.config.calibration_samples or MOST, self.effort.samples)
-        if self.clock is None:
-            return most
-        states = (MEMORIES + 2) * self.adapter.hidden_dim * self.adapter.model.dtype.itemsize
-        return self.clock.texts(self._texts_seconds, min(most, room(self.budget, states * TEXT_TOKENS)))
+        states = (MEMORIES + 2) * self.adapter.hidden_dim * self.adapter.model.dtype.itemsize * self.effort.text_tokens
+        return self.clock.texts(self._texts_seconds, self._least_training_seconds, min(most, room(self.budget, states)))
 
     def _texts_seconds(self) -> Callable[[int], float]:
         """Measure how long texts and their states take."""
-        collecting = TEXT_TOKENS * collecting_seconds(self.adapter)
+        logger.info("timing a few steps of writing, reading and training")
+        collecting = self.effort.text_tokens * collecting_seconds(self.adapter)
         source, told = self.config.calibration_dataset, (self.tokenizer, self.seed, self.effort.answer)
         if source == "self":
             writing = writing_seconds(self.adapter.model, *told)
@@ -204,6 +211,19 @@ class _Job:
             return lambda count: count * collecting
         answering = answering_seconds(self.adapter.model, *told)
         return lambda count: answering(math.ceil(share * count)) + count * collecting
+
+    def _least_training_seconds(self) -> float:
+        """Measure how long the least training of a head on the fewest texts takes on a CPU; a GPU takes little time for it."""
+        if self.start.strategy == "identity" or self.adapter.device.type == "cuda":
+            return 0.0
+        depth, held = self.start.depths()[0], self.start.file if self.start.has_own_vocabulary else None
+        tokens = torch.arange(min(CPU_LARGEST, self.adapter.vocab_size)) if held is None else held.vocabulary
+        vocabulary = _on(tokens, self.adapter)
+        states = trial(self.adapter, sorted({*self.start.remembered(), *self.start.inputs(depth)}))
+        head, schedule = self.start.head(depth, [], vocabulary), self._schedule(vocabulary)
+        each = step_seconds(self.adapter, head, Split(states, states), Exits(depth, vocabulary), schedule)
+        batch = min(schedule.batch_tokens, FEWEST * self.effort.text_tokens)
+        return (schedule.checks + TIMED_STEPS) * each * max(1.0, batch / TRIAL_TOKENS)
 
     def _try_all(self) -> tuple[dict[int, Exit], dict[int, Candidate], list[Placed]]:
         exits: dict[int, Exit] = {}
@@ -240,7 +260,7 @@ class _Job:
 
     @property
     def timer(self) -> Clock | None:
-        """What heads are trained by; None: by epochs."""
+        """The clock that heads are trained by; None: by epochs."""
         return self.clock if self.epochs is None else None
 
     def _fit(self, depth: int, before: list[Exit]) -> Fitted | None:
@@ -251,7 +271,7 @@ class _Job:
         kept = self.work.head(depth, head)
         if kept is not None:
             return kept._replace(head=kept.head.to(self.adapter.device))
-        where, schedule = Exits(depth, self.trained_on), self._schedule()
+        where, schedule = Exits(depth, self.trained_on), self._schedule(self.trained_on)
         begun = None
         if self.start.file is None:
             measure(self.adapter, head, self.split.train, depth)
@@ -261,7 +281,8 @@ class _Job:
                 copy.deepcopy(held).eval(), agreement(self.adapter, held, self.split.valid, where, schedule.draft_steps)
             )
         if self.timer is not None:
-            most = max(schedule.least_steps, MOST_EPOCHS * self.split.train.batch_count(schedule.batch_tokens))
+            epochs = max(MOST_EPOCHS, schedule.epochs)
+            most = max(schedule.least_steps, round(epochs * self.split.train.batch_count(schedule.batch_tokens)))
             steps = self.timer.steps(depth, lambda: step_seconds(self.adapter, head, self.split, where, schedule), most)
             if before and steps < schedule.checks:
                 return None
@@ -274,9 +295,9 @@ class _Job:
         self.work.keep_head(depth, fitted)
         return fitted
 
-    def _schedule(self) -> Schedule:
-        """Return the training schedule for this model and machine."""
-        size = self.adapter.vocab_size if self.trained_on is None else len(self.trained_on)
+    def _schedule(self, vocabulary: torch.Tensor | None) -> Schedule:
+        """Return the training schedule for this model and machine, for a head that is trained on these tokens."""
+        size = self.adapter.vocab_size if vocabulary is None else len(vocabulary)
         schedule = self.effort.schedule.fitted_to(self.adapter.hidden_dim, size, self.adapter.device)
         if self.start.strategy == "lens":
             schedule = replace(schedule, epochs=LENS_EPOCHS * schedule.epochs)
@@ -344,7 +365,7 @@ class _Job:
             "positions": {"trained": self.split.train.tokens, "held_out": self.split.valid.tokens},
             "seed": self.seed,
             **({} if self.start.file is None else {"start": str(self.start.source)}),
-            "schedule": asdict(self._schedule()),
+            "schedule": asdict(self._schedule(self.trained_on)),
             "steps": self.steps,
             "machine": machine(self.adapter),
             "torch": torch.__version__,

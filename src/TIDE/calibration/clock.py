@@ -4,7 +4,8 @@
     0.6 of what is left then        training of a head, and so on for every head that is tried while there is time for it
 
 The least is done whatever it takes: 20 texts, and one head. Numbers of texts and steps follow from speeds measured on this
-machine. They are stored in the cache folder, so that calibrating twice gives the same file.
+machine. They are stored in the cache folder, so that calibrating twice gives the same file. Minutes that cannot be kept are
+said as soon as the speeds are known, before anything is written.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TEXTS_SHARE = 0.4
 MORE_SHARE, MOST_SHARE = 0.2, 0.7  # few texts take nearly as long to write as many: what more of them may take, and all
 HEAD_SHARE = 0.6  # of what is left
 ENOUGH = 2000  # texts; exits that learn from fewer agree clearly less
-FEW_ON_CPU = 30  # minutes; --quick, which learns little, takes half of that on two cores
+FEW_ON_CPU = 30  # minutes
 FEWEST, MOST = 20, 1_000_000  # texts
 MOST_EPOCHS = 6  # seeing texts again and again stops helping
 DISK_SHARE = 0.5  # of the free space, for states that do not fit into memory
@@ -36,10 +37,12 @@ class Clock:
     Args:
         minutes: the time there is.
         key: what decisions are stored under: model, machine and settings.
+        is_quick: short texts and small batches were chosen.
     """
 
-    def __init__(self, minutes: float, key: str) -> None:
-        self.seconds = 60 * minutes
+    def __init__(self, minutes: float, key: str, is_quick: bool = False) -> None:
+        self.minutes, self.seconds = minutes, 60 * minutes
+        self.is_quick = is_quick
         self.key = f"{key}|{minutes:g} minutes"
         self.ends = time.monotonic() + self.seconds
 
@@ -50,21 +53,23 @@ class Clock:
 
     def tell_few(self, device: str) -> None:
         """Say at once that the minutes are few for a CPU: to measure how few takes a part of them."""
-        if device == "cpu" and self.seconds < 60 * FEW_ON_CPU:
+        if device == "cpu" and self.minutes < FEW_ON_CPU and not self.is_quick:
             logger.warning(
-                "%g minutes are few on a CPU, where exits hardly get enough texts to learn from in less than %d. Give more "
-                "minutes, calibrate on a GPU, or try the calls with quick (--quick).",
-                *(self.seconds / 60, FEW_ON_CPU),
+                "on a CPU exits hardly get enough texts to learn from in less than %d min, found %g min. Give more minutes, "
+                "calibrate on a GPU, or try the calls with quick (--quick).",
+                *(FEW_ON_CPU, self.minutes),
             )
 
-    def texts(self, measure: Callable[[], Callable[[int], float]], room: int) -> int:
+    def texts(self, measure: Callable[[], Callable[[int], float]], measure_head: Callable[[], float], room: int) -> int:
         """Return a number of texts.
 
         Args:
             measure: returns the time that a number of texts and their states take.
+            measure_head: returns the time that the least training of a head takes.
             room: texts whose states can be kept.
         """
-        kept = self._decided("texts", lambda: self._most_texts(measure(), max(FEWEST, min(room, MOST))))
+        most = max(FEWEST, min(room, MOST))
+        kept = self._decided("texts", lambda: self._most_texts(measure(), measure_head(), most))
         self._tell(kept)
         return int(kept["count"])
 
@@ -87,8 +92,10 @@ class Clock:
         """Return True if nothing is left for the exit at a depth."""
         return not self._decided(f"time for depth {depth}", lambda: {"count": math.ceil(self.left)})["count"]
 
-    def _most_texts(self, seconds: Callable[[int], float], most: int) -> dict[str, Any]:
-        """Return the number of texts, their seconds, and the minutes that enough of them need if these are too few."""
+    def _most_texts(self, seconds: Callable[[int], float], head: float, most: int) -> dict[str, Any]:
+        """Return the number of texts, their seconds, the seconds of the least calibration, and the minutes that enough texts
+        need if these are too few."""
+        least = self.seconds - self.left + seconds(FEWEST) + head / HEAD_SHARE
         more = min(seconds(FEWEST) + MORE_SHARE * self.seconds, MOST_SHARE * self.seconds)
         within = max(TEXTS_SHARE * self.seconds, more)
         low, high = FEWEST, most
@@ -99,18 +106,26 @@ class Clock:
         if low < min(ENOUGH, most):
             enough, few = seconds(ENOUGH), seconds(FEWEST)
             needed = min(enough / TEXTS_SHARE, max((enough - few) / MORE_SHARE, enough / MOST_SHARE)) / 60
-        return {"count": low, "seconds": seconds(low), "minutes_needed": needed}
+        return {"count": low, "seconds": seconds(low), "least_seconds": least, "minutes_needed": needed}
 
     def _tell(self, kept: dict[str, Any]) -> None:
         """Say what was decided, now or before; older versions kept the number alone."""
+        least = kept.get("least_seconds", kept.get("seconds", 0))
+        if least > self.seconds:
+            others = "or calibrate on a GPU" if self.is_quick else "calibrate on a GPU, or try the calls with quick (--quick)"
+            logger.warning(
+                "calibration needs about %g min on this machine: %d texts and one head are the least; asked were %g min. Give "
+                "more minutes, %s.",
+                *(math.ceil(least / 6) / 10, FEWEST, self.minutes, others),
+            )
+            return
         if "seconds" in kept:
             logger.info("%d texts: about %.0f s of %.0f", kept["count"], kept["seconds"], self.seconds)
         if kept.get("minutes_needed") is not None:
-            fits = kept.get("seconds", 0) <= MOST_SHARE * self.seconds
             logger.warning(
-                "%g minutes are too few on this machine: there is %stime for %d texts. Exits learn little from fewer than %d, "
-                "which take about %.0f minutes. Give more minutes, or calibrate on a GPU.",
-                *(self.seconds / 60, "" if fits else "not even ", kept["count"], ENOUGH, max(1, kept["minutes_needed"])),
+                "in %g min there is time for %d texts on this machine. Exits learn little from fewer than %d, which take about "
+                "%.0f min. Give more minutes, or calibrate on a GPU.",
+                *(self.minutes, kept["count"], ENOUGH, max(1, kept["minutes_needed"])),
             )
 
     def _decided(self, what: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:

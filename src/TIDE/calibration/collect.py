@@ -29,6 +29,7 @@ from TIDE.calibration.text import Text
 
 SHARD_TOKENS = 65536  # tokens of one pass, padding included
 CPU_SHARD_TOKENS = 8192  # without a GPU
+TRIAL_TOKENS = 1024  # of made-up texts, at most
 HOST_BUDGET = 1 << 30  # bytes of states kept in memory without a GPU
 DEVICE_SHARE = 0.4  # of a GPU's free memory
 
@@ -148,14 +149,25 @@ def extended(adapter: ModelAdapter, collections: Iterable[Collection], depths: l
                     budget.release(shard._states.pop(depth))
 
 
-def collecting_seconds(adapter: ModelAdapter, tokens: int = 1024) -> float:
-    """Return the seconds that a token's states take, from a pass of about `tokens` tokens."""
-    length = min(256, context_length(adapter.model))
-    shard = laid_out([Text([1 + place % 97 for place in range(length)], 0, 0)] * (tokens // length), adapter.device)
+def trial(adapter: ModelAdapter, depths: list[int]) -> Collection:
+    """Return the states of made-up texts, to time what is done with states."""
+    shard = _made_up(adapter)
+    shard._states = {depth: states.clone() for depth, states in _run(adapter, shard, adapter.num_layers, depths).items()}
+    return Collection([shard])
+
+
+def collecting_seconds(adapter: ModelAdapter) -> float:
+    """Return the seconds that a token's states take, from a pass of made-up texts."""
+    shard = _made_up(adapter)
     for _ in range(2):  # the first one warms up
         began = time.perf_counter()
         _run(adapter, shard, adapter.num_layers, [adapter.num_layers])[adapter.num_layers].sum().item()
     return (time.perf_counter() - began) / shard.ids.numel()
+
+
+def _made_up(adapter: ModelAdapter) -> Shard:
+    length = min(256, context_length(adapter.model))
+    return laid_out([Text([1 + place % 97 for place in range(length)], 0, 0)] * (TRIAL_TOKENS // length), adapter.device)
 
 
 def _run(adapter: ModelAdapter, shard: Shard, stop: int, depths: list[int]) -> dict[int, torch.Tensor]:

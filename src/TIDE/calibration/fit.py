@@ -27,6 +27,7 @@ from TIDE.routing.eagle3.head import EagleHead
 from TIDE.routing.heads import HeadSizes, Jitter, RememberingHead, build_head, normed
 
 STEP_DECAY = 0.8
+LONG = 2.0  # seconds of timed steps
 MEASURED = 20000  # states from which centre and spread of a head are measured
 
 
@@ -116,7 +117,7 @@ def fit_head(
 
 
 def step_seconds(adapter: ModelAdapter, head: nn.Module, split: Split, exits: Exits, schedule: Schedule) -> float:
-    """Return the seconds of a training step, from a few on a copy of the head."""
+    """Return the seconds of a training step, from a few on a copy of the head; from one if it takes long."""
     device = adapter.device
     head = _trainable(copy.deepcopy(head).to(device, torch.float32))
     dice = Dice(torch.Generator().manual_seed(0), torch.Generator(device).manual_seed(0))
@@ -126,7 +127,9 @@ def step_seconds(adapter: ModelAdapter, head: nn.Module, split: Split, exits: Ex
             if number == 1:  # the first one warms up
                 began = _now(device)
             _backward(adapter, head, shard, rows, exits, schedule, dice)
-    return (_now(device) - began) / (len(batches) - 1)
+            if number and _now(device) - began > LONG:
+                break
+    return (_now(device) - began) / number
 
 
 def _now(device: torch.device) -> float:

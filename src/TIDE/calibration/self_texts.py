@@ -107,8 +107,9 @@ class _Pace(NamedTuple):
 def _pace(author: _Author) -> _Pace:
     """Time a few steps of few and of many rows."""
     fit = max(1, _tokens_that_fit(author.model) // (TYPICAL + author.answer))
-    few, many = max(1, min(8, fit // 2)), min(fit, 512)
+    few, many = max(1, min(8, fit // 2)), min(fit, 512 if author._devices() else 16)
     orders = author.builtin_orders(many)
+    author._continue(orders[:few], 2)  # the first steps take longer
     times = [author.step_seconds(orders[:count]) for count in (few, many)]
     per_row = max(0.0, times[1] - times[0]) / max(1, many - few)
     return _Pace(fit, author.answer, lambda rows: times[0] + per_row * (rows - few))
@@ -177,7 +178,8 @@ class _Author:
 
     def step_seconds(self, orders: list[_Order]) -> float:
         """Return the seconds of a step that gives each row a token."""
-        self._continue(orders, 2)
+        if self._devices():
+            self._continue(orders, 2)  # kernels are chosen by numbers of rows
         took = []
         for steps in (2, 2 + TRIAL):
             began = time.perf_counter()

@@ -13,20 +13,10 @@ from TIDE.cli.errors import checked
 from TIDE.cli.model import load, with_model
 from TIDE.cli.router import check_new_router, check_router, router_path
 from TIDE.cli.settings import with_settings
-from TIDE.config import TIDEConfig
+from TIDE.config import SHORT_NAMES, TIDEConfig
 
 
-@with_settings(
-    "checkpoint_interval",
-    "min_layers",
-    "label",
-    "prefill_exits",
-    minutes="calibration_minutes",
-    samples="calibration_samples",
-    dataset="calibration_dataset",
-    strategy="exit_strategy",
-    bottleneck="router_bottleneck_dim",
-)
+@with_settings(**SHORT_NAMES)
 @with_model
 def calibrate(
     model: str,
