@@ -11,6 +11,8 @@ import json
 import re
 from pathlib import Path
 
+from TIDE.extras import install_command
+
 TIMEOUT = 5.0  # seconds
 EXPECTED = "expected 'default', a folder with a model, a .gguf file, or a hub id that can be reached"
 HTTP_LIBRARIES = {"httpx", "httpx2", "requests"}  # that versions of huggingface_hub use
@@ -72,5 +74,5 @@ def check_datasets(source: str) -> None:
     if importlib.util.find_spec("datasets") is None:
         raise ImportError(
             f'{source!r} is neither a file here nor "self", and reading a data set needs the package datasets. '
-            f"Install with: pip install 'tide-inference[datasets]'"
+            f"Install with: {install_command('datasets')}"
         )

@@ -232,5 +232,5 @@ def test_a_data_set_that_cannot_be_loaded_gives_no_text(writer, plain, hub, writ
 
 def test_without_the_package_a_data_set_is_refused(writer, plain, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"'wikitext' is neither a file .* pip install 'tide-inference\[datasets\]'"):
+    with pytest.raises(ImportError, match=r"'wikitext' is neither a file .* pip install 'datasets>="):
         load_texts("wikitext", writer, plain, 20, 0)

@@ -290,7 +290,9 @@ def test_a_harness_that_is_not_there_is_named(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(ImportError, match=r"which is not installed. Install it with: pip install 'tide-inference\[eval\]'"):
+    with pytest.raises(
+        ImportError, match=r"which is not installed. Install it with: pip install 'lm_eval>=0.4.13,<0.5' 'datasets>="
+    ):
         check_harness()
     for version in ("0.4.13", "0.4.13.post1", "0.4.14.dev0", "0.4.20"):
         monkeypatch.setattr(importlib.metadata, "version", lambda name, own=version: own)

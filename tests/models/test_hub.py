@@ -101,5 +101,5 @@ def test_what_was_downloaded_before_is_used_without_the_hub(no_hub, folder, monk
 
 def test_a_data_set_needs_its_package_before_anything_else(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"'wikitext' is neither a file here nor .*pip install 'tide-inference\[datasets\]'"):
+    with pytest.raises(ImportError, match=r"'wikitext' is neither a file here nor .*pip install 'datasets>="):
         check_datasets("wikitext")

@@ -61,5 +61,5 @@ def test_what_cannot_be_written_is_said(analysis, tmp_path):
 
 def test_without_matplotlib_the_extra_is_named(analysis, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'tide-inference\[plots\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'matplotlib>="):
         plot_analysis(analysis, tmp_path / "a.png")

@@ -51,5 +51,5 @@ def test_every_setting_is_named_in_it_and_what_was_not_tried_is_not(tuning, tmp_
 
 def test_without_matplotlib_the_extra_is_named(tuning, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'tide-inference\[plots\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'matplotlib>="):
         plot_tuning(tuning, tmp_path / "a.png")

@@ -175,7 +175,7 @@ DAMAGED = {
     "unknown format": (
         lambda d: d.update(format=9),
         {},
-        "has format 9, this version of TIDE reads formats 1 to 2. Update with",
+        "has format 9, this version of TIDE reads formats 1 to 2. Install a newer one",
     ),
     "no format": (lambda d: d.pop("format"), {}, "is damaged: it lacks 'format'"),
     "no strategy": (lambda d: d.pop("strategy"), {}, "is damaged: it lacks 'strategy'"),

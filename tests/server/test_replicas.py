@@ -13,7 +13,7 @@ import pytest
 
 from servers import tiny
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'tide-inference[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
 from TIDE.server.replicas import _settings, app
 from TIDE.server.settings import ServerSettings

@@ -7,8 +7,10 @@ import functools
 import importlib.metadata
 from collections.abc import Iterator
 
+from TIDE.extras import install_command
+
 OLDEST, BEFORE = (0, 4, 13), (0, 5)  # versions: from, and below
-INSTALL = "pip install 'tide-inference[eval]'"
+INSTALL = install_command("eval")
 
 
 def check_harness() -> None:

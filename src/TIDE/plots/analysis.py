@@ -9,6 +9,8 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from TIDE.extras import install_command
+
 if TYPE_CHECKING:
     from TIDE.calibration.analyze import Analysis
 
@@ -35,7 +37,7 @@ def check_figure(path: str | Path) -> None:
 def check_matplotlib(_: object = None) -> None:
     """Raise if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("figures need matplotlib. Install with: pip install 'tide-inference[plots]'")
+        raise ImportError(f"figures need matplotlib. Install with: {install_command('plots')}")
 
 
 def plot_analysis(analysis: Analysis, path: str | Path) -> None:

@@ -144,8 +144,8 @@ class RouterFile(ModelHubMixin):
             what = f"it lacks {problem}" if isinstance(problem, KeyError) else str(problem)
             raise ValueError(f"{path} is damaged: {what}. Make it again, or get it again from where it came.") from problem
         raise ValueError(
-            f"{path} has format {made_as!r}, this version of TIDE reads formats {OLDEST_FORMAT} to {FORMAT}. Update with "
-            f"`pip install -U {LIBRARY}`, or calibrate again."
+            f"{path} has format {made_as!r}, this version of TIDE reads formats {OLDEST_FORMAT} to {FORMAT}. Install "
+            f"a newer one from its repository, or calibrate again."
         )
 
     @classmethod

@@ -9,6 +9,7 @@ rounds, so the text of an answer does not depend on what else the server is doin
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from TIDE.extras import install_command
 from TIDE.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def __getattr__(name: str) -> Any:
     if name != "create_app":
         raise AttributeError(f"module 'TIDE.server' has no attribute {name!r}. It has {', '.join(__all__)}.")
     if missing := [package for package in ("fastapi", "uvicorn", "prometheus_client") if find_spec(package) is None]:
-        raise ImportError(f"the server needs {', '.join(missing)}. Install with: pip install 'tide-inference[serve]'")
+        raise ImportError(f"the server needs {', '.join(missing)}. Install with: {install_command('serve')}")
     from TIDE.server.app import create_app
 
     return create_app
