@@ -71,6 +71,37 @@ def test_a_schema_that_llguidance_cannot_read_is_refused(grammars):
     assert caught.value.status == 400
 
 
+GIVEN_UP = {  # which llguidance reads, and gives up at the first token or later
+    "itself": {"$ref": "#"},
+    "a circle": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    "too many objects": {
+        "anyOf": [{"type": "object", "properties": {"a": {"type": "integer"}, f"p{n}": {}}} for n in range(2000)]
+    },
+}
+
+
+@pytest.mark.parametrize("name", GIVEN_UP)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_llguidance_gives_up_is_the_fault_of_the_request(server, monkeypatch, name, stream):
+    alone = []
+    monkeypatch.setattr(server.worker, "_decode_alone", lambda **options: alone.append(options))
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": GIVEN_UP[name]}}
+    body = dict(messages=HI, max_tokens=60, temperature=0, stream=stream)
+    answer = server.post("/v1/chat/completions", **body, response_format=response_format)
+    assert answer.status_code == 200 if answer.text.startswith("data: ") else answer.status_code == 400
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if '"error"' in line]
+    error = json.loads(lines[0])["error"]
+    assert error["code"] == 400 and error["message"].startswith("this JSON schema cannot be followed: llguidance gave up with")
+    assert error["message"].endswith(". Make the schema simpler.") and "<state>" not in error["message"]
+    assert not alone, "the model was not tried"
+
+
+def test_a_tool_whose_schema_llguidance_gives_up_is_the_fault_of_the_request(server):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}
+    answer = server.post("/v1/chat/completions", messages=HI, tools=[tool], tool_choice="required", max_tokens=90)
+    assert answer.status_code == 400 and "llguidance gave up with" in answer.json()["error"]["message"], answer.text
+
+
 @pytest.mark.parametrize("levels", [60, 300, 440])
 @pytest.mark.parametrize("place", ["response_format", "tools", "chat_template_kwargs", "messages", "tool_calls"])
 def test_json_that_is_nested_too_deep_is_refused_by_the_name_of_its_field(server, place, levels):

@@ -59,7 +59,10 @@ class Grammars:
         matcher = llguidance.LLMatcher(words, grammar, log_level=0)
         if matcher.is_error():
             raise _not_followed(matcher.get_error())
-        if not any(matcher.compute_logit_bias()):
+        allowed = matcher.compute_logit_bias()
+        if matcher.is_error():  # some schemas are read and fail at the first token
+            raise _given_up(matcher, "response_format")
+        if not any(allowed):
             raise refused(NO_ANSWER, "response_format")
         return matcher
 
@@ -79,6 +82,12 @@ class Grammars:
 
 def _not_followed(problem: str) -> APIError:
     return refused(f"this JSON schema cannot be followed: {' '.join(problem.split())[:300]}", "response_format")
+
+
+def _given_up(matcher: Any, param: str | None) -> APIError:
+    """Return the error of a schema that reached a limit of llguidance; the state of its parser stays out of the message."""
+    reason = " ".join(matcher.get_error().partition("<state>")[0].split())[:300]
+    return refused(f"this JSON schema cannot be followed: llguidance gave up with {reason!r}. Make the schema simpler.", param)
 
 
 class GrammarProcessor(LogitsProcessor):
@@ -101,7 +110,7 @@ class GrammarProcessor(LogitsProcessor):
         self._walk(input_ids[0, self.prompt :].tolist())
         allowed = np.frombuffer(self.matcher.compute_logit_bias(), dtype=np.uint8)
         if self.matcher.is_error():
-            raise RuntimeError(f"the grammar of an answer failed: {self.matcher.get_error()}")
+            raise _given_up(self.matcher, param=None)
         mask = torch.zeros(scores.shape[-1], dtype=torch.bool)
         mask[: len(allowed)] = torch.from_numpy(allowed[: len(mask)] > 0)
         mask = mask.to(scores.device)
