@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 MODES = ("exact", "fast")
 EXIT_STRATEGIES = ("identity", "lens", "memory", "eagle3")
 LABELS = ("agreement", "cosine")
+MOST_ROWS = 64  # decoded together
 MOST_TREE = 63  # drafts: with the newest token a pass of 64
 KV_CACHE_STRATEGIES = ("exact", "propagate", "zero_pad")
 SHORT_NAMES = {  # of fields, in `tide calibrate` and `TIDE.calibrate`

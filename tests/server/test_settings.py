@@ -8,8 +8,14 @@ import sys
 
 import pytest
 
+import TIDE.cli.serve as command
 import TIDE.server
+import TIDE.server.app as app
+import TIDE.server.serve as process
+from commands import tide
 from TIDE.cli.serve import serve
+from TIDE.config import MOST_ROWS
+from TIDE.engine.runners.triton_runner import TritonRunner
 
 
 def test_the_command_has_the_defaults_of_the_settings():
@@ -22,7 +28,9 @@ def test_the_command_has_the_defaults_of_the_settings():
 def test_packages_of_the_server_are_asked_for_when_it_is_used(monkeypatch):
     monkeypatch.setattr(TIDE.server, "find_spec", lambda name: None)
     assert TIDE.server.ServerSettings().max_rows
-    with pytest.raises(ImportError, match=r"the server needs fastapi, uvicorn, prometheus_client. Install with: pip install"):
+    with pytest.raises(
+        ImportError, match=r"the server needs fastapi, uvicorn, prometheus_client. Install with: pip install 'fastapi>"
+    ):
         _ = TIDE.server.create_app
     with pytest.raises(AttributeError, match="no attribute 'make_app'. It has ServerSettings, create_app"):
         _ = TIDE.server.make_app
@@ -31,3 +39,30 @@ def test_packages_of_the_server_are_asked_for_when_it_is_used(monkeypatch):
 def test_the_command_line_does_not_import_the_server():
     script = "import sys, TIDE.cli.app; assert not {'fastapi', 'uvicorn', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--max-rows", "65"], "max_rows must be at most 64, the answers that an engine decodes together, found 65."),
+        (["--cache-gib", "0"], "cache_gib must be a number of GiB above 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_a_model_is_loaded(monkeypatch, options, said):
+    monkeypatch.setattr(command, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    done = tide("serve", "default", *options)
+    assert done.exit_code == 2 and said in done.stderr
+
+
+def test_the_command_bounds_the_k_v_of_the_engine(monkeypatch):
+    given = []
+    monkeypatch.setattr(command, "load", lambda *_, **__: None)
+    monkeypatch.setattr(app, "create_app", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(process, "serve", lambda *_: None)
+    assert tide("serve", "default", "--cache-gib", "0.5").exit_code == 0
+    ((_, _, config, _),) = given
+    assert config.cache_gib == 0.5
+
+
+def test_the_engine_has_places_for_the_most_rows_of_a_server():
+    assert TritonRunner.most_rows == MOST_ROWS

@@ -21,7 +21,7 @@ KEY = "A key that clients must send; may be given several times. Also TIDE_API_K
 Keys = Annotated[list[str] | None, typer.Option("--api-key", metavar="KEY", help=KEY)]
 
 
-@with_settings(*RUNNING)
+@with_settings(*RUNNING, "cache_gib")
 @with_model
 def serve(
     model: str = "default",
@@ -40,7 +40,7 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(metavar="N", min=2, help="Longest prompt and answer, in tokens; unless given, the model's.")
     ] = None,
-    max_rows: Annotated[int, typer.Option(metavar="N", min=1, help="Answers decoded at a time.")] = DEFAULTS.max_rows,
+    max_rows: Annotated[int, typer.Option(metavar="N", min=1, help="Answers decoded at a time; up to 64.")] = DEFAULTS.max_rows,
     max_queue: Annotated[
         int, typer.Option(metavar="N", min=0, help="Answers that may wait; others get status 429.")
     ] = DEFAULTS.max_queue,
@@ -68,9 +68,6 @@ def serve(
       tide serve my-org/my-model --router my.safetensors --api-key secret
     """
     source = exits_path(model, router, no_exits)
-    from TIDE.server import create_app
-    from TIDE.server.serve import serve as run
-
     keys = [*(api_key or ()), *(key for key in os.environ.get("TIDE_API_KEY", "").split(",") if key.strip())]
     try:
         settings = ServerSettings(
@@ -87,6 +84,9 @@ def serve(
         )
     except ValueError as problem:
         raise WrongUsage(str(problem)) from None
+    from TIDE.server import create_app
+    from TIDE.server.serve import serve as run
+
     logging.getLogger("TIDE").setLevel(logging.INFO)
     loaded = load(model, trust_remote_code=trust_remote_code, exits=source)
     app = create_app(loaded, source, config, settings)

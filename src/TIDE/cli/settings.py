@@ -23,6 +23,8 @@ HELP = {  # if the first clause of a field's description is not enough
     "mode": "exact: the text of the full model; fast: exit predictions, unverified. Unless given: exact, or fast with "
     "--kv-cache-strategy propagate or zero_pad, or --prefill-exits.",
     "prefill_exits": "Exits in the prompt, for mode fast: calibrate fits them, other commands use them where they were fitted.",
+    "cache_gib": "Most GiB of K/V: on a GPU of all texts, unless given nine tenths of its free memory; on a CPU of texts that "
+    "have ended and may begin others, unless given 1.",
     "kv_cache_strategy": "Treatment of skipped layers: run later, K/V written from the exit state, or K/V of zeros.",
 }
 

@@ -26,7 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import is_quantized, unwrapped
-from TIDE.config import TIDEConfig, checked_config
+from TIDE.config import MOST_ROWS, TIDEConfig, checked_config
 from TIDE.engine.batch import Batch
 from TIDE.engine.cache.texts import Texts
 from TIDE.engine.decoding import Decoding
@@ -282,7 +282,9 @@ class TIDE:
         """Return the batch of rows that come and go."""
         with self._sharing:
             if self._batch is None or (self._batch.runner is not self.runner and not self._batch.rows):
-                self._batch = Batch(self.runner, self.scheduler, self.adapter.device, self._use, self.texts, most_rows=64)
+                self._batch = Batch(
+                    self.runner, self.scheduler, self.adapter.device, self._use, self.texts, most_rows=MOST_ROWS
+                )
             return self._batch
 
     def __call__(

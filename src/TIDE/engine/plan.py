@@ -14,7 +14,7 @@ from typing import Any
 
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.probe import Store
-from TIDE.config import TIDEConfig, checked_config
+from TIDE.config import MOST_ROWS, TIDEConfig, checked_config
 from TIDE.engine.cache.slots import MOST_ROUND
 from TIDE.engine.runners.gathering import why_no_gathering
 from TIDE.kernels.layer import MOST_TOKENS
@@ -23,7 +23,6 @@ from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.settling import FittedSettling
 
 logger = logging.getLogger(__name__)
-MOST_ROWS = 64  # that are decoded together
 DRAFT_OVERHEAD = 0.25  # of a step: an exit head, its LM head and the draft's place in the deep pass
 DEFAULT_TREES = {1: 31, 2: 15, 4: 15}  # drafts of a tree by the slots of a round on a GPU, unless asked for
 ROUNDING = 1e-9  # 0.29 * 100 is 28.999999999999996

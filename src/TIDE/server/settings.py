@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from TIDE.config import MOST_ROWS
+
 
 @dataclass(frozen=True)
 class ServerSettings:
@@ -45,6 +47,11 @@ class ServerSettings:
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
                 raise ValueError(f"{name} must be at least {lowest}, found {getattr(self, name)}.")
+        if self.max_rows > MOST_ROWS:
+            raise ValueError(
+                f"max_rows must be at most {MOST_ROWS}, the answers that an engine decodes together, found {self.max_rows}. "
+                f"Further answers wait: max_queue."
+            )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, a prompt and an answer, found {self.max_model_len}.")
         if any(not key.strip() for key in self.api_keys):
