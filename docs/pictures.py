@@ -45,7 +45,7 @@ class Browser:
     def missing() -> str | None:
         """What has to be installed first."""
         if importlib.util.find_spec("selenium") is None:
-            return "selenium is not installed: pip install 'tide-inference[dev]'"
+            return "selenium is not installed: pip install '.[dev]'"
         if _chromium() is None or shutil.which("chromedriver") is None:
             return "there is no Chromium with its driver: apt-get install chromium chromium-driver"
         return None
@@ -133,7 +133,7 @@ def chat() -> None:
             browser.driver.find_element("id", "prompt").send_keys("Why is the sky blue?\n")
             while not browser.driver.find_elements("css selector", ".compared"):
                 time.sleep(0.2)
-            browser.driver.execute_script("document.getElementById('log').scrollTop = 0")
+            browser.driver.execute_script("document.querySelector('main').scrollTop = 0")
             browser.picture(PICTURES / f"chat-{name}.png")
             browser.close()
         process.terminate()

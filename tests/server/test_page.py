@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,111 @@ def test_a_new_chat_during_an_answer_forgets_the_old_one(page, server):
     is_done(driver)
     asked = server.post("/tokenize", messages=[{"role": "user", "content": "Hello"}]).json()["count"]
     assert f'"prompt_tokens": {asked},' in server.lines(1)[0]
+
+
+def bodies(driver) -> Callable[[], list[dict]]:
+    """Return a way to read the requests that the page has sent from now on."""
+    driver.execute_script(
+        "window.sent = []; const ask = window.fetch;"
+        "window.fetch = (path, given) => { sent.push(JSON.parse(given.body)); return ask(path, given); };"
+    )
+    return lambda: driver.execute_script("return sent")
+
+
+@in_browser
+def test_a_hint_stands_where_no_question_was_asked(page):
+    driver = page()
+    hint = driver.find_element("id", "hint")
+    assert "Ask the model something." in hint.text
+    say(driver, "Hello", tokens=4)
+    is_done(driver)
+    assert not hint.is_displayed()
+    driver.find_element("id", "reset").click()
+    assert hint.is_displayed()
+
+
+@in_browser
+def test_settings_are_sent_with_a_question_and_empty_ones_are_not(page):
+    driver = page()
+    sent = bodies(driver)
+    driver.find_element("id", "more").click()
+    driver.find_element("id", "system").send_keys("Be brief.")
+    say(driver, "Hello", tokens=4, temperature=0.5, top_p=0.9, seed="")
+    is_done(driver)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    (body,) = sent()
+    assert {name: body[name] for name in body if name not in ("stream", "tide")} == dict(
+        messages=messages, temperature=0.5, top_p=0.9, max_tokens=4
+    )
+    say(driver, "Again")
+    is_done(driver, 2)
+    roles = [message["role"] for message in sent()[1]["messages"]]
+    assert roles == ["system", "user", "assistant", "user"], "the system prompt is sent once"
+
+
+@in_browser
+def test_the_last_answer_is_asked_for_again_with_the_next_seed(page):
+    driver = page()
+    sent = bodies(driver)
+    for count, text in enumerate(("Hello", "And then?"), start=1):
+        say(driver, text, tokens=8, temperature=1, seed=5)
+        is_done(driver, count)
+    shown = [button for button in find(driver, ".again") if button.is_displayed()]
+    assert len(shown) == 1, "earlier answers stay: later ones follow from them"
+    shown[0].click()
+    wait(driver, "sent.length === 3")
+    is_done(driver, 2)
+    _, second, third = sent()
+    assert third == second | {"seed": 6}
+    assert [said.text for said in find(driver, ".said")] == ["Hello", "And then?"]
+
+
+@in_browser
+@pytest.mark.parametrize("clipboard", ["{writeText: async (text) => { window.copied = text; }}", "undefined"])
+def test_an_answer_is_copied_with_and_without_a_clipboard(page, clipboard):
+    driver = page()
+    driver.execute_script(
+        f"Object.defineProperty(navigator, 'clipboard', {{ value: {clipboard} }});"
+        "document.addEventListener('copy', () => { window.copied = document.activeElement.value; });"
+    )
+    sent = bodies(driver)
+    say(driver, "Hello", tokens=8)
+    is_done(driver)
+    find(driver, ".copy")[0].click()
+    wait(driver, "document.querySelector('.copy').textContent === 'Copied'")
+    say(driver, "Again")
+    is_done(driver, 2)
+    assert driver.execute_script("return window.copied") == sent()[1]["messages"][1]["content"] != ""
+
+
+@in_browser
+def test_options_take_one_line_on_a_screen_and_little_room_on_a_phone(page):
+    driver = page(1280, 800)
+    driver.find_element("id", "more").click()
+    for row in find(driver, ".options"):
+        parts = [part.rect for part in row.find_elements("css selector", ":scope > :not(.wide)")]
+        middles = [part["y"] + part["height"] / 2 for part in parts]
+        assert len(parts) > 2 and max(middles) - min(middles) < 8, "one line"
+    driver = page(390, 780)
+    assert not driver.find_element("id", "settings").is_displayed()
+    assert driver.find_element("tag name", "header").rect["height"] < 780 / 8
+    assert driver.find_element("tag name", "footer").rect["height"] < 780 / 5
+    driver.find_element("id", "more").click()
+    assert driver.find_element("id", "temperature").is_displayed()
+    assert driver.execute_script(OUTSIDE) == 0
+    assert driver.execute_script("return document.documentElement.scrollHeight") <= 780
+
+
+@in_browser
+def test_the_end_of_a_growing_chat_stays_in_view(page):
+    driver = page(390, 780)
+    driver.find_element("id", "both").click()
+    for count in (1, 2):
+        say(driver, "Hello", tokens=60)
+        wait(driver, f"document.querySelectorAll('.compared').length === {count} && !document.getElementById('send').disabled")
+    bottom = driver.find_element("tag name", "footer").rect["y"]
+    button = find(driver, ".again")[-1].rect
+    assert button["y"] + button["height"] <= bottom
 
 
 @in_browser
