@@ -19,7 +19,7 @@ from TIDE.server.guard import access
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<user>", "<bot>"]
 TEMPLATE = (
-    "<s>{% for m in messages %}{% if m['role'] == 'wrong' %}{{ raise_exception('there is no such role') }}{% endif %}"
+    "<s>{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('there is no such role') }}{% endif %}"
     "<{{ 'user' if m['role'] == 'user' else 'bot' }}>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<bot>{% endif %}"
 )

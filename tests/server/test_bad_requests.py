@@ -36,7 +36,12 @@ TABLE = {
     "no messages": (CHAT, {}, "messages", "expected a value for 'messages'"),
     "empty messages": (CHAT, {"messages": []}, "messages", "at least 1"),
     "an image": (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'text'"),
-    "a role the template refuses": (CHAT, {"messages": [{"role": "wrong", "content": ""}]}, "messages", "no such role"),
+    "a role the template refuses": (CHAT, {"messages": [{"role": "tool", "content": ""}]}, "messages", "no such role"),
+    "an unknown role": (CHAT, {"messages": [{"role": "wizard", "content": ""}]}, "messages", "'developer', found 'wizard'"),
+    "another modality": (CHAT, HI | {"modalities": ["text", "audio"]}, "modalities", "modalities.1: Input should be 'text'"),
+    "a voice": (CHAT, HI | {"audio": {"voice": "x"}}, "audio", "no field 'audio'"),
+    "a text to end in": (TEXT, {"prompt": "x", "suffix": "y"}, "suffix", "no field 'suffix'"),
+    "the best of several": (TEXT, {"prompt": "x", "n": 2, "best_of": 3}, "best_of", "best_of must be n, 2, found 3"),
     "negative temperature": (CHAT, HI | {"temperature": -1}, "temperature", "greater than or equal to 0"),
     "a penalty of next to nothing": (CHAT, HI | {"repetition_penalty": 5e-324}, "repetition_penalty", "equal to 0.01"),
     "top_p of nothing": (CHAT, HI | {"top_p": 0}, "top_p", "greater than 0"),
@@ -52,7 +57,12 @@ TABLE = {
     "stops by the hundred": (CHAT, HI | {"stop": [str(n) for n in range(200)]}, "stop", "at most 32"),
     "an empty stop": (CHAT, HI | {"stop": [""]}, "stop", "at least 1 character"),
     "min above max": (CHAT, HI | {"max_tokens": 2, "min_tokens": 3}, "min_tokens", "at most max_tokens, 2"),
-    "tools of a model without": (CHAT, HI | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "template"),
+    "tools of a model without": (
+        CHAT,
+        HI | {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        "tools",
+        "Send tool_choice 'required'",
+    ),
     "tool_choice alone": (CHAT, HI | {"tool_choice": "auto"}, "tool_choice", "goes with tools"),
     "a tool without a name": (
         CHAT,
@@ -147,8 +157,21 @@ def test_a_body_of_another_type_is_refused(server):
 
 def test_an_unknown_model_route_or_method_is_named(server):
     assert "there is no model 'gpt' here" in checked(server.post(TEXT, prompt="x", model="gpt"), 404, "model")
-    checked(server.http.get("/v2/models"), 404)
+    said = checked(server.http.get("/v2/models"), 404)
+    assert said.startswith("there is no /v2/models here. There are ") and "/v1/chat/completions, /v1/completions, " in said
+    said = checked(server.post("/v1/responses", input="x"), 404)
+    assert (
+        "no /v1/responses here: answers are not stored. Send the whole conversation to /v1/chat/completions. There are" in said
+    )
+    assert "no /v1/responses/7 here: answers are not stored." in checked(server.http.get("/v1/responses/7"), 404)
+    assert "returns no embeddings" in checked(server.post("/v1/embeddings", input="x"), 404)
     checked(server.http.get(TEXT), 405)
+
+
+@pytest.mark.parametrize("path", ["/", "/health"])
+def test_health_checkers_may_ask_for_headers_alone(server, path):
+    answer = server.http.head(path)
+    assert answer.status_code == 200 and not answer.content
 
 
 def test_huge_bodies_are_refused_before_they_are_read(another):
@@ -186,7 +209,15 @@ def test_other_origins_may_call_only_if_they_were_named(server, another):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("max_rows", 0), ("max_queue", -1), ("request_seconds", 0), ("max_model_len", 1), ("api_keys", (" ",)), ("max_body", 1)],
+    [
+        ("max_rows", 0),
+        ("max_rows", 65),
+        ("max_queue", -1),
+        ("request_seconds", 0),
+        ("max_model_len", 1),
+        ("api_keys", (" ",)),
+        ("max_body", 1),
+    ],
 )
 def test_settings_that_cannot_work_are_refused(field, value):
     with pytest.raises(ValueError, match="must"):

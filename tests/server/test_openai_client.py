@@ -9,6 +9,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from servers import bytewise, tiny
+from TIDE.models.load import Loaded
+
 ASKED = dict(model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=12, seed=5)
 TEXT = dict(model="tiny", prompt="Hello", max_tokens=12, temperature=0)
 
@@ -181,10 +184,27 @@ def test_errors_are_those_the_client_knows(client, server):
     assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
 
 
+HARMLESS = dict(user="me", metadata={"a": "b"}, store=False, service_tier="auto", parallel_tool_calls=True)
+HARMLESS |= dict(prompt_cache_key="k", prompt_cache_retention="24h", safety_identifier="s")
+OF_CHATS = dict(modalities=["text"], audio=None, reasoning_effort="low", verbosity="high")
+OF_CHATS |= dict(prediction={"type": "content", "content": "Hello"})
+
+
 def test_fields_without_effect_are_accepted(client):
-    extra = dict(user="me", metadata={"a": "b"}, store=False, service_tier="auto", parallel_tool_calls=True)
-    done = client.chat.completions.create(**ASKED, **extra, prompt_cache_key="k")
+    done = client.chat.completions.create(**ASKED, **OF_CHATS, extra_body=HARMLESS)
     assert done.choices[0].message == client.chat.completions.create(**ASKED).choices[0].message
+    done = client.completions.create(**TEXT, best_of=1, extra_body=HARMLESS | {"suffix": None})
+    assert done.choices[0].text == client.completions.create(**TEXT).choices[0].text
+
+
+def test_the_chat_template_gets_the_reasoning_effort(another):
+    template = "<s>{% for m in messages %}<user>{{ m.content }}{% endfor %}{{ reasoning_effort }}<bot>"
+    own = another(model=Loaded(tiny().model, bytewise(template)))
+    count, longer = (
+        own.post("/v1/chat/completions", messages=ASKED["messages"], max_tokens=1, **fields).json()["usage"]["prompt_tokens"]
+        for fields in ({}, {"reasoning_effort": "low"})
+    )
+    assert longer == count + len("low")
 
 
 def test_a_stream_ends_with_done_and_is_not_cached(server):

@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from TIDE.config import TIDEConfig
 from TIDE.engine.engine import TIDE
@@ -21,7 +22,7 @@ from TIDE.routing.policy import ExitPolicy
 from TIDE.server import answers, requests
 from TIDE.server.chat import chat
 from TIDE.server.completions import complete
-from TIDE.server.errors import APIError, of_validation, refused
+from TIDE.server.errors import APIError, no_route, of_validation, refused
 from TIDE.server.guard import Guard
 from TIDE.server.metrics import CONTENT_TYPE
 from TIDE.server.service import Service
@@ -90,6 +91,8 @@ def _add_errors(app: FastAPI) -> None:
     async def told(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, RequestValidationError):
             error = of_validation(error.errors())
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            error = no_route(request.url.path, [route.path_format for route in app.routes if isinstance(route, Route)])
         if isinstance(error, HTTPException):
             error = APIError(error.status_code, str(error.detail), headers=error.headers)
         assert isinstance(error, APIError)
@@ -151,6 +154,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         """Return metrics for Prometheus."""
         return Response(service.metrics.text(service.settings.vllm_metrics), media_type=CONTENT_TYPE)
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", response_class=HTMLResponse)
     async def page() -> HTMLResponse:
         """Return a page to chat on."""

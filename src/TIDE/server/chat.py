@@ -22,6 +22,10 @@ from TIDE.server.service import Service, new_id, note
 from TIDE.server.stream import collected, streamed, unless_gone
 
 Parser = MessageParser | ForcedCallParser
+NO_CALL_FORMAT = (
+    "tools with tool_choice 'auto' need a tokenizer with a response template, which tells calls from text; this model's has "
+    "none. Send tool_choice 'required' or a function's name for a call that follows the tools' schemas, or 'none' for text."
+)
 
 
 async def chat(service: Service, request: Request, asked: ChatRequest) -> Response:
@@ -59,8 +63,7 @@ def _check(asked: ChatRequest, template: dict[str, Any] | None, is_forced: bool)
     if asked.stream_options and not asked.stream:
         raise refused("stream_options goes with stream=true only.", "stream_options")
     if asked.tools and template is None and asked.tool_choice != "none" and not is_forced:
-        known = "its tokenizer has no response template. Ask for a call by tool_choice 'required' or a function's name"
-        raise refused(f"it is not known how this model calls tools: {known}.", "tools")
+        raise refused(NO_CALL_FORMAT, "tools")
     if asked.tool_choice == "auto" and not asked.tools:
         raise refused("tool_choice goes with tools only.", "tool_choice")
 

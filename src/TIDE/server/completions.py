@@ -25,6 +25,8 @@ async def complete(service: Service, request: Request, asked: CompletionRequest)
         raise refused("stream_options goes with stream=true only.", "stream_options")
     if asked.max_tokens == 0 and not asked.echo:
         raise refused("max_tokens=0 goes with echo=true only.", "max_tokens")
+    if asked.best_of not in (None, asked.n or 1):
+        raise refused(f"best_of must be n, {asked.n or 1}, found {asked.best_of}: every answer is returned.", "best_of")
     service.worker.check_count(len(asked.prompts) * (asked.n or 1), "n" if len(asked.prompts) == 1 else "prompt")
     prompts = await unless_gone(request, service.tokenizing(_tokenized, service, asked))
     note(request, model=service.names[0], stream=bool(asked.stream), prompt_tokens=sum(map(len, prompts)))

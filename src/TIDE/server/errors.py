@@ -27,6 +27,10 @@ TYPES = {
     499: "ClientClosedRequest",
     503: "ServiceUnavailableError",
 }
+ABSENT = {  # paths of OpenAI's API, and why they are not here
+    "/v1/responses": "answers are not stored. Send the whole conversation to /v1/chat/completions",
+    "/v1/embeddings": "the model that is served writes text and returns no embeddings",
+}
 INTERNAL = "the server failed to answer. Its log has the reason."
 
 
@@ -58,6 +62,12 @@ def refused(message: str, param: str | None = None) -> APIError:
     return APIError(400, message, param)
 
 
+def no_route(path: str, routes: Sequence[str]) -> APIError:
+    """Return the error of a path that is not here: why, if OpenAI's API has it, and the paths that are."""
+    reasons = [f": {reason}" for absent, reason in ABSENT.items() if path == absent or path.startswith(f"{absent}/")]
+    return APIError(404, f"there is no {path[:200]} here{''.join(reasons)}. There are {', '.join(dict.fromkeys(routes))}.")
+
+
 def of_row(problem: Exception) -> APIError:
     """Return what a client is told of an error that ended its answer. Only errors of the engine are written for it."""
     if isinstance(problem, APIError):
@@ -86,7 +96,7 @@ def of_validation(problems: Sequence[Mapping[str, Any]]) -> APIError:
     if chosen["type"] == "json_invalid":
         reason = chosen.get("ctx", {}).get("error", "it cannot be read")
         return refused(f"the body is not valid JSON: {reason}. Send a JSON object.")
-    if chosen["type"] == "extra_forbidden":
+    if chosen["type"] in ("extra_forbidden", "none_required"):
         return refused(f"this server has no field {'.'.join(place)!r}. Leave it out.", name)
     if not place:
         return refused("expected a JSON object, with the header Content-Type: application/json.")

@@ -46,6 +46,8 @@ class Prompts:
         if asked.continue_final_message and asked.add_generation_prompt:
             raise refused("continue_final_message goes with add_generation_prompt=false only.", "continue_final_message")
         options = dict(asked.chat_template_kwargs or {})
+        if isinstance(asked, ChatRequest) and asked.reasoning_effort is not None:
+            options.setdefault("reasoning_effort", asked.reasoning_effort)
         if wrong := {"tokenize", "return_tensors", "return_dict", "chat_template", "conversation"} & set(options):
             raise refused(f"chat_template_kwargs may not set {sorted(wrong)[0]!r}.", "chat_template_kwargs")
         try:

@@ -1,4 +1,4 @@
-"""Requests as clients send them. A field that is not here is refused by its name; those in `Accepted` have no effect."""
+"""Requests as clients send them. A field that is not here is refused by its name; those marked as accepted have no effect."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ class Accepted(Fields):
     """Fields that clients send and that have no effect here."""
 
     user: str | None = None
+    safety_identifier: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
 
 class StreamOptions(Fields):
@@ -132,7 +134,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    role: str = Field(min_length=1, max_length=64)
+    role: Literal["system", "user", "assistant", "tool", "developer"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[AnyObject], Field(fail_fast=True)] | None = None
@@ -176,6 +178,12 @@ class ChatRequest(Sampling):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: AnyObject | None = None
+    reasoning_effort: str | None = Field(default=None, max_length=64)  # for the chat template
+    # accepted: this server writes text only, and as long as the model does
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    prediction: dict[str, Any] | None = None  # makes answers quicker elsewhere, never different
 
     @property
     def asked_logprobs(self) -> int | None:
@@ -200,6 +208,8 @@ class CompletionRequest(Sampling):
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     echo: bool | None = None
     add_special_tokens: bool = True
+    best_of: int | None = Field(default=None, ge=1)  # accepted if it is n
+    suffix: None = None  # accepted
 
     @property
     def asked_logprobs(self) -> int | None:
