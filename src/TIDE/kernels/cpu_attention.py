@@ -9,6 +9,7 @@ from numba import njit, prange
 
 from TIDE.kernels import cpu_calls, cpu_products
 from TIDE.kernels.cpu_calls import address_of, call, floats, ints, longs
+from TIDE.kernels.cpu_compile import wait_for
 from TIDE.kernels.cpu_products import ZERO, _exp
 
 VERSION = 1  # counts changes of the code compiled here, for modules that compile it into their own
@@ -24,6 +25,7 @@ assert (cpu_calls.VERSION, cpu_products.VERSION) == (1, 5)
 @functools.cache
 def attention() -> int:
     """Return the address of attention."""
+    wait_for("cpu_attention.attention")
     return address_of(_attend, "int64, float32, float32")
 
 

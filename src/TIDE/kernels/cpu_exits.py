@@ -12,10 +12,21 @@ import numpy as np
 from numba import njit, prange
 
 from TIDE.kernels import cpu_ops, cpu_products
-from TIDE.kernels.cpu_ops import PreparedLayer, _decoder_layer, _normed, _write_kv, calls, products_for
+from TIDE.kernels.cpu_compile import wait_for
+from TIDE.kernels.cpu_ops import (
+    PreparedLayer,
+    _decoder_layer,
+    _normed,
+    _write_kv,
+    calls,
+    compile_for,
+    plain_norm,
+    prepared,
+    products_for,
+)
 from TIDE.kernels.cpu_products import ROWS, ZERO, _dot, _linear, _padded, described
 from TIDE.kernels.cpu_threads import in_turn
-from TIDE.kernels.layer import UNLIKELY, Entry, Int8Weight, Norm
+from TIDE.kernels.layer import GROUP, MLP, UNLIKELY, Attention, Entry, Int8Weight, Layer, Norm
 
 FAINT = np.float32(-16)  # tokens so far below the best one do not count in signals
 PARTS = 8
@@ -28,8 +39,12 @@ assert " ".join(Entry._fields) == "shallow_center shallow_spread deep_center dee
 @in_turn
 def remember(entry: Entry, deep: np.ndarray) -> np.ndarray:
     """(n, memories * hidden) states of finished tokens -> (n, hidden): `MemoryHead.remember`."""
-    hidden = len(entry.deep_center)
-    return _remember(hidden, np.float32(entry.eps), described(entry.recall), deep, calls(products_for(entry.recall)))
+    wait_for("cpu_exits.compile_exits")
+    return _remember(*_remembered(entry, deep), calls(products_for(entry.recall)))
+
+
+def _remembered(entry: Entry, deep: np.ndarray) -> tuple[Any, ...]:
+    return len(entry.deep_center), np.float32(entry.eps), described(entry.recall), deep
 
 
 @in_turn
@@ -52,10 +67,16 @@ def memory_block(
         cos, sin: of all positions.
         shallow, before, keys, values: the head's inputs and K/V, for all rows and positions.
     """
-    head = layer.weights, layer.norms, layer.numbers
-    joining, span, fuse = entry[:4], (row, start, stop), described(entry.fuse)
+    wait_for("cpu_exits.compile_exits")
     seen = shallow, before, keys, values
-    return _memory_block(joining, np.float32(entry.eps), fuse, head, cos, sin, span, seen, calls(layer.products))
+    return _memory_block(*_block(entry, layer, cos, sin, (row, start, stop), seen), calls(layer.products))
+
+
+def _block(
+    entry: Entry, layer: PreparedLayer, cos: np.ndarray, sin: np.ndarray, span: tuple[int, int, int], seen: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    head = layer.weights, layer.norms, layer.numbers
+    return entry[:4], np.float32(entry.eps), described(entry.fuse), head, cos, sin, span, seen
 
 
 @in_turn
@@ -70,13 +91,37 @@ def judge(
             others are not looked at: they get logits `UNLIKELY` below the worst likely one. Each is judged alone.
         router: `Router.arrays`.
     """
-    return _judge(states, norm, described(likely), described(others), np.float32(sure), router, calls(products_for(likely)))
+    wait_for("cpu_exits.compile_exits")
+    return _judge(*_judged(states, norm, likely, others, sure, router), calls(products_for(likely)))
+
+
+def _judged(
+    states: np.ndarray, norm: Norm, likely: Int8Weight, others: Int8Weight, sure: float, router: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    return states, plain_norm(norm), described(likely), described(others), np.float32(sure), router
 
 
 @in_turn
 def signals(logits: np.ndarray) -> np.ndarray:
     """(n, vocabulary) -> (n, 4): `router.signals_of`."""
     return _signals(logits, len(logits))
+
+
+def compile_exits() -> None:
+    """Compile exits, by arguments that are as small as they may be."""
+
+    def zeros(*shape: int) -> np.ndarray:
+        return np.zeros(shape, np.float32)
+
+    weight, norm = Int8Weight(np.zeros((1, 1, GROUP), np.int8), zeros(1)), Norm(zeros(1), 0.0, 0.0, False, zeros(0))
+    entry = Entry(zeros(1), zeros(1), zeros(1), zeros(1), weight, weight, 0.0)
+    attention = Attention(*[weight] * 4, *[zeros(0)] * 4, norm, norm, 1, 1.0)
+    layer = Layer(norm, attention, norm, norm, MLP(*[weight] * 3, *[zeros(0)] * 3), norm)
+    seen = zeros(1, 1, 1), zeros(1, 1, 1), zeros(1, 1, 1, 1), zeros(1, 1, 1, 1)
+    compile_for(_memory_block, *_block(entry, prepared(layer), zeros(1, 1), zeros(1, 1), (0, 0, 1), seen))
+    compile_for(_remember, *_remembered(entry, zeros(1, 1)))
+    router = zeros(1, 5), zeros(1), zeros(1, 1), zeros(1), zeros(1), zeros(1), 0.0
+    compile_for(_judge, *_judged(zeros(1, 1), norm, weight, weight, 0.0, router))
 
 
 @njit(fastmath=True, cache=True)

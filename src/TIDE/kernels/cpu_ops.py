@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import get_num_threads, njit
+from numba import get_num_threads, njit, typeof
 
 from TIDE.kernels import cpu_attention, cpu_products
 from TIDE.kernels.cpu_attention import _attention
@@ -48,11 +48,16 @@ def prepared(layer: Layer) -> PreparedLayer:
     numbers = int(at.head_dim), float(at.scaling), int(at.window), float(at.cap), bool(at.rotary), int(mlp.activation)
     return PreparedLayer(
         np.stack([described(weight, bias) for weight, bias in weights]),
-        tuple(Norm(x.weight, float(x.eps), float(x.offset), bool(x.layer_norm), x.bias) for x in norms),
+        tuple(map(plain_norm, norms)),
         (*numbers, float(layer.residual), bool(layer.parallel)),
         products_for(at.o),
         layer,
     )
+
+
+def plain_norm(norm: Norm) -> Norm:
+    """Return a norm whose numbers have the types that code is compiled for."""
+    return Norm(norm.weight, float(norm.eps), float(norm.offset), bool(norm.layer_norm), norm.bias)
 
 
 def products_for(weight: np.ndarray | Int8Weight) -> Callable[[], int]:
@@ -70,7 +75,15 @@ def decoder_layer(layer: PreparedLayer | Layer, tokens: Pass, keys: np.ndarray, 
     x, cos, sin, *places, tables = tokens[:TABLES]
     numbers = [np.ascontiguousarray(place, np.int64) for place in places]
     given = (x, cos, sin, *numbers, np.ascontiguousarray(tables, np.int32))
-    _decoder_layer(ready.weights, ready.norms, ready.numbers, given, keys, values, calls(ready.products))
+    described_layer = ready.weights, ready.norms, ready.numbers, given, keys, values
+    if not _decoder_layer.overloads:
+        compile_for(_decoder_layer, *described_layer)
+    _decoder_layer(*described_layer, calls(ready.products))
+
+
+def compile_for(function: Any, *arguments: Any) -> None:
+    """Compile a function for arguments like these and for `Calls`; nothing runs."""
+    function.compile(tuple(map(typeof, (*arguments, Calls(0, 0, 1)))))
 
 
 def calls(products: Callable[[], int]) -> Calls:

@@ -21,6 +21,7 @@ from numba import njit, prange
 
 from TIDE.kernels import cpu_calls
 from TIDE.kernels.cpu_calls import address_of, call, floats, longs, signed_bytes
+from TIDE.kernels.cpu_compile import wait_for
 from TIDE.kernels.layer import GELU_TANH, GROUP, SILU, Int8Weight
 
 VERSION = 5  # counts changes of the code compiled here, for modules that compile it into their own
@@ -43,12 +44,14 @@ class Calls(NamedTuple):
 @functools.cache
 def float_products() -> int:
     """Return the address of products with fp32 weights."""
+    wait_for("cpu_products.float_products")
     return address_of(_float_products, "int64, int64, int64, int64, int64, int64, int64")
 
 
 @functools.cache
 def int8_products() -> int:
     """Return the address of products with int8 weights."""
+    wait_for("cpu_products.int8_products")
     return address_of(_int8_products, "int64, int64, int64, int64, int64, int64, int64")
 
 

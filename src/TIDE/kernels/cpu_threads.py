@@ -13,6 +13,7 @@ the number of threads: each sum is made by one of them.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,6 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-import torch
 from numba import config, set_num_threads, threading_layer
 
 SHORTEST, LONGEST = 0.05, 3.0  # seconds from one trial to the next
@@ -32,9 +32,18 @@ GAIN = 0.3  # of what one thread more can win at best: less does not change the 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
-_torch_threads = torch.get_num_threads()
-set_num_threads(config.NUMBA_NUM_THREADS)  # starts the threads: code that is kept compiled relies on it
-torch.set_num_threads(_torch_threads)  # both may have their threads from one library, where the newest number counts
+
+def _start() -> None:
+    """Start numba's threads: code from its cache relies on it. torch may have its threads from the same library, where the
+    newest number counts."""
+    torch: Any = sys.modules.get("torch")  # not imported where code is only compiled
+    count = 0 if torch is None else torch.get_num_threads()
+    set_num_threads(config.NUMBA_NUM_THREADS)
+    if count:
+        torch.set_num_threads(count)
+
+
+_start()
 
 
 class ThreadCount:
@@ -147,14 +156,15 @@ class _TorchThreads:
     @property
     def most(self) -> int:
         """The number the user has set."""
+        import torch
+
         return self._users if self._inside else torch.get_num_threads()
 
     @contextmanager
     def limited(self, count: int) -> Iterator[None]:
         """Let torch use at most `count` threads inside; the last one to leave gives the user's number back."""
         with self._lock:
-            if not self._inside:
-                self._users = torch.get_num_threads()
+            self._users = self.most
             self._inside += 1
             _set_torch(min(count, self._users))
         try:
@@ -167,6 +177,8 @@ class _TorchThreads:
 
 
 def _set_torch(count: int) -> None:
+    import torch
+
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
 

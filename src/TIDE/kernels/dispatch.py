@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from TIDE.kernels.cards import card_of, why_not
+from TIDE.kernels.cpu_compile import compile_ahead
 
 NEEDS = {  # by kind of device: the compiler, and the dtypes there is code for
     "cpu": ("numba", (torch.float32,)),
@@ -22,6 +23,8 @@ NEEDS = {  # by kind of device: the compiler, and the dtypes there is code for
 
 def compiled_ops(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     """Return the module with compiled layers; None if there is none and models run their own modules."""
+    if device.type == "cpu" and why_no_kernels(device, dtype) is None:
+        compile_ahead()
     return _module(device, dtype, "cpu_ops", "triton_ops")
 
 
