@@ -2,13 +2,14 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 OLDEST := .venv-oldest
-# bytecode is kept, so that a test process does not compile every module again
+# bytecode is kept, so that a test process does not compile every module again; pip makes none, which takes longer than the import
+# of the few modules that are used
 export PYTHONDONTWRITEBYTECODE :=
-PIP := -m pip install --quiet --disable-pip-version-check
+PIP := -m pip install --quiet --no-compile --disable-pip-version-check
 
 .PHONY: demo test test-newest test-oldest test-long test-eval test-wheel check bench results results-gpu results-quality site wheel clean
 
-demo: $(VENV)/warm
+demo: $(VENV)/ready
 	$(VENV)/bin/tide demo
 
 test: test-newest test-oldest
@@ -46,13 +47,13 @@ bench: $(VENV)/ready
 
 # the README's figures again: make results DATA=dir, with spec_bench/question.jsonl and the data sets of tide eval below it
 DATA ?= .
-results: $(VENV)/warm
+results: $(VENV)/dev $(VENV)/warm
 	$(VENV)/bin/python benchmarks/results.py cpu --data $(DATA)
 
-results-gpu: $(VENV)/warm
+results-gpu: $(VENV)/dev $(VENV)/warm
 	$(VENV)/bin/python benchmarks/results.py gpu --data $(DATA)
 
-results-quality: $(VENV)/warm
+results-quality: $(VENV)/dev $(VENV)/warm
 	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[eval]"
 	$(VENV)/bin/python benchmarks/results.py quality --data $(DATA)
 
@@ -64,10 +65,10 @@ python-is-new-enough:
 $(VENV)/ready: pyproject.toml constraints.txt | python-is-new-enough
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	$(VENV)/bin/python $(PIP) -c constraints.txt -e ".[plots]"
+	$(VENV)/bin/python $(PIP) -c constraints.txt -e .
 	touch $@
 
-# the embedded model and the compiled layers are made at first use, which takes a minute or two: better here than in the demo or in two tests at once
+# the embedded model and the compiled layers are made at first use, which takes a minute or two: better here than in two tests at once
 $(VENV)/warm: $(VENV)/ready
 	$(VENV)/bin/tide generate Hello --temperature 0.7 --max-new-tokens 4 > /dev/null
 	touch $@
