@@ -250,7 +250,7 @@ class _Job:
                 "agreement_by_step": [round(share, 4) for share in fitted.agreement],
                 "agreement_in_8_bits": [round(share, 4) for share in in_8_bits],
             }
-            exits[depth] = Exit(fitted.head.to("cpu", torch.bfloat16), found.router, 1.0, figures)
+            exits[depth] = Exit(fitted.head.to("cpu", torch.bfloat16), found.router.to("cpu"), 1.0, figures)
             candidates[depth] = Candidate(found.trace, self._head_seconds(exits[depth], depth, self.vocabulary))
             tried.append(best_setting(candidates, (depth,), self.costs))
             logger.info("depth %d: agreement %s, %s", depth, figures["agreement_by_step"], tried[-1].row(self.costs))
@@ -333,7 +333,7 @@ class _Job:
 
     def _choose(self, head: nn.Module, depth: int) -> Choice:
         """Choose the draft vocabulary with the first head."""
-        timed = Exit(copy.deepcopy(head), fresh_router(self.adapter, self.config, self.seed), 1.0)
+        timed = Exit(head, fresh_router(self.adapter, self.config, self.seed), 1.0)
         found = choose_vocabulary(
             *(self.adapter, head, depth, self.effort.schedule.draft_steps, self.split.valid, self.tokens, self.costs),
             lambda vocabulary: self._head_seconds(timed, depth, vocabulary),
@@ -342,15 +342,12 @@ class _Job:
         return found
 
     def _head_seconds(self, exit_: Exit, depth: int, vocabulary: torch.Tensor | None) -> float:
-        """Time an exit with a vocabulary; it is left on the CPU."""
+        """Time an exit with a vocabulary."""
         strategy = self.start.strategy
         policy = CalibratedPolicy(RouterFile(strategy, {depth: exit_}, (depth,), 1, vocabulary), self.adapter)
         size = "all" if vocabulary is None else len(vocabulary)
         sizes = f"|{exit_.sizes}" if strategy == EAGLE3 else ""  # others have those of the model
-        seconds = measure_head(self.adapter, policy, depth, f"{self.key}|{strategy}|{depth}|{size}{sizes}")
-        exit_.head.to("cpu", torch.bfloat16)
-        exit_.router.to("cpu")
-        return seconds
+        return measure_head(self.adapter, policy, depth, f"{self.key}|{strategy}|{depth}|{size}{sizes}")
 
     def _file(self, exits: dict[int, Exit], placed: list[Placed], texts: int) -> RouterFile:
         best = placed[0]

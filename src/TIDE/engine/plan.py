@@ -80,6 +80,8 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, adapter: ModelAdapt
     """Settle what the configuration leaves open."""
     config = checked_config(config)
     _check_strategy(config, adapter)
+    if policy is not None:
+        policy.check_model(adapter)
     mode = config.effective_mode
     if policy is not None and config.mode is None and mode == "fast":
         name, exact = ("prefill_exits", False) if config.prefill_exits else ("kv_cache_strategy", "exact")

@@ -122,7 +122,7 @@ class _Leaving:
         self.policy: CalibratedPolicy = engine.policy
         self.plan = engine.plan
         self.runner = engine.runner
-        self.policy.start(1, self.runner.head)  # looks at the weights as they are
+        self.request = self.policy.start(1, self.runner.head)
         self.checkpoints = [span.start for span in self.plan.spans[1:]]
         self.depths = {*self.checkpoints, *self.policy.watches}
 
@@ -191,7 +191,7 @@ class _Leaving:
 
     def logits(self, depth: int, guesses: torch.Tensor) -> torch.Tensor:
         """Return (n, vocabulary) logits of guesses at a checkpoint."""
-        logits = torch.cat([self.policy.judge(depth, part, self.runner.head)[0] for part in guesses.split(MOST_JUDGED)])
+        logits = torch.cat([self.request.judge(depth, part)[0] for part in guesses.split(MOST_JUDGED)])
         vocabulary = self.policy.vocabulary
         if vocabulary is None:
             return logits
@@ -200,7 +200,7 @@ class _Leaving:
 
     def _are_sure(self, depth: int, guesses: torch.Tensor) -> list[bool]:
         threshold = self.plan.threshold(depth)
-        parts = (self.policy.judge(depth, part, self.runner.head)[1] for part in guesses.split(MOST_JUDGED) if len(part))
+        parts = (self.request.judge(depth, part)[1] for part in guesses.split(MOST_JUDGED) if len(part))
         return [bool(is_sure) for scores in parts for is_sure in (scores >= threshold).tolist()]
 
 

@@ -25,17 +25,14 @@ if TYPE_CHECKING:
 
 
 class CalibratedPolicy(ExitPolicy):
-    """The calibrated exits of a model. Heads and routers are moved to its device, heads to its dtype."""
+    """The calibrated exits of a model: copies of a file's heads and routers, on the model's device, heads in its dtype."""
 
     weighs = True
     fast_threshold = 0.95  # scores are probabilities: nineteen in twenty exits agree
 
     def __init__(self, file: RouterFile, adapter: ModelAdapter, head: Head | None = None) -> None:
-        device, dtype = adapter.device, adapter.model.dtype
-        self.exits = {depth: file.exits[depth] for depth in file.checkpoints}
-        for at in self.exits.values():
-            at.head.to(device, dtype)
-            at.router.to(device)
+        self.device, self.dtype = device, dtype = adapter.device, adapter.model.dtype
+        self.exits = {depth: file.exits[depth].copied(device, dtype) for depth in file.checkpoints}
         self.compiled = {depth: compiled_head(at.head) for depth, at in self.exits.items()}
         self.checkpoints = file.checkpoints
         self.exit_thresholds = {depth: at.threshold for depth, at in self.exits.items()}
@@ -48,16 +45,10 @@ class CalibratedPolicy(ExitPolicy):
         routers = [(depth, own) for depth, at in self.exits.items() if (own := _on_model_logits(at)) is not None]
         takes_signals = device.type == "cpu" and len(routers) == len(self.exits)
         self.routers = {depth: own.arrays() for depth, own in routers} if takes_signals else {}
-        head = adapter.head if head is None else head
-        self.int8_head = self._int8_head(head)
+        request = self.start(1, adapter.head if head is None else head)
         nothing = torch.zeros(1, adapter.hidden_dim, device=device, dtype=dtype)
         for depth in self.exits:  # warm up, so that the first request does not pay for it
-            self.judge(depth, nothing, head)
-
-    def _int8_head(self, head: Head) -> Any:
-        """Return the LM head in 8 bits, made from the current weights; None if there is no compiled code for it."""
-        int8 = getattr(head, "int8", None)
-        return int8(self.vocabulary) if int8 is not None and self.routers else None
+            request.judge(depth, nothing)
 
     def _watched(self, place: tuple[int, Exit]) -> list[int]:
         depth, at = place
@@ -66,23 +57,23 @@ class CalibratedPolicy(ExitPolicy):
         inputs, memories = at.head.seen(depth, self.num_layers)
         return [*inputs, *memories]
 
-    def judge(self, depth: int, guess: torch.Tensor, head: Head) -> tuple[torch.Tensor, torch.Tensor]:
-        """Map (n, hidden) guesses of an exit to the logits of its vocabulary and (n,) scores."""
-        if self.int8_head is not None:
-            return self.int8_head.judge(guess, self.routers[depth])
-        own = self.exits[depth].head
-        logits = own.logits(guess) if isinstance(own, EagleHead) else head(guess, self.vocabulary)
-        return logits, self.exits[depth].router(guess, logits)
+    def check_model(self, adapter: ModelAdapter) -> None:
+        made_for, there = _words(self.dtype, self.device), _words(adapter.model.dtype, adapter.device)
+        if made_for != there:
+            raise ValueError(
+                f"these exits were made for a model in {made_for}; this one is in {there}. Give the engine the path of their "
+                f"router file, or make a policy for this model: file.policy(engine.adapter)."
+            )
 
-    def start(self, rows: int, head: Head) -> ExitPolicy:
-        adapter = getattr(head, "__self__", None)  # the owner of the head; a policy may serve several engines
-        if adapter is not None:
-            head = adapter.head if head is None else head
-        self.int8_head = self._int8_head(head)
+    def start(self, rows: int, head: Head) -> _Request:
         return _Request(self, rows, head)
 
     def score(self, candidates: Candidates) -> torch.Tensor:
         raise RuntimeError("a calibrated policy decides through what `start` returns.")
+
+
+def _words(dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')} on {device}"
 
 
 def _on_model_logits(at: Exit) -> Router | None:
@@ -98,12 +89,25 @@ class _Request(ExitPolicy):
         self.policy = policy
         self.watches = policy.watches
         self.head = head
+        int8 = getattr(head, "int8", None)
+        # made from the current weights; None if there is no compiled code for it
+        self.int8_head = int8(policy.vocabulary) if int8 is not None and policy.routers else None
         self.memories = {
             depth: HeadMemory(at.head, depth, policy.num_layers, rows, policy.compiled[depth])
             for depth, at in policy.exits.items()
             if isinstance(at.head, RememberingHead)
         }
         self._scored: tuple[list[int], torch.Tensor] = ([], torch.zeros(0))  # rows last scored, and their logits
+
+    def judge(self, depth: int, guess: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map (n, hidden) guesses of an exit to the logits of its vocabulary and (n,) scores."""
+        policy = self.policy
+        if self.int8_head is not None:
+            logits, scores = self.int8_head.judge(guess, policy.routers[depth])
+            return logits, scores
+        head = policy.exits[depth].head
+        logits = head.logits(guess) if isinstance(head, EagleHead) else self.head(guess, policy.vocabulary)
+        return logits, policy.exits[depth].router(guess, logits)
 
     def observe(self, depth: int, row: int, position: int, states: torch.Tensor) -> None:
         for memory in self.memories.values():
@@ -121,13 +125,13 @@ class _Request(ExitPolicy):
             memory.paste(row, copied[depth], length)
 
     def score(self, candidates: Candidates) -> torch.Tensor:
-        policy, depth = self.policy, candidates.depth
+        depth = candidates.depth
         if depth in self.memories:
             guess = self.memories[depth].guess(candidates.rows, candidates.positions)
         else:
-            guess = policy.exits[depth].head(candidates.states)
+            guess = self.policy.exits[depth].head(candidates.states)
         guess = guess.to(candidates.states.dtype)
-        logits, scores = policy.judge(depth, guess, self.head)
+        logits, scores = self.judge(depth, guess)
         self._scored = candidates.rows, logits
         return scores
 

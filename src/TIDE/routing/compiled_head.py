@@ -47,7 +47,8 @@ class CompiledHead:
         fields: list[Any] = [x.detach().numpy() for x in centers]
         fields += [quantize_int8(x.detach().numpy()) for x in (head.fuse.weight, recall)]
         self.entry = Entry(*[*fields, EPS])
-        self._cos = self._sin = np.zeros((0, 0), np.float32)
+        none = np.zeros((0, 0), np.float32)
+        self._angles: tuple[np.ndarray, ...] = none, none  # cosines and sines, exchanged at once: threads share them
         self._compile()
 
     def remember(self, deep: np.ndarray) -> np.ndarray:
@@ -56,9 +57,9 @@ class CompiledHead:
 
     def feed(self, row: int, span: range, kept: Kept) -> np.ndarray:
         """Return the (hidden,) guess for the last position of a row's span, and store K/V of all of it: see `memory.py`."""
-        self._grow_tables(span.stop)
+        cos, sin = self._angles_of(span.stop)
         seen = kept.shallow, kept.before, kept.keys, kept.values
-        return self.ops.memory_block(self.entry, self.layer, self._cos, self._sin, row, span.start, span.stop, *seen)
+        return self.ops.memory_block(self.entry, self.layer, cos, sin, row, span.start, span.stop, *seen)
 
     def _compile(self) -> None:
         """Compile the code ahead of the first request."""
@@ -69,10 +70,13 @@ class CompiledHead:
         self.feed(0, range(1), Kept(*states, *heads))
         self.remember(states[1][0])
 
-    def _grow_tables(self, length: int) -> None:
-        if length > len(self._cos):
-            positions = torch.arange(max(length, 2 * len(self._cos)))[None]
-            self._cos, self._sin = (part[0, 0].numpy() for part in self.head.angles(positions, torch.float32))
+    def _angles_of(self, length: int) -> tuple[np.ndarray, ...]:
+        """Return cosines and sines of the first positions, `length` at least."""
+        angles = self._angles
+        if length > len(angles[0]):
+            positions = torch.arange(max(length, 2 * len(angles[0])))[None]
+            self._angles = angles = tuple(part[0, 0].numpy() for part in self.head.angles(positions, torch.float32))
+        return angles
 
 
 def _rounded(head: MemoryHead, ops: ModuleType) -> MemoryHead:

@@ -8,8 +8,9 @@ Rebuilding allocates nothing until the tensors are checked against the sizes: a 
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ class Exit:
     def sizes(self) -> HeadSizes:
         sizes: Any = self.head.sizes
         return sizes
+
+    def copied(self, device: torch.device, dtype: torch.dtype) -> Exit:
+        """Return a copy where a model is: the head in its dtype, the router in fp32."""
+        head, router = copy.deepcopy((self.head, self.router))
+        return replace(self, head=head.to(device, dtype), router=router.to(device, torch.float32))
 
     def describe(self) -> dict[str, Any]:
         """Return everything except the tensors."""

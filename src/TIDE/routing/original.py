@@ -8,13 +8,17 @@ exit's.
 
 from __future__ import annotations
 
+import copy
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from TIDE.routing.policy import Candidates, ExitPolicy
 from TIDE.routing.router import Router
+
+if TYPE_CHECKING:
+    from TIDE.adapters.adapter import ModelAdapter
 
 logger = logging.getLogger(__name__)
 ORIGIN = "tide-inference 0.2.1"
@@ -38,8 +42,7 @@ class RouterPolicy(ExitPolicy):
         self.checkpoints = tuple(routers)
 
     def score(self, candidates: Candidates) -> torch.Tensor:
-        router = self.routers[candidates.depth].to(candidates.states.device)
-        return router(candidates.states)
+        return self.routers[candidates.depth](candidates.states)
 
 
 def is_original(content: Any) -> bool:
@@ -58,8 +61,9 @@ def read_original(content: dict[str, Any], path: object) -> dict[int, Router]:
     return dict(sorted(routers.items()))
 
 
-def original_policy(routers: dict[int, Router], hidden_dim: int, num_layers: int, path: object) -> RouterPolicy:
-    """Return the exit policy of routers, given by depth, for a model of these sizes."""
+def original_policy(routers: dict[int, Router], adapter: ModelAdapter, path: object) -> RouterPolicy:
+    """Return the exit policy of copies of routers, given by depth, for an adapter's model."""
+    hidden_dim, num_layers, device = adapter.hidden_dim, adapter.num_layers, adapter.device
     made_for = next(iter(routers.values())).down.in_features
     if made_for != hidden_dim or max(routers) > num_layers:
         raise ValueError(
@@ -69,7 +73,7 @@ def original_policy(routers: dict[int, Router], hidden_dim: int, num_layers: int
         )
     if num_layers in routers:
         logger.warning("%s has a router after the last layer, where nothing is left to skip; it is not used.", path)
-    return RouterPolicy({depth: router for depth, router in routers.items() if depth < num_layers})
+    return RouterPolicy({depth: copy.deepcopy(router).to(device) for depth, router in routers.items() if depth < num_layers})
 
 
 def _router(hidden_dim: int, bottleneck_dim: int, weights: dict[str, torch.Tensor]) -> Router:

@@ -20,6 +20,7 @@ from TIDE.routing.certificate import Certificate
 from TIDE.routing.settling import Settling
 
 if TYPE_CHECKING:
+    from TIDE.adapters.adapter import ModelAdapter
     from TIDE.routing.router_file import RouterFile
 
 Head = Callable[..., torch.Tensor]  # (n, hidden) states [, (v,) token ids] -> (n, vocabulary or v) logits
@@ -61,6 +62,9 @@ class ExitPolicy(ABC):
     settling: Settling | None = None
     min_layers: int = 0
     max_pending: int = 8
+
+    def check_model(self, adapter: ModelAdapter) -> None:  # noqa: B027 (most serve any model)
+        """Raise if it was made for a model of another dtype, or on another device, than an adapter's."""
 
     @abstractmethod
     def score(self, candidates: Candidates) -> torch.Tensor:

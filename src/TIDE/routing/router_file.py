@@ -195,7 +195,7 @@ class RouterFile(ModelHubMixin):
         self.check_model(adapter)
         if self.facts.get("origin") == ORIGIN:
             routers = {depth: at.router for depth, at in self.exits.items() if isinstance(at.router, Router)}
-            return original_policy(routers, adapter.hidden_dim, adapter.num_layers, where)
+            return original_policy(routers, adapter, where)
         hidden_dim = self.exits[max(self.exits)].sizes.hidden_dim
         if hidden_dim != adapter.hidden_dim or max(self.exits) >= adapter.num_layers:
             raise ValueError(

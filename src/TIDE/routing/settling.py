@@ -12,6 +12,7 @@ plain state propagation; `FittedSettling` has a map for each deeper depth, fitte
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -114,9 +115,10 @@ class FittedSettling(Settling):
             yield depth
 
     def to(self, device: torch.device, dtype: torch.dtype) -> FittedSettling:
-        """Return the same where a model is: maps in its dtype, the router in fp32."""
+        """Return a copy where a model is: maps in its dtype, the router in fp32."""
         maps = {depth: own.to(device, dtype) for depth, own in self.maps.items()}
-        return FittedSettling(self.depth, self.router.to(device), maps, self.threshold, self.figures)
+        router = copy.deepcopy(self.router).to(device, torch.float32)
+        return FittedSettling(self.depth, router, maps, self.threshold, self.figures)
 
     # ---- in a router file ----------------------------------------------------------------------------------------------------
 
