@@ -91,10 +91,10 @@ def run(options: argparse.Namespace) -> Record:
 
 def on_the_host(adversary: Adversary, tokens: int) -> Text:
     """Write a text as a row on the host is written."""
-    from TIDE.engine.schedule.costs import Costs
+    from TIDE.engine.schedule.costs import Costs, RoundCosts
     from TIDE.engine.schedule.draft_budget import DraftBudget, Experience
 
-    costs = Costs()
+    costs = RoundCosts(Costs())
     costs.step.add(1.0)
     costs.exit.add(EXIT)
     for count, steps in PASSES.items():

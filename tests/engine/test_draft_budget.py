@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -9,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from TIDE.engine.schedule.acceptance import FIRST_REST, LONGEST_REST
-from TIDE.engine.schedule.costs import LATEST, ClippedMean, Costs, Undisturbed
+from TIDE.engine.schedule.costs import LATEST, ClippedMean, Costs, RoundCosts, Undisturbed
 from TIDE.engine.schedule.draft_budget import BETWEEN, TRIAL, DraftBudget, Experience
 from TIDE.engine.schedule.draft_length import LOOKS
 
 
-def some_costs(step=1.0, exit_=0.1, passes=(1.0, 1.1, 1.2, 1.3, 2.3)) -> Costs:
+def some_costs(step=1.0, exit_=0.1, passes=(1.0, 1.1, 1.2, 1.3, 2.3)) -> RoundCosts:
     """Deep passes of 1 to 5 tokens; the fifth is dear."""
-    costs = Costs()
+    costs = RoundCosts(Costs())
     costs.step.add(step)
     costs.exit.add(exit_)
     for tokens, seconds in enumerate(passes, 1):
@@ -36,7 +39,7 @@ def a_budget(costs=None, experience=None, weighs=True) -> DraftBudget:
 
 
 def test_nothing_is_asked_before_a_full_step_was_timed():
-    budget = a_budget(Costs())
+    budget = a_budget(RoundCosts(Costs()))
     assert not budget.should_draft(10)
     budget.costs.step.add(1.0)
     assert budget.should_draft(10)
@@ -177,7 +180,7 @@ def test_a_mean_stays_within_what_it_saw(values):
 
 
 def test_a_place_between_measured_passes_costs_its_part():
-    costs = Costs()
+    costs = RoundCosts(Costs())
     costs.step.add(1.0)
     costs.saw_pass(1, 1.0)
     costs.saw_pass(5, 1.8)
@@ -198,7 +201,7 @@ def test_exits_that_seemed_too_slow_are_tried_again_after_a_rest():
 
 def test_a_busy_moment_is_not_held_against_drafts_for_good():
     """The first pass with a draft took four steps. Later ones would take 1.1, and texts are short: 64 tokens each."""
-    costs, experience, slow, drafted = Costs(), Experience(), [4.0], []
+    costs, experience, slow, drafted = RoundCosts(Costs()), Experience(), [4.0], []
     for _ in range(4):
         budget, size, drafts = a_budget(costs, experience), 10, 0
         while size < 74:
@@ -316,3 +319,55 @@ def test_costs_of_rows_together_are_their_own():
     assert (costs.step.mean, costs.deep(8), costs.deep(10)) == (2.0, 1.0, pytest.approx(1.25))
     costs.begin_round(1)
     assert (costs.step.mean, costs.deep(2)) == (1.0, pytest.approx(1.1))
+
+
+@pytest.fixture
+def hurried_threads():
+    """Threads that take turns as often as they can."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+def at_once(*tasks) -> None:
+    """Run tasks in threads that begin together; raise what one of them raised."""
+    begin = threading.Barrier(len(tasks))
+
+    def run(task):
+        begin.wait()
+        task()
+
+    with ThreadPoolExecutor(len(tasks)) as threads:
+        for done in [threads.submit(run, task) for task in tasks]:
+            done.result()
+
+
+def test_threads_that_share_costs_keep_their_own_rounds(hurried_threads):
+    shared, experience = Costs(), some_experience()
+    shared.exit.add(0.01)
+
+    def decode(rows):
+        costs = RoundCosts(shared)
+        budget = a_budget(costs, experience)
+        for size in range(3000):
+            costs.begin_round(rows)
+            drafts = 0
+            while budget.should_draft(size) and drafts < 5 and budget.should_exit(0.99):
+                drafts += 1
+            assert (costs.rows, costs.tokens) == (rows, rows + drafts)
+            costs.saw_pass(costs.tokens, 1.0 + 0.01 * costs.tokens)
+            budget.record_round(size, drafts + 1)
+
+    at_once(lambda: decode(1), lambda: decode(3))
+
+
+def test_threads_read_captured_rounds_that_others_record(hurried_threads):
+    costs = Costs()
+
+    def decode():
+        for slots in range(30_000):
+            costs.saw_round(slots, 0, 1.0)
+            assert costs.captured_round(slots + 1, 0) in (None, 1.0)
+
+    at_once(decode, decode)

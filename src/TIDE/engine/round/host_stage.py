@@ -29,7 +29,7 @@ from TIDE.engine.round.sampler import Sampler
 from TIDE.engine.round.segments import Segments
 from TIDE.engine.row import Draft, RoundResult, Row
 from TIDE.engine.runners.base import Runner
-from TIDE.engine.schedule.costs import Costs
+from TIDE.engine.schedule.costs import Costs, RoundCosts
 from TIDE.routing.policy import Candidates, ExitPolicy
 from TIDE.stats import Clock, Seconds
 
@@ -70,7 +70,7 @@ class HostStage:
         self.plan = plan
         self.source = policy
         self.sampler = sampler
-        self.costs = costs
+        self.costs = RoundCosts(costs)
         self.most_rows = most_rows
         self.policy = None if policy is None else policy.start(most_rows, runner.head)
         self.beginnings = Beginnings(runner, plan, policy, self.policy, texts)
@@ -114,6 +114,8 @@ class HostStage:
         row.slot = next(slot for slot in count_up() if slot not in taken)
         row.drafts = []
         row.exits_in_a_row = 0
+        if row.budget is not None:
+            row.budget.costs = self.costs
         self.rows.append(row)
         self.joining.append(row)
         self.segments.make_room(row.slot + 1)

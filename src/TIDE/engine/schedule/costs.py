@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left, insort
 from collections import deque
+from itertools import count
 
 LATEST = 64  # timings of captured rounds that are remembered
 LATELY = 256  # timed rounds, of any number of drafts, for which they are: after long texts come short ones
@@ -57,7 +59,48 @@ class Undisturbed:
 
 
 class Costs:
-    """Seconds of the parts of a round, and of rounds that are launched as a whole.
+    """Seconds of the parts of a round, and of rounds that are launched as a whole, on this machine. Threads share them: what
+    belongs to one round is in `RoundCosts`."""
+
+    def __init__(self) -> None:
+        self.exit = ClippedMean()  # seconds up to and with an exit of one row
+        self.begun = count(1)  # numbers of rounds on the host
+        self._steps: dict[int, ClippedMean] = {}  # by rows
+        self._passes: dict[int, dict[int, ClippedMean]] = {}  # by rows, then by tokens: a deep pass, in steps
+        self._rounds: dict[int, dict[int, Undisturbed]] = {}  # by slots, then by drafts: captured rounds
+        self._timed: dict[int, int] = {}  # by slots: captured rounds recorded so far
+        self._lock = threading.Lock()  # of captured rounds
+
+    def step(self, rows: int) -> ClippedMean:
+        """Seconds of a step of some rows, as of now."""
+        return self._steps.setdefault(rows, ClippedMean())
+
+    def passes(self, rows: int) -> dict[int, ClippedMean]:
+        """By tokens: a deep pass of some rows, in steps."""
+        return self._passes.setdefault(rows, {})
+
+    def rounds(self, slots: int) -> dict[int, Undisturbed]:
+        """By drafts: captured rounds on `slots` slots."""
+        return self._rounds.setdefault(slots, {})
+
+    def saw_round(self, slots: int, drafts: int, seconds: float) -> None:
+        """Record a captured round."""
+        with self._lock:
+            self._timed[slots] = self._timed.get(slots, 0) + 1
+            self.rounds(slots).setdefault(drafts, Undisturbed()).add(seconds, self._timed[slots])
+
+    def captured_round(self, slots: int, drafts: int) -> float | None:
+        """Return the seconds of a captured round: measured, or those of the next shorter one and a guess for the rest."""
+        with self._lock:
+            rounds = self.rounds(slots)
+            if 0 not in rounds:
+                return None
+            known = max(length for length in rounds if length <= drafts)
+            return rounds[known].seconds + GUESS * rounds[0].seconds * (drafts - known)
+
+
+class RoundCosts:
+    """Costs as the rounds of one stage see them.
 
     A step is a pass of one token of each row. Deep passes are kept as multiples of a step of as many rows, and every pass
     updates the seconds of that: texts grow, and a timing of a long one must not stand for a short one. Rows share a pass: its
@@ -66,32 +109,28 @@ class Costs:
     Attributes:
         rows: of the round at hand.
         tokens: that its deep pass has so far.
-        round: its number.
+        number: of the round, among those of all stages.
     """
 
-    def __init__(self) -> None:
-        self.exit = ClippedMean()  # seconds up to and with an exit of one row
-        self._steps: dict[int, ClippedMean] = {}  # by rows
-        self._passes: dict[int, dict[int, ClippedMean]] = {}  # by rows, then by tokens: a deep pass, in steps
-        self._rounds: dict[int, dict[int, Undisturbed]] = {}  # by slots, then by drafts: captured rounds
-        self._timed: dict[int, int] = {}  # by slots: captured rounds recorded so far
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
         self.rows = self.tokens = 1
-        self.round = 0
+        self.number = 0
 
     def begin_round(self, rows: int) -> None:
         """Start a round on the host, with one token of each row."""
         self.rows = self.tokens = rows
-        self.round += 1
+        self.number = next(self.costs.begun)
+
+    @property
+    def exit(self) -> ClippedMean:
+        """Seconds up to and with an exit of one row."""
+        return self.costs.exit
 
     @property
     def step(self) -> ClippedMean:
         """Seconds of a step of the rows at hand, as of now."""
-        return self._steps.setdefault(self.rows, ClippedMean())
-
-    @property
-    def passes(self) -> dict[int, ClippedMean]:
-        """By tokens: a deep pass of the rows at hand, in steps."""
-        return self._passes.setdefault(self.rows, {})
+        return self.costs.step(self.rows)
 
     @property
     def worth(self) -> float:
@@ -100,22 +139,14 @@ class Costs:
 
     def saw_pass(self, tokens: int, seconds: float) -> None:
         """Record a deep pass of the rows at hand."""
+        step = self.step
         if tokens == self.rows:
-            self.step.add(seconds)
-        elif self.step.mean is not None:
-            known = self.passes.setdefault(tokens, ClippedMean())
+            step.add(seconds)
+        elif step.mean is not None:
+            known = self.costs.passes(self.rows).setdefault(tokens, ClippedMean())
             if known.mean is not None:
-                self.step.add(seconds / known.mean)
-            known.add(min(seconds / self.step.mean, 2.0 * tokens / self.rows))
-
-    def rounds(self, slots: int) -> dict[int, Undisturbed]:
-        """By drafts: captured rounds on `slots` slots."""
-        return self._rounds.setdefault(slots, {})
-
-    def saw_round(self, slots: int, drafts: int, seconds: float) -> None:
-        """Record a captured round."""
-        self._timed[slots] = self._timed.get(slots, 0) + 1
-        self.rounds(slots).setdefault(drafts, Undisturbed()).add(seconds, self._timed[slots])
+                step.add(seconds / known.mean)
+            known.add(min(seconds / step.mean, 2.0 * tokens / self.rows))
 
     @property
     def guess(self) -> float:
@@ -128,9 +159,9 @@ class Costs:
         A pass takes no longer than one of more tokens: where it seems so, its timing is of a busy moment.
         """
         known, least = {self.rows: 1.0}, float("inf")
-        for count in sorted(self.passes, reverse=True):
-            least = min(least, self.passes[count].mean or least)
-            known[count] = max(1.0, least)
+        for size, steps in sorted(self.costs.passes(self.rows).items(), reverse=True):
+            least = min(least, steps.mean or least)
+            known[size] = max(1.0, least)
         below = max((n for n in known if n <= tokens), default=self.rows)
         above = min((n for n in known if n > tokens), default=None)
         slope = self.guess if above is None else (known[above] - known[below]) / (above - below)
@@ -139,11 +170,3 @@ class Costs:
     def marginal_cost(self, tokens: int) -> float:
         """Return the steps that one more token costs in a deep pass of `tokens`."""
         return max(0.0, self.deep(tokens + 1) - self.deep(tokens))
-
-    def captured_round(self, slots: int, drafts: int) -> float | None:
-        """Return the seconds of a captured round: measured, or those of the next shorter one and a guess for the rest."""
-        rounds = self.rounds(slots)
-        if 0 not in rounds:
-            return None
-        known = max(length for length in rounds if length <= drafts)
-        return rounds[known].seconds + GUESS * rounds[0].seconds * (drafts - known)

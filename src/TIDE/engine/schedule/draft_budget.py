@@ -22,7 +22,7 @@ request it is: they wait for it.
 from __future__ import annotations
 
 from TIDE.engine.schedule.acceptance import FIRST_REST, LONGEST_REST, Acceptance, Rest
-from TIDE.engine.schedule.costs import Costs, RunningMean
+from TIDE.engine.schedule.costs import RoundCosts, RunningMean
 
 FIRST_GAIN = 0.5  # of what a token is worth: gain of an exit before any score was seen
 HOPELESS, LATE_START = 16, 64  # exits without an accepted draft after which the next texts begin with a rest, and its tokens
@@ -62,10 +62,11 @@ class DraftBudget:
 
     Args:
         size: tokens of its prompt.
+        costs: of the stage that the row is in.
         weighs: weigh scores against time; otherwise a threshold decides, and only rests are decided here.
     """
 
-    def __init__(self, size: int, costs: Costs, experience: Experience, weighs: bool = True) -> None:
+    def __init__(self, size: int, costs: RoundCosts, experience: Experience, weighs: bool = True) -> None:
         self.costs = costs
         self.experience = experience
         self.weighs = weighs
@@ -96,7 +97,7 @@ class DraftBudget:
 
     def _may_try(self, size: int) -> bool:
         """Use up a trial of a row that has no draft yet; without one left the row rests."""
-        if len(self.odds) > 1 or (self.costs.rows > 1 and not self.experience.may_try(self, self.costs.round)):
+        if len(self.odds) > 1 or (self.costs.rows > 1 and not self.experience.may_try(self, self.costs.number)):
             return False
         if not self._trials:
             self._take_rest(size)

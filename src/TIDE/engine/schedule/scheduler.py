@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from TIDE.engine.plan import Plan
 from TIDE.engine.round.round import Launched
 from TIDE.engine.row import RoundResult, Row
-from TIDE.engine.schedule.costs import Costs
+from TIDE.engine.schedule.costs import Costs, RoundCosts
 from TIDE.engine.schedule.draft_budget import DraftBudget, Experience
 from TIDE.engine.schedule.draft_length import DraftLength
 from TIDE.kernels.trees import TreeShape
@@ -30,7 +30,7 @@ class Scheduler:
         """Prepare for another text."""
         self.length.begin(row)
         if plan.rests:
-            row.budget = DraftBudget(row.size, self.costs, self.experience, plan.weighs)
+            row.budget = DraftBudget(row.size, RoundCosts(self.costs), self.experience, plan.weighs)
 
     def _of(self, tree: TreeShape | None) -> DraftLength:
         """Return what decides about trees of a shape; None: about drafts in a row."""
