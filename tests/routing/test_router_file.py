@@ -20,7 +20,9 @@ from TIDE.models.default import default_router
 from TIDE.routing import storage
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.certificate import Certificate, Settings
+from TIDE.routing.router import Router
 from TIDE.routing.router_file import RouterFile
+from TIDE.routing.settling import FittedSettling
 
 SUFFIXES = ["safetensors", "pt"]
 STRATEGIES = ["identity", "lens", "memory"]  # whose exits may stand at several depths
@@ -113,8 +115,19 @@ def spoil_weight(file: RouterFile) -> None:
     file.exits[1].head.qkv.weight.data[0, 0] = float("inf")
 
 
+def spoil_temperature(value: float, dtype: torch.dtype = torch.float32):
+    def spoil(file: RouterFile) -> None:
+        file.exits[2].router.temperature = torch.tensor(value, dtype=dtype)
+
+    return spoil
+
+
 SPOILT = {
     "weights": (spoil_weight, "at depth 1, head.qkv.weight holds weights that are not finite numbers"),
+    "temperature": (spoil_temperature(0), "at depth 2, router.temperature holds numbers that are not above 0"),
+    "negative temperature": (spoil_temperature(-1), "at depth 2, router.temperature holds numbers that are not above 0"),
+    "tiny temperature": (spoil_temperature(1e-300, torch.float64), "router.temperature holds numbers that are not above 0"),
+    "spread": (lambda file: file.exits[0].head.deep_spread[3:4].zero_(), "head.deep_spread holds numbers that are not above 0"),
     "checkpoints": (lambda file: setattr(file, "checkpoints", (0, 7)), r"checkpoints among the exits \[0, 1, 2, 3\].*\[0, 7\]"),
     "order": (lambda file: setattr(file, "checkpoints", (2, 0)), r"rising, found \[2, 0\]"),
     "depths": (lambda file: setattr(file, "exits", {2: file.exits[2], 0: file.exits[0]}), "exits at rising depths"),
@@ -150,6 +163,13 @@ def test_a_useless_file_is_not_loaded(tmp_path, monkeypatch, name):
         file.save(path)
     with pytest.raises(ValueError, match="router.safetensors is damaged: "):
         RouterFile.load(path)
+
+
+def test_exits_in_the_prompt_whose_temperature_is_0_are_useless():
+    settling = FittedSettling(1, Router(64, 8, 1), {})
+    assert settling.wrong() is None
+    settling.router.temperature.zero_()
+    assert settling.wrong() == "settling.router.temperature is not above 0"
 
 
 class Hostile:

@@ -21,6 +21,7 @@ from TIDE.routing.heads import HEADS, HeadSizes
 from TIDE.routing.router import OwnProbability, Router
 
 EAGLE3 = "eagle3"
+DIVISORS = ("router.temperature", "_spread")  # tensors that others are divided by
 KINDS: dict[str, Any] = HEADS | {EAGLE3: EagleHead}  # exit heads by strategy: those of calibration, and an imported one
 
 
@@ -77,6 +78,8 @@ class Exit:
         for name, tensor in (self.head_tensors(0) | self.router_tensors(0)).items():
             if not tensor.isfinite().all():
                 return f"{name.split('.', 2)[-1]} holds weights that are not finite numbers"
+            if name.endswith(DIVISORS) and not (tensor.float() > 0).all():
+                return f"{name.split('.', 2)[-1]} holds numbers that are not above 0"
         return None
 
 

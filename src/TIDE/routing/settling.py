@@ -151,6 +151,8 @@ class FittedSettling(Settling):
         for name, tensor in self.tensors().items():
             if not tensor.isfinite().all():
                 return f"{name} holds weights that are not finite numbers"
+        if not self.router.temperature.float() > 0:
+            return f"{PREFIX}router.temperature is not above 0"
         return None
 
 
