@@ -238,6 +238,39 @@ def test_a_damaged_document_is_an_error_that_says_what_is_wrong(tmp_path, name, 
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("name", ["format", "strategy", "tensor"])
+def test_a_refusal_repeats_little_of_what_a_file_says(tmp_path, name, suffix):
+    long, path = "x" * 10_000, tmp_path / f"router.{suffix}"
+    changes = {"format": lambda d: d.update(format=long), "strategy": lambda d: d.update(strategy=long)}
+    storage.write(path, edited(changes.get(name), {f"exits.{long}": torch.ones(2)} if name == "tensor" else None))
+    with pytest.raises(ValueError, match="router.* (has format|is damaged)") as caught:
+        RouterFile.load(path)
+    assert len(str(caught.value)) < len(str(path)) + 700
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_refusal_repeats_little_of_files_of_other_kinds(tmp_path, suffix):
+    long, path = "x" * 10_000, tmp_path / f"router.{suffix}"
+    if suffix == "pt":
+        torch.save({long: 1}, path)
+    else:
+        save_file({"weights": torch.ones(2)}, path, {long: "pt"})
+    with pytest.raises(ValueError, match="is not a router file") as caught:
+        RouterFile.load(path)
+    assert len(str(caught.value)) < len(str(path)) + 700
+
+
+def test_a_file_of_very_many_tensors_is_refused_before_they_are_read(tmp_path, monkeypatch):
+    tensors = {str(number): torch.zeros(0) for number in range(storage.MOST_TENSORS + 1)}
+    save_file(tensors, tmp_path / "router.safetensors", {"tide": "{}"})
+    digested = []
+    monkeypatch.setattr(storage.Stored, "digest", digested.append)
+    with pytest.raises(ValueError, match="holds 20001 tensors, .* 20000 at most"):
+        RouterFile.load(tmp_path / "router.safetensors")
+    assert not digested
+
+
 def test_files_from_before_there_were_certificates_load_without_one(tmp_path):
     path = tmp_path / "router.safetensors"
     storage.write(path, edited(lambda d: d.pop("certificate")))

@@ -55,7 +55,7 @@ def read_original(content: dict[str, Any], path: object) -> dict[int, Router]:
         sizes = int(content["hidden_dim"]), int(content["bottleneck_dim"])
         routers = {int(layer) + 1: _router(*sizes, weights) for layer, weights in content["router_layers"].items()}
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as problem:
-        raise ValueError(f"{path} is damaged: its routers do not fit its sizes ({problem}). Make it again.") from problem
+        raise ValueError(f"{path} is damaged: its routers do not fit its sizes ({problem!s:.300}). Make it again.") from problem
     if not routers:
         raise ValueError(f"{path} holds no routers. Make it again.")
     return dict(sorted(routers.items()))

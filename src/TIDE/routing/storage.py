@@ -27,6 +27,11 @@ from safetensors.torch import save as safetensors_bytes
 SUFFIXES = (".safetensors", ".pt")
 KEY, CHECKSUM = "tide", "sha256"
 SCALE = ".scale"
+MOST_TENSORS = 20_000  # each takes time to read, also one without a number
+
+
+class TooManyTensors(ValueError):
+    """A file that would take long to read."""
 
 
 class Stored(NamedTuple):
@@ -90,6 +95,8 @@ def read(path: Path) -> Any:
     try:
         content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pt(path)
         is_changed = isinstance(content, Stored) and content.is_changed
+    except TooManyTensors as problem:
+        raise ValueError(f"{path} was not loaded: {problem}. Get it again from where it came.") from problem
     except Exception as problem:  # a damaged file can fail in any way
         raise ValueError(
             f"{path} was not loaded: it is truncated, damaged, or holds more than tensors and plain values "
@@ -108,6 +115,8 @@ def _read_safetensors(path: Path) -> Any:
         metadata = file.metadata() or {}
         if KEY not in metadata:
             return metadata
+        if (count := len(file.keys())) > MOST_TENSORS:
+            raise TooManyTensors(f"it holds {count} tensors, and a router file {MOST_TENSORS} at most")
         # cloned: the tensors are mapped to the file, which may change
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         return Stored(metadata[KEY], tensors, tensors.pop(CHECKSUM, None))
