@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
+import subprocess
+import sys
 import threading
 from itertools import pairwise
 
@@ -381,3 +384,14 @@ def test_gradients_reach_the_states_and_nothing_else(llama):
     assert states.grad is not None
     assert not adapter.head(states).requires_grad
     adapter.close()
+
+
+def test_an_engine_that_nobody_closed_says_nothing_when_python_ends():
+    """Modules are taken apart then, and it outlasts some that it needs."""
+    script = "import torch, TIDE; from families import build; torch.engine = TIDE.TIDE(build('llama'))"
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert done.returncode == 0
+    assert "Exception ignored" not in done.stderr, done.stderr

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -92,6 +93,7 @@ class ModelAdapter:
 
     def __init__(self, model: PreTrainedModel, is_idle: Callable[[], bool] | None = None) -> None:
         self._fitted: list[nn.Module] = []
+        weakref.finalize(self, _unpatch_all, self._fitted).atexit = False  # when Python ends, nothing is put back
         self._is_idle = is_idle
         self._before: ModelAdapter | None = None  # that had the model
         self._was_replaced = False
@@ -195,11 +197,7 @@ class ModelAdapter:
 
     def close(self) -> None:
         """Remove the patches, which leaves the model as it was before."""
-        while self._fitted:
-            unpatch(self._fitted.pop())
-
-    def __del__(self) -> None:
-        self.close()
+        _unpatch_all(self._fitted)
 
     @property
     def _task(self) -> _Task | None:
@@ -350,6 +348,11 @@ class ModelAdapter:
                 rows = head.weight[vocabulary].clone(), bias
             self._kept_rows[vocabulary] = kept = _Rows(head.weight, head.weight.data_ptr(), version(head.weight), rows)
         return kept.rows
+
+
+def _unpatch_all(modules: list[nn.Module]) -> None:
+    while modules:
+        unpatch(modules.pop())
 
 
 def _pick(values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
