@@ -229,8 +229,8 @@ def test_what_leaves_does_not_depend_on_other_rows(llama, samples, compaction):
     options = dict(OPTIONS, max_new_tokens=20, do_sample=samples)
     file = a_file(llama, "memory", (0, 2), 0.5)
     with TIDE(llama, None, config) as engine:
-        engine.policy = file.policy(engine.adapter, engine.runner.head)
-        engine.plan = make_plan(config, engine.policy, engine.adapter)
+        policy = file.policy(engine.adapter, engine.runner.head)
+        engine._settings = engine._settings._replace(policy=policy, plan=make_plan(config, policy, engine.adapter))
         together = engine.generate(
             ids, attention_mask=torch.ones_like(ids), **options, **(dict(seed=[1, 2, 3, 4]) if samples else {})
         )

@@ -171,7 +171,7 @@ def test_graphs_of_one_draft_vocabulary_do_not_serve_another(ids, monkeypatch):
         seen = []
         for policy in (*policies, policies[0]):
             keys.clear()
-            engine.policy = policy
+            engine._settings = engine._settings._replace(policy=policy)
             engine.generate(ids, **OPTIONS)
             seen.append({key[-1] for key in keys if key[0] in ("round", "tree")})
     first, second, whole, again = seen

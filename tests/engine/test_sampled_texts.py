@@ -77,9 +77,9 @@ def engine(name: str) -> TIDE:
         found = TIDE(model, Everyone(*made["policy"]) if "policy" in made else None, TIDEConfig(max_pending=5))
         if "head" in made:
             strategy, depth = made["head"]
-            found.policy = a_file(model, strategy, (depth,), 0.0).policy(found.adapter, found.runner.head)
-            found.config = TIDEConfig(mode=made.get("mode"), max_pending=5, exit_threshold=0.0, max_exit_share=0.7)
-            found.plan = make_plan(found.config, found.policy, found.adapter)
+            policy = a_file(model, strategy, (depth,), 0.0).policy(found.adapter, found.runner.head)
+            config = TIDEConfig(mode=made.get("mode"), max_pending=5, exit_threshold=0.0, max_exit_share=0.7)
+            found._settings = type(found._settings)(config, policy, make_plan(config, policy, found.adapter))
         choice = triton_sampling if made.get("interpreted") else sampling
         return on_references(found, choice) if made.get("device") else found
 

@@ -75,8 +75,8 @@ def test_a_budget_is_left_for_rows_without_exits(exits):
     model = build("llama", num_hidden_layers=2)
     with on_references(with_exits(model, "memory")) as engine:
         size = engine.runner.make_store(None).block_bytes / 2**30
-        engine.plan = dataclasses.replace(engine.plan, cache_gib=100 * size)
-        engine.config = dataclasses.replace(engine.config, cache_gib=100 * size)
+        config, plan = (dataclasses.replace(own, cache_gib=100 * size) for own in (engine.config, engine.plan))
+        engine._settings = engine._settings._replace(config=config, plan=plan)
         engine.warm_up(rows=32, progress=False)
         row = engine.add(prompts(3)[2], exits=exits, do_sample=False, **OPTIONS)
         while not row.finished:

@@ -15,8 +15,9 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -31,7 +32,7 @@ from TIDE.engine.batch import Batch
 from TIDE.engine.cache.texts import Texts
 from TIDE.engine.decoding import Decoding
 from TIDE.engine.inputs import as_keywords, beside_rounds, check_ids, check_streamer, context_of, left_padding, take_ids
-from TIDE.engine.plan import make_plan
+from TIDE.engine.plan import Plan, make_plan
 from TIDE.engine.request import Request, prepare, refuse_ropes_that_change
 from TIDE.engine.round.device_drafter import why_not_planned
 from TIDE.engine.round.forward import forward, laid_out, output_of, rows_of
@@ -50,6 +51,14 @@ from TIDE.routing.source import load_router
 from TIDE.stats import ExitStats
 
 logger = logging.getLogger(__name__)
+
+
+class _Settings(NamedTuple):
+    """How requests are decoded."""
+
+    config: TIDEConfig
+    policy: ExitPolicy | None
+    plan: Plan
 
 
 class TIDE:
@@ -76,7 +85,7 @@ class TIDE:
         router = router_path if router is None else router
         if router is not None and not isinstance(router, str | Path | ExitPolicy):
             raise TypeError(f"router must be a path, an ExitPolicy, or None (no exits), found {type(router).__name__}.")
-        self.config = checked_config(config)
+        config = checked_config(config)
         self.model = model = unwrapped(model)
         file, policy = (load_router(router), None) if isinstance(router, str | Path) else (None, router)
         own = weakref.ref(self)
@@ -89,14 +98,15 @@ class TIDE:
                 warn_where_tokens_are_not_alone(self.adapter)
             self.runner = select_runner(self.adapter)
             _warn_of_dtype(self.runner)
-            self.policy = file.policy(self.adapter, self.runner.head) if file else policy
-            self.plan = make_plan(self.config, self.policy, self.adapter)
+            policy = file.policy(self.adapter, self.runner.head) if file else policy
+            self._settings = _Settings(config, policy, make_plan(config, policy, self.adapter))
         except BaseException:
             self.adapter.give_back()
             raise
         self.adapter.keep()
+        self._others: ContextVar[_Settings | None] = ContextVar("settings", default=None)  # of `using`, in its thread or task
         self.scheduler = Scheduler()
-        self.texts = Texts(self.config.cache_gib if self.adapter.device.type == "cpu" else None)
+        self.texts = Texts(config.cache_gib if self.adapter.device.type == "cpu" else None)
         self.last_rows: list[Row] = []
         self._batch: Batch | None = None
         self._adding = threading.Lock()
@@ -104,6 +114,25 @@ class TIDE:
         self._has_stepped = True  # since a row was added
         self._remembered = RememberedOptions()
         self._counts = Counts(self.adapter.num_layers)
+
+    @property
+    def _in_use(self) -> _Settings:
+        return self._others.get() or self._settings
+
+    @property
+    def config(self) -> TIDEConfig:
+        """The settings; inside `using`, those."""
+        return self._in_use.config
+
+    @property
+    def policy(self) -> ExitPolicy | None:
+        """The exits in use; None: every token runs all layers."""
+        return self._in_use.policy
+
+    @property
+    def plan(self) -> Plan:
+        """The settings and the exits, settled for the model."""
+        return self._in_use.plan
 
     @property
     def last_stats(self) -> ExitStats:
@@ -318,20 +347,20 @@ class TIDE:
 
     @contextmanager
     def using(self, config: TIDEConfig, exits: bool = True) -> Iterator[None]:
-        """Other settings for what is asked for inside; afterwards the engine is as it was, whatever happened.
+        """Other settings for what this thread (or asyncio task) asks for inside; afterwards they are as they were, whatever
+        happened.
 
         Args:
             config: takes the place of the engine's own.
             exits: False: every token runs all layers.
         """
         self._check_usable()
-        held = self.config, self.policy, self.plan
         policy = self.policy if exits else None
-        self.config, self.policy, self.plan = config, policy, make_plan(config, policy, self.adapter)
+        before = self._others.set(_Settings(config, policy, make_plan(config, policy, self.adapter)))
         try:
             yield
         finally:
-            self.config, self.policy, self.plan = held
+            self._others.reset(before)
 
     def close(self) -> None:
         """Leave the model as it was handed in. The engine cannot be used afterwards; its rows end with an error."""
