@@ -66,7 +66,6 @@ class Step(NamedTuple):
     """What a step did."""
 
     rows: list[Row]  # that had not ended before it
-    changed: list[Row]  # that got tokens or ended, also in steps before that were broken off
     seconds: float
 
 
@@ -105,6 +104,7 @@ class Batch:
         self._groups: list[Group] = []
         self._host_only: dict[Row, str] = {}  # rows that a device had no memory for
         self._open: dict[Row, int] = {}  # rows that have not ended, and how many tokens of them were reported
+        self._unreported: list[Row] = []  # rows that changed in steps that were broken off after they had ended their rounds
         self._lock = threading.Lock()  # of `_added` and `_open`
         self._stepping = threading.Lock()
         self._is_closed = False
@@ -128,8 +128,12 @@ class Batch:
             self._added += [Asked(row, plan, policy) for row in rows]
             self._open |= {row: len(row.tokens) for row in rows}
 
-    def step(self) -> Step:
-        """Give every row a round."""
+    def step(self, changed: list[Row] | None = None) -> Step:
+        """Give every row a round.
+
+        Args:
+            changed: gets the rows that got tokens or ended, also in steps before that were broken off.
+        """
         try:
             with self._stepping:
                 rows, began = self.rows, time.perf_counter()
@@ -140,7 +144,8 @@ class Batch:
                     if group.is_on_device:
                         self._let_older_rows_pass(group)
                     self._step(group)
-                return Step(rows, self._changed(), time.perf_counter() - began)
+                self._report([] if changed is None else changed)
+                return Step(rows, time.perf_counter() - began)
         finally:
             if self._is_closed:  # meanwhile
                 self.close()
@@ -152,12 +157,18 @@ class Batch:
         if group.loop.last_arrival < math.inf and not group.stage.rows:
             group.stage.close()
 
-    def _changed(self) -> list[Row]:
+    def _report(self, changed: list[Row]) -> None:
         with self._lock:
-            found = [row for row, size in self._open.items() if not row.removed and (row.finished or len(row.tokens) > size)]
+            new = [row for row, size in self._open.items() if row.finished or len(row.tokens) > size]
+            changed += [row for row in dict.fromkeys((*self._unreported, *new)) if not row.removed]
+            self._unreported = []
             self._open = {row: len(row.tokens) for row in self._open if not row.finished}
             self._host_only = {row: why for row, why in self._host_only.items() if row in self._open}
-        return found
+
+    def report_again(self, rows: Sequence[Row]) -> None:
+        """Report rows in the next step too: nobody has heard of them, for the step that reported them was broken off."""
+        with self._lock:
+            self._unreported += rows
 
     def close(self) -> None:
         """Give everything back that rows have, or let the step that is running do so. What the host keeps of their texts is for
@@ -192,6 +203,7 @@ class Batch:
         together = waiting + sum(len(group.loop.rows) for group in self._groups)
         for _ in range(waiting):
             asked = self._added[0]  # stays where it is until it is in a group, whatever happens
+            asked.row.resume()
             if not asked.row.finished:
                 self._take(asked, together)
             with self._lock:

@@ -142,7 +142,7 @@ class TIDE:
     @property
     def total_stats(self) -> ExitStats:
         """Counts of all requests so far, those included that are running or were broken off."""
-        return self._counts.all(() if self._batch is None else self._batch.rows)
+        return self._counts.all()
 
     @property
     def is_idle(self) -> bool:
@@ -284,6 +284,7 @@ class TIDE:
             policy = self.policy if exits else None
             plan = self.plan if config is None and exits else make_plan(config or self.config, policy, self.adapter)
             with self._sharing:
+                self._counts.begin(row)
                 self._shared_batch().add([row], plan, policy)
             self._has_stepped = False
         return row
@@ -297,9 +298,14 @@ class TIDE:
         """Give every row of the batch a round, and return the rows that got tokens or ended. Threads take turns."""
         self.adapter.check_open()  # the rest is checked when a row is added: it takes as long as a round
         self._has_stepped = True
-        step = self._shared_batch().step()
-        self._counts.saw_step(step.rows, [row for row in step.changed if row.finished], step.seconds)
-        return step.changed
+        batch, changed = self._shared_batch(), list[Row]()
+        try:
+            step = batch.step(changed)
+            self._counts.saw_step(step.rows, changed, step.seconds)
+            return changed
+        except BaseException:
+            batch.report_again(changed)
+            raise
 
     def remove(self, row: Row) -> None:
         """Take a row out of the batch before it has ended; nothing happens to one that has. Any thread may call it."""

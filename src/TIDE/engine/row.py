@@ -3,8 +3,8 @@
     tokens      the prompt, then tokens that are final
     drafts      tokens that exits predicted and the full model has not verified yet
 
-Tokens are appended, counted and ended in `extend`, and nowhere else. What goes wrong with one row ends that row only: see
-`fail`. All of this is on the host; `slot` says where the row's K/V are.
+Tokens are appended, counted and ended in `extend`, and nowhere else; `resume` makes up for an interrupt there. What goes wrong
+with one row ends that row only: see `fail`. All of this is on the host; `slot` says where the row's K/V are.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class Row:
     def __post_init__(self, seconds: Seconds | None) -> None:
         self.tokens = list(self.tokens)
         self.prompt = len(self.tokens)
+        self._checked = self.prompt  # size of the text about which the stop rule was asked last
         self.slot = self.index
         self.stats = ExitStats(self.num_layers, seed=self.sampling.seed, seconds=seconds or Seconds())
 
@@ -145,17 +146,28 @@ class Row:
         for draft in tokens:
             if self.finished:  # another thread has removed it
                 break
-            self.tokens.append(draft.token)
             self.decided.append(draft)
+            self.tokens.append(draft.token)
             self.stats.count_token(draft.depth, step + kept)
             self.exits += draft.depth < self.num_layers
             kept += 1
-            try:
-                if self.stop.ends(self):
-                    self.finished = True
-            except Exception as error:  # criteria may be the user's own
-                self.fail(error)
+            self._check_end()
         return kept
+
+    def _check_end(self) -> None:
+        """End the text if the stop rule says so about its newest token."""
+        try:
+            if self.stop.ends(self):
+                self.finished = True
+        except Exception as error:  # criteria may be the user's own
+            self.fail(error)
+        self._checked = len(self.tokens)
+
+    def resume(self) -> None:
+        """Go on after a step that may have been broken off between two tokens, or in the stop rule."""
+        del self.decided[len(self.tokens) - self.prompt :]
+        if self._checked < len(self.tokens) and not self.finished:
+            self._check_end()
 
 
 def total(rows: Sequence[Row], num_layers: int) -> ExitStats:
@@ -166,8 +178,15 @@ def total(rows: Sequence[Row], num_layers: int) -> ExitStats:
     return found
 
 
+class _Counted(NamedTuple):
+    """Exchanged as a whole, so that an interrupt leaves no request out and counts none twice."""
+
+    over: ExitStats  # of requests that are over, together
+    requests: tuple[tuple[Row, ...], ...]  # the others
+
+
 class Counts:
-    """The counts of an engine's requests. Rows that come and go, each a request of its own, are counted when they end.
+    """The counts of an engine's requests. Rows that come and go are requests of their own.
 
     Attributes:
         running: rows of the requests that are running, without those that come and go.
@@ -176,32 +195,47 @@ class Counts:
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
         self.running: list[list[Row]] = []
-        self._over = ExitStats(num_layers)
+        self._counted = _Counted(ExitStats(num_layers), ())
         self._lock = threading.Lock()
 
-    def all(self, others: Sequence[Row] = ()) -> ExitStats:
-        """Return the counts of all requests, with those of other rows that are running."""
-        rows = [*self.running, *([row] for row in others)]
-        return sum((total(own, self.num_layers) for own in rows), start=self._over)
+    def all(self) -> ExitStats:
+        """Return the counts of all requests."""
+        over, requests = self._counted
+        return sum((total(rows, self.num_layers) for rows in requests), start=over)
+
+    def begin(self, *rows: Row) -> None:
+        """Count a request from now on."""
+        with self._lock:
+            over, requests = self._counted
+            self._counted = _Counted(over, (*requests, rows))
+
+    def end(self, *rows: Row) -> None:
+        """Take down the counts of a request that is over, and let its rows go; nothing happens if that was done."""
+        with self._lock:
+            over, requests = self._counted
+            if rows in requests:
+                others = tuple(other for other in requests if other != rows)
+                self._counted = _Counted(over + total(rows, self.num_layers), others)
 
     @contextmanager
     def counted(self, rows: list[Row]) -> Iterator[None]:
         """Count a request from its first step on, however it ends."""
+        self.begin(*rows)
         self.running.append(rows)
         try:
             yield
         finally:
             self.running.remove(rows)
-            with self._lock:
-                self._over += total(rows, self.num_layers)
+            self.end(*rows)
 
-    def saw_step(self, rows: Sequence[Row], ended: Sequence[Row], seconds: float) -> None:
-        """Count a step of rows that come and go, and those that have ended since the one before."""
+    def saw_step(self, rows: Sequence[Row], changed: Sequence[Row], seconds: float) -> None:
+        """Count a step of rows that come and go."""
         with self._lock:
             for row in rows:
                 row.stats.seconds.whole += seconds
-            for row in ended:
-                self._over += total([row], self.num_layers)
+        for row in changed:
+            if row.finished:
+                self.end(row)
 
     def remove(self, row: Row) -> None:
         """End a row that comes and goes before its text does."""
@@ -210,4 +244,4 @@ class Counts:
                 raise ValueError("this row was removed before. Add its prompt again to go on with it.")
             if not row.finished:
                 row.removed = row.finished = True
-                self._over += total([row], self.num_layers)
+        self.end(row)
