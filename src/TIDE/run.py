@@ -105,9 +105,12 @@ def _is_run(held: Any) -> bool:
     return isinstance(held, dict) and held.get("version") == VERSION and "tokens" in held
 
 
-def prepared(tokenizer: Any, prompt: str, raw: bool = False) -> Any:
+def prepared(tokenizer: Any, prompt: str, raw: bool = False, system: str | None = None) -> Any:
     """Return a prompt as tensors, in the chat template if the tokenizer has one, unless `raw`."""
     if raw or tokenizer.chat_template is None:
+        if system is not None:
+            raise ValueError("a system prompt goes into a chat template, and there is none here. Write it into the prompt.")
         return tokenizer(prompt, return_tensors="pt")
-    messages = [{"role": "user", "content": prompt}]
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": prompt})
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)

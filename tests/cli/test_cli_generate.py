@@ -12,6 +12,9 @@ from commands import tide
 from families import build
 from TIDE.cli.colours import Pieces, painted
 from TIDE.plots.ramp import colour
+from TIDE.run import prepared
+
+COMMON = {"generate": ("generate", "hello", "--model"), "chat": ("chat",)}
 
 
 def expected(folder, prompt, **options):
@@ -37,10 +40,12 @@ def test_prompts_come_from_a_file_or_standard_input(folder, tmp_path):
         done = tide("generate", *given, *common)
         found = [json.loads(line) for line in done.stdout.splitlines()]
         assert [one["prompt"] for one in found] == ["one", "two"], done.output
-    piped = tide("generate", *common, stdin="three\n")
-    found = json.loads(piped.stdout)
-    assert found["prompt"] == "three" and found["answer"] == expected(folder, "three", max_new_tokens=4)
-    assert found["tokens"] == len(found["depths"]) == 4 and found["tokens_per_second"] > 0
+    for dash in ((), ("-",)):
+        piped = tide("generate", *dash, *common, stdin="three\n\nfour\n")
+        found = json.loads(piped.stdout)
+        assert found["prompt"] == "three\n\nfour", "all of it is one prompt"
+        assert found["answer"] == expected(folder, "three\n\nfour", max_new_tokens=4)
+        assert found["tokens"] == len(found["depths"]) == 4 and found["tokens_per_second"] > 0
 
 
 def test_depths_are_coloured_and_explained(folder, router, monkeypatch):
@@ -57,6 +62,10 @@ def test_depths_are_coloured_and_explained(folder, router, monkeypatch):
         (["--mode", "slow"], "'slow' is not one of 'exact', 'fast'"),
         (["--max-exit-share", 2], "max_exit_share must be a number from 0 to 1, found 2.0."),
         (["--file", __file__], "expected prompts as arguments or --file, found both. Leave one out."),
+        (["--system", "Be brief.", "--raw"], "--system goes into the chat template, which --raw leaves out."),
+        (["--top-p", 0], "top_p must be above 0 and at most 1, found 0.0."),
+        (["--seed", 2**64], "seed must be an integer of 64 bits, found 18446744073709551616."),
+        (["--stop", ""], "stop must be texts that are not empty, found ['']."),
         (["--router", "nowhere.safetensors"], "there is no router file nowhere.safetensors. Make one with tide calibrate"),
         (["again", "--save", "run.json"], "--save keeps one run, found 2 prompts. Ask one at a time."),
         (["--save", "run.txt"], "expected a file that ends in .json, found 'run.txt'."),
@@ -79,7 +88,7 @@ def test_a_line_that_holds_no_prompt_is_shown(line, tmp_path):
 
 def test_no_prompt_at_all_is_wrong_usage():
     done = tide("generate", stdin="\n")
-    assert done.exit_code == 2 and "expected a prompt per line in standard input, found none." in done.stderr
+    assert done.exit_code == 2 and "expected a prompt in standard input, found none." in done.stderr
 
 
 def shown(run: TIDE.Run) -> str:
@@ -112,8 +121,80 @@ def test_a_seed_is_a_text_with_exits_and_without(folder, router):
     found = [json.loads(tide(*asked, *own).stdout) for own in runs]
     assert [own["seed"] for own in found] == [5, 5, 6]
     assert found[0]["answer"] == found[1]["answer"] != found[2]["answer"]
-    done = tide(*asked, "--no-exits", "--seed", str(2**64))
-    assert done.exit_code == 1 and "a seed must fit into 64 bits" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(repetition_penalty=1.8),
+        dict(presence_penalty=2.0),
+        dict(frequency_penalty=1.5),
+        dict(temperature=1.0, seed=4),
+        dict(temperature=1.0, seed=4, top_p=0.3),
+        dict(temperature=1.0, seed=4, top_k=2),
+        dict(temperature=1.0, seed=4, min_p=0.9),
+    ],
+)
+def test_options_of_an_answer_are_those_of_the_engine(command, options, folder):
+    model, tokenizer = TIDE.load_model(folder)
+    inputs = prepared(tokenizer, "hello")
+    answers = []
+    with TIDE.TIDE(model) as engine:
+        for own in (options, {name: value for name, value in options.items() if name in ("temperature", "seed")}):
+            ids = engine.generate(**inputs, max_new_tokens=24, do_sample="temperature" in own, **own)
+            answers.append(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    given = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
+    done = tide(*COMMON[command], folder, "--no-exits", "--max-new-tokens", 24, "--json", *given, stdin="hello\n")
+    assert json.loads(done.stdout)["answer"] == answers[0]
+    assert len(options) == 2 or answers[0] != answers[1], "the option has an effect here"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_answer_ends_before_the_first_stop_string(command, folder):
+    text = expected(folder, "hello", max_new_tokens=24)
+    asked = (*COMMON[command], folder, "--no-exits", "--max-new-tokens", 24, "--stop", text[9:12], "--stop", "never")
+    done = json.loads(tide(*asked, "--json", stdin="hello\n").stdout)
+    assert done["answer"] == text[: text.index(text[9:12])] and done["finish_reason"] == "stop"
+    assert done["tokens"] == len(done["depths"]) < 24
+    shown = tide(*asked, stdin="hello\n")
+    assert shown.stdout.strip() == done["answer"].strip() and "cut" not in shown.stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_answer_says_whether_an_end_token_or_a_limit_ended_it(command, folder, tmp_path):
+    model, tokenizer = TIDE.load_model(folder)
+    inputs = prepared(tokenizer, "hello")
+    model.generation_config.eos_token_id = int(model.generate(**inputs, do_sample=False, max_new_tokens=9)[0, -1])
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    asked = (*COMMON[command], tmp_path, "--no-exits", "--max-new-tokens", 24)
+    ended, went_on = (json.loads(tide(*asked, "--json", *own, stdin="hello\n").stdout) for own in ((), ("--ignore-eos",)))
+    assert (ended["finish_reason"], went_on["finish_reason"]) == ("stop", "length")
+    assert ended["tokens"] <= 9 and went_on["tokens"] == 24 and went_on["answer"].startswith(ended["answer"])
+    assert "cut" not in tide(*asked, stdin="hello\n").stderr
+    assert "cut at 24 tokens. " in tide(*asked, "--ignore-eos", stdin="hello\n").stderr
+
+
+def test_a_system_prompt_comes_before_the_prompt(folder, tmp_path):
+    model, tokenizer = TIDE.load_model(folder)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = model.generate(**inputs, do_sample=False, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
+    asked = ("generate", "hello", "--no-exits", "--max-new-tokens", 12, "--json", "--system", "Be brief.", "--model")
+    assert json.loads(tide(*asked, folder).stdout)["answer"] == tokenizer.decode(ids, skip_special_tokens=True)
+    model.save_pretrained(tmp_path)
+    characters(None).save_pretrained(tmp_path)
+    done = tide(*asked, tmp_path)
+    assert done.exit_code == 1 and "a system prompt goes into a chat template, and there is none here." in done.stderr
+
+
+def test_a_run_that_a_stop_string_ended_is_saved_up_to_it(folder, router, tmp_path):
+    text = expected(folder, "hello", max_new_tokens=24)
+    asked = ("generate", "hello", "--model", folder, "--router", router, "--max-new-tokens", 24, "--stop", text[9:12])
+    done = tide(*asked, "--save", tmp_path / "run.json", "--depth")
+    assert done.exit_code == 0, done.stderr
+    assert shown(TIDE.Run.load(tmp_path / "run.json")).startswith(text[: text.index(text[9:12])].strip())
 
 
 def test_what_is_no_run_is_said(tmp_path):

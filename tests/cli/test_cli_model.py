@@ -49,7 +49,16 @@ def test_the_model_may_be_an_argument_or_an_option_or_both(folder):
     assert found[0].stdout == found[1].stdout == found[2].stdout
 
 
-@pytest.mark.parametrize("command", [["generate", "hi", "--model"], ["bench", "hi", "--model"], ["chat"], ["chat", "--model"]])
+@pytest.mark.parametrize("command", [["generate", "hi", "--model"], ["chat"], ["chat", "--model"]])
+def test_without_a_router_file_answers_come_with_exits_off_and_a_line_says_so(command, folder):
+    done = tide(*command, folder, "--max-new-tokens", 4, "--json", stdin="hi\n")
+    said = f"there is no router file for {folder}, so exits are off. Make one: tide calibrate {folder}, then give --router.\n"
+    assert done.exit_code == 0 and done.stderr == said
+    without = tide(*command, folder, "--max-new-tokens", 4, "--json", "--no-exits", stdin="hi\n")
+    assert json.loads(done.stdout)["answer"] == json.loads(without.stdout)["answer"] and without.stderr == ""
+
+
+@pytest.mark.parametrize("command", [["bench", "hi", "--model"], ["serve"]])
 def test_without_a_router_file_the_way_without_one_is_named(command, folder):
     done = tide(*command, folder)
     assert done.exit_code == 2 and done.stdout == ""

@@ -24,6 +24,7 @@ NUMBER = (int, float)
 ANSWER = dict(
     prompt=str,
     answer=str,
+    finish_reason=str,
     tokens=int,
     tokens_per_second=float,
     seconds=float,
@@ -158,7 +159,7 @@ def _opened_once_read(path):
 
 def test_generate_prints_an_object_per_prompt(warm, folder, shared_router):
     asked = ("--model", folder, "--router", shared_router, "--max-new-tokens", 6, "--json")
-    done = warm.tide("generate", *asked, stdin="one\ntwo\n")
+    done = warm.tide("generate", "one", "two", *asked)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert fits(found, [ANSWER]) and [one["prompt"] for one in found] == ["one", "two"]

@@ -29,7 +29,8 @@ def test_a_command_prints_its_answer_and_a_line_for_a_warning(folder):
     """Started afresh, as importing makes most of the noise."""
     done = script("generate", "hello " * 40, "--model", folder, "--no-exits", "--max-new-tokens", 24)
     assert done.returncode == 0 and done.stdout
-    (line,) = done.stderr.splitlines()
+    line, cut = done.stderr.splitlines()
+    assert cut.startswith("cut at 24 tokens.")
     assert line.startswith("warning: ") and f"the {CONTEXT} tokens this model was made for" in line
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import typer
 
 from TIDE.plots.ramp import colour
+from TIDE.server.text import StopStrings
 
 
 def has_colours() -> bool:
@@ -41,17 +42,43 @@ def legend(depths: Iterable[int], layers: int) -> str:
 
 
 class Pieces:
-    """An incremental detokenizer: a character made of several tokens comes with the last of them."""
+    """An incremental detokenizer: a character made of several tokens comes with the last of them.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Args:
+        stops: stop strings; the text ends before the first one.
+
+    Attributes:
+        shown: the text so far.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
         self.shown = ""
+        self._decoded = ""
+        self._stops = StopStrings(stops)
+
+    @property
+    def has_stopped(self) -> bool:
+        """True if a stop string was found."""
+        return self._stops.found
+
+    def of(self, tokens: Iterable[int]) -> Iterator[str]:
+        """Yield the text that each token adds, up to the first stop string."""
+        for token in tokens:
+            yield self.add(token)
+            if self.has_stopped:
+                return
+        yield self._release(self._stops.rest())
 
     def add(self, token: int) -> str:
         self.ids.append(token)
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
         if text.endswith("\ufffd"):
             return ""
-        piece, self.shown = text[len(self.shown) :], text
+        piece, self._decoded = text[len(self._decoded) :], text
+        return self._release(self._stops.add(piece))
+
+    def _release(self, piece: str) -> str:
+        self.shown += piece
         return piece

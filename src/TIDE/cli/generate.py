@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from TIDE.cli.colours import Pieces, legend, painted, show
+from TIDE.cli.answer import finish_reason, record, tell_if_cut, write
+from TIDE.cli.colours import Pieces
 from TIDE.cli.errors import WrongUsage, checked
 from TIDE.cli.files import PromptFile, check_target, decoded
-from TIDE.cli.model import MaxNewTokens, ModelOption, load
-from TIDE.cli.router import NoExits, Router, exits_path
+from TIDE.cli.model import ModelOption, load
+from TIDE.cli.router import NoExits, Router, exits_or_off
+from TIDE.cli.sampling import Sampling, System, with_sampling
 from TIDE.cli.settings import RUNNING, with_settings
 from TIDE.config import TIDEConfig
 from TIDE.run import prepared
-
-SEED = "Seed of sampling. The same seed gives the same text, with exits or without."
-Temperature = Annotated[float, typer.Option(metavar="NUMBER", min=0.0, help="Sampling temperature; 0: greedy decoding.")]
 
 
 def _check_run(path: Path) -> None:
@@ -28,20 +26,17 @@ def _check_run(path: Path) -> None:
 
 
 @with_settings(*RUNNING)
+@with_sampling(max_new_tokens=128, seed=0)
 def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts; '-' or none: standard input.")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts; '-' or none: standard input, as one prompt.")
+    ] = None,
     *,
     model: ModelOption = "default",
     file: PromptFile = None,
     router: Router = None,
     no_exits: NoExits = False,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: Annotated[
-        float,
-        typer.Option(metavar="SHARE", min=0.0, max=1.0, help="Nucleus sampling: smallest token set with this probability."),
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(metavar="N", help=SEED)] = 0,
+    system: System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
     depth: Annotated[bool, typer.Option("--depth", help="Colour each token by the depth at which it was decided.")] = False,
     save: Annotated[
@@ -51,6 +46,7 @@ def generate(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per prompt.")] = False,
+    sampling: Sampling,
     config: TIDEConfig,
 ) -> None:
     """Answer prompts from arguments, a file or standard input.
@@ -59,34 +55,38 @@ def generate(
     Examples:
       tide generate "Why is the sky blue?" --depth
       tide generate "Why is the sky blue?" --save run.json
-      cat questions.txt | tide generate --max-new-tokens 64 --json
+      tide generate --file questions.txt --max-new-tokens 64 --json
+      git diff | tide generate --system "Describe this change in a sentence."
     """
     asked = read_prompts(prompts or [], file)
     if save is not None and len(asked) > 1:
         raise WrongUsage(f"--save keeps one run, found {len(asked)} prompts. Ask one at a time.")
-    source = exits_path(model, router, no_exits)
+    if raw and system is not None:
+        raise WrongUsage("--system goes into the chat template, which --raw leaves out. Leave one of them out.")
+    source = exits_or_off(model, router, no_exits)
     loaded = load(model, exits=source)
 
     import TIDE
     from TIDE.integrations.record import last_run
 
-    options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, do_sample=temperature > 0)
-    if temperature > 0:
-        options |= dict(temperature=temperature, top_p=top_p, seed=seed)
     with TIDE.TIDE(loaded.model, source, config) as engine:
         for prompt in asked:
-            inputs = prepared(loaded.tokenizer, prompt, raw).to(loaded.model.device)
-            pieces = Pieces(loaded.tokenizer)
-            write(engine, engine.stream(**inputs, **options), pieces, depth and not as_json, quiet=as_json)
+            inputs = prepared(loaded.tokenizer, prompt, raw, system).to(loaded.model.device)
+            pieces = Pieces(loaded.tokenizer, sampling.stop or ())
+            write(engine, pieces, engine.stream(**inputs, **sampling.for_engine()), depth and not as_json, quiet=as_json)
             if as_json:
-                typer.echo(json.dumps(record(engine, prompt, pieces.shown)))
+                typer.echo(json.dumps(record(engine, prompt, pieces)))
+            else:
+                more = "--max-new-tokens makes room for longer answers."
+                tell_if_cut(finish_reason(engine, pieces), len(pieces.ids), sampling.max_new_tokens, more)
+                typer.echo()
             if save is not None:
                 last_run(engine, loaded.tokenizer, prompt, inputs["input_ids"], pieces.ids).save(save)
                 typer.echo(f"written: {save}", err=True)
 
 
 def read_prompts(given: list[str], file: Path | None) -> list[str]:
-    """Return the prompts: from arguments, a file or standard input."""
+    """Return the prompts: from arguments, from the lines of a file, or all of standard input as one."""
     if file is not None and given:
         raise WrongUsage("expected prompts as arguments or --file, found both. Leave one out.")
     if file is not None:
@@ -95,7 +95,10 @@ def read_prompts(given: list[str], file: Path | None) -> list[str]:
         return given
     if not given and sys.stdin.isatty():
         raise WrongUsage('expected a prompt. Give one, such as tide generate "Hello", or --file, or pipe one in.')
-    return _from_lines(decoded(sys.stdin.buffer.read(), "standard input"), False, "standard input")
+    prompt = decoded(sys.stdin.buffer.read(), "standard input").rstrip("\r\n")
+    if not prompt.strip():
+        raise WrongUsage("expected a prompt in standard input, found none.")
+    return [prompt]
 
 
 def _from_lines(text: str, is_json: bool, name: str) -> list[str]:
@@ -119,37 +122,3 @@ def _asked(line: str) -> str | None:
         return None
     prompt = held.get("prompt") or (held.get("turns") or [None])[0] if isinstance(held, dict) else None
     return prompt if isinstance(prompt, str) else None
-
-
-def write(engine: Any, tokens: Iterator[int], pieces: Pieces, depth: bool, quiet: bool) -> None:
-    """Print an answer as it is generated, and collect it in `pieces`."""
-    layers = engine.last_stats.num_layers
-    try:
-        for number, token in enumerate(tokens):
-            piece = pieces.add(token)
-            if not quiet:
-                show(painted(piece, engine.last_rows[0].decided[number].depth, layers) if depth else piece, nl=False)
-    finally:
-        if pieces.ids and not quiet:
-            typer.echo("\n")
-    if depth:
-        depths = [decided.depth for decided in engine.last_rows[0].decided]
-        show(f"{legend(depths, layers)}\n{engine.last_stats.summary()}\n")
-
-
-def record(engine: Any, prompt: str, answer: str) -> dict[str, Any]:
-    stats = engine.last_stats
-    return dict(
-        prompt=prompt,
-        answer=answer,
-        tokens=stats.total_tokens,
-        tokens_per_second=stats.tokens_per_second,
-        seconds=stats.seconds.whole,
-        mean_depth=stats.mean_depth,
-        exit_rate=stats.exit_rate,
-        drafted=stats.drafted,
-        accepted=stats.accepted,
-        seed=stats.seed,
-        depths=[decided.depth for decided in engine.last_rows[0].decided],
-        backend=engine.backend,
-    )

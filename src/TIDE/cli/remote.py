@@ -12,57 +12,79 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-from TIDE.cli.colours import painted
-from TIDE.cli.talk import Messages, interrupts
+import typer
+
+from TIDE.cli.answer import figures
+from TIDE.cli.colours import legend, painted, show
+from TIDE.cli.talk import Talk
+
+FACTS = ("num_layers", "drafted", "accepted", "layers_run", "seed")  # that a server of ours tells
 
 
-class RemoteTalk(Messages):
+class RemoteTalk(Talk):
     """A chat with a server.
 
     Args:
         url: of the server, with or without /v1.
         model: the name to ask for; "default": the first that the server has.
-        depth: ask for the depth of every token, and colour them.
+        settings: those of `Talk`; with `depth` the server is asked for the depth of every token.
     """
 
-    def __init__(
-        self, url: str, model: str, system: str | None, max_tokens: int, temperature: float, depth: bool = False
-    ) -> None:
-        super().__init__(system)
+    def __init__(self, url: str, model: str, *settings: Any) -> None:
+        super().__init__(*settings)
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = self._first_model() if model == "default" else model
-        self.depth = depth
-        self.options = dict(max_tokens=max_tokens, temperature=temperature)
         self.record: dict[str, Any] = {}  # of the last answer
 
     @property
     def stats(self) -> str:
         """Facts known of the last answer; empty before the first."""
-        found = {name: value for name, value in self.record.items() if name not in ("prompt", "answer", "depths")}
-        return "\n".join(f"{name}: {round(value, 2)}" for name, value in found.items())
+        numbers = {name: value for name, value in self.record.items() if isinstance(value, int | float)}
+        return "\n".join(f"{name}: {round(value, 2)}" for name, value in numbers.items())
 
-    def ask(self, said: str) -> Iterator[str]:
-        """Yield the answer as it comes, until its end or Ctrl-C; then keep it."""
-        body = dict(self.options, model=self.model, messages=self.asked(said), stream=True)
+    def answer(self, said: str) -> None:
+        self.ctrl_c.was_pressed = False
+        for piece in self._pieces(said):
+            if not self.as_json:
+                show(piece, nl=False)
+        self.keep(said, self.record["answer"])
+        if self.as_json:
+            typer.echo(json.dumps(self.record))
+            return
+        typer.echo()
+        depths, layers = self.record.get("depths", []), self.record.get("num_layers", 0)
+        if depths:
+            show(f"\n{legend(depths, layers)}")
+        if tokens := self.record["tokens"]:  # a server tells them at the end of an answer
+            typer.echo(figures(tokens, self.record["tokens_per_second"], self.record.get("mean_depth"), layers), err=True)
+        self.tell_if_cut(self.record["finish_reason"], tokens)
+
+    def _pieces(self, said: str) -> Iterator[str]:
+        """Yield the answer as it comes, until its end or Ctrl-C; then make its record."""
+        body = dict(self.sampling.for_server(self.again), model=self.model, messages=self.asked(said), stream=True)
         body["stream_options"] = {"include_usage": True}
         if self.depth:
             body["tide"] = {"details": True}
-        began, answer, tokens, depths = time.perf_counter(), "", 0, []
-        with interrupts() as were_noted, self._open("/v1/chat/completions", body) as response:
+        began, answer, tokens, reason = time.perf_counter(), "", 0, None
+        depths: list[int] = []
+        facts: dict[str, Any] = {}
+        with self._open("/v1/chat/completions", body) as response:
             for chunk in _chunks(response):
                 tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
                 for choice in chunk.get("choices") or ():
-                    own = choice.get("tide") or {}
-                    depths += [token["depth"] for token in own.get("tokens", ())]
+                    details = choice.get("tide") or {}
+                    facts |= {name: details[name] for name in FACTS if details.get(name) is not None}
+                    depths += [token["depth"] for token in details.get("tokens", ())]
                     answer += (piece := (choice.get("delta") or {}).get("content") or "")
-                    yield _coloured(own) if self.depth and own else "" if self.depth and depths else piece
-                if were_noted():
+                    reason = choice.get("finish_reason") or reason
+                    yield _coloured(details) if self.depth and details else "" if self.depth and depths else piece
+                if self.ctrl_c.was_pressed:
                     break
-        seconds = time.perf_counter() - began
-        self.record = dict(prompt=said, answer=answer, tokens=tokens, seconds=seconds, tokens_per_second=tokens / seconds)
+        seconds, tokens = time.perf_counter() - began, tokens or len(depths)
+        self.record = dict(prompt=said, answer=answer, finish_reason=reason, tokens=tokens, seconds=seconds)
+        self.record["tokens_per_second"] = tokens / seconds
         if depths:
-            self.record |= dict(mean_depth=sum(depths) / len(depths), depths=depths)
-        self.keep(said, answer)
+            self.record |= dict(mean_depth=sum(depths) / len(depths), **facts, depths=depths)
 
     def _first_model(self) -> str:
         with self._open("/v1/models") as response:

@@ -102,3 +102,12 @@ def _made_for(exits: Path) -> tuple[str, Sizes | None]:
         return made_for["name"], Sizes(made_for["num_layers"], made_for["hidden_dim"], made_for["vocab_size"])
     except (SafetensorError, OSError, ValueError, KeyError, TypeError):  # reading it as a router file says what is wrong
         return "", None
+
+
+def exits_or_off(model: str, router: str | None, no_exits: bool) -> Path | None:
+    """Return the router file of a command that runs without exits where there is none, and says so."""
+    if router is None and model != "default" and not no_exits:
+        said = f"there is no router file for {model}, so exits are off. Make one: tide calibrate {model}, then give --router."
+        typer.echo(said, err=True)
+        return None
+    return exits_path(model, router, no_exits)

@@ -43,19 +43,33 @@ def with_settings(*names: str, **renamed: str) -> Callable[[Callable[..., None]]
         renamed: option -> field, for options with a shorter name.
     """
     fields = {name: name for name in names} | renamed
-    options = [option(name, field) for name, field in fields.items()]
+
+    def make(**given: Any) -> TIDEConfig:
+        return TIDEConfig(**{fields[name]: value for name, value in given.items()})
+
+    return with_options("config", [option(name, field) for name, field in fields.items()], make)
+
+
+def with_options(
+    name: str, options: list[inspect.Parameter], make: Callable[..., object]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command options that it receives as one object, the parameter `name`.
+
+    Args:
+        make: makes the object of the values; its `ValueError` is wrong usage.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [parameter for parameter in signature.parameters.values() if parameter.name != "config"]
+        own = [parameter for parameter in signature.parameters.values() if parameter.name != name]
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
             try:
-                config = TIDEConfig(**{field: given.pop(name) for name, field in fields.items()})
+                made = make(**{option.name: given.pop(option.name) for option in options})
             except ValueError as problem:
                 raise WrongUsage(str(problem)) from None
-            command(**given, config=config)
+            command(**given, **{name: made})
 
         run.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
         return run

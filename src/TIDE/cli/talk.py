@@ -1,44 +1,102 @@
-"""A chat: its messages so far, the streamed answers, and the file it is saved to."""
+"""A chat: its messages so far, the settings of its answers, and the file it is saved to."""
 
 from __future__ import annotations
 
 import json
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
 
-from TIDE.cli.colours import Pieces
-from TIDE.cli.files import check_target
+from TIDE.cli.answer import tell_if_cut
+from TIDE.cli.files import check_target, decoded
+from TIDE.cli.sampling import Sampling
+from TIDE.cli.terminal import CtrlC
+
+Messages = list[dict[str, str]]
 
 
-class Messages:
-    """The messages of a chat. A turn without an answer is dropped."""
+class Talk(ABC):
+    """A chat. A turn without an answer is dropped.
 
-    def __init__(self, system: str | None) -> None:
+    Args:
+        system: the system prompt.
+        sampling: settings of the answers.
+        depth: answers are coloured by depth.
+        as_json: answers are printed as JSON.
+
+    Attributes:
+        turns: messages without the system prompt: the user's and the model's, by turns.
+        file: where this chat was saved, or loaded from.
+        again: how often the last question was answered before.
+        is_over: the user has left.
+    """
+
+    def __init__(self, system: str | None, sampling: Sampling, depth: bool, as_json: bool) -> None:
         self.system = system
-        self.file: Path | None = None  # where this chat was saved
+        self.sampling = sampling
+        self.depth = depth
+        self.as_json = as_json
+        self.ctrl_c = CtrlC()
+        self.again = 0
+        self.is_over = False
         self.reset()
 
     def reset(self) -> None:
         """Clear the messages, and the file they were saved to."""
-        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        self.file = None
+        self.turns: Messages = []
+        self.file: Path | None = None
 
-    def asked(self, said: str) -> list[dict[str, str]]:
+    @property
+    def messages(self) -> Messages:
+        return [*([] if self.system is None else [_message("system", self.system)]), *self.turns]
+
+    @abstractmethod
+    def answer(self, said: str) -> None:
+        """Print the answer to what was said, until its end or Ctrl-C, and keep both."""
+
+    @property
+    @abstractmethod
+    def stats(self) -> str:
+        """Facts known of the last answer; empty before the first."""
+
+    def say(self, said: str) -> None:
+        """Say something and print the answer."""
+        self.again = 0
+        self.answer(said)
+
+    def asked(self, said: str) -> Messages:
         """Return the messages with one more of the user's."""
-        return [*self.messages, {"role": "user", "content": said}]
+        return [*self.messages, _message("user", said)]
 
     def keep(self, said: str, answer: str) -> None:
         """Add a turn, if there is an answer."""
         if answer:
-            self.messages = [*self.asked(said), {"role": "assistant", "content": answer}]
+            self.turns = [*self.turns, _message("user", said), _message("assistant", answer)]
+
+    def undo(self) -> str:
+        """Drop the last turn and return what was said in it."""
+        if not self.turns:
+            raise ValueError("there is no answer yet. Say something first.")
+        *self.turns, said, _ = self.turns
+        return said["content"]
+
+    def regenerate(self) -> None:
+        """Answer the last question again. Without a new answer the old one stays."""
+        before, said = self.turns, self.undo()
+        self.again += 1
+        try:
+            self.answer(said)
+        finally:
+            self.turns = self.turns if len(self.turns) == len(before) else before
+
+    def tell_if_cut(self, reason: str | None, tokens: int) -> None:
+        """Say that the limit cut the answer."""
+        more = f"/set max_new_tokens {2 * tokens} makes room for longer answers."
+        tell_if_cut(reason, tokens, self.sampling.max_new_tokens, more)
 
     def save(self, name: str = "") -> Path:
         """Write the messages as JSON: to a new file, or again to the file of this chat."""
-        if all(message["role"] == "system" for message in self.messages):
+        if not self.turns:
             raise ValueError("there is nothing to save yet. Say something first.")
         path = Path(name).expanduser() if name else self.file or Path(time.strftime("tide-chat-%Y%m%d-%H%M%S.json"))
         check_target(path, (".json",))
@@ -48,42 +106,35 @@ class Messages:
         self.file = path
         return path
 
-
-class Talk(Messages):
-    """A chat with an engine, in the model's chat template."""
-
-    def __init__(self, engine: Any, tokenizer: Any, system: str | None) -> None:
-        import TIDE
-
-        super().__init__(system)
-        self.engine, self.tokenizer = engine, tokenizer
-        self.conversation = TIDE.Conversation(engine)
-
-    def ask(self, said: str, pieces: Pieces, options: dict[str, Any]) -> Iterator[int]:
-        """Yield the tokens of the answer until its end or Ctrl-C; then keep the text in `pieces` as the answer."""
-        with interrupts() as were_noted:
-            inputs = self.tokenizer.apply_chat_template(
-                self.asked(said), add_generation_prompt=True, return_tensors="pt", return_dict=True
-            ).to(self.engine.model.device)
-            for token in self.conversation.stream(**inputs, **options):
-                yield token
-                if were_noted():
-                    break
-        self.keep(said, pieces.shown)
-
-    @property
-    def stats(self) -> str:
-        """Depths at which the tokens of the last answer were decided; empty before the first."""
-        found = self.engine.last_stats
-        return found.summary() if found.total_tokens else ""
+    def load(self, name: str) -> Path:
+        """Go on with the messages of a file that `save` wrote."""
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise ValueError(f"there is no file {path}. Give one that /save wrote.")
+        messages = _read(decoded(path.read_bytes(), str(path)))
+        system, turns = _split(messages or [])
+        if not turns or [turn["role"] for turn in turns] != ["user", "assistant"] * (len(turns) // 2):
+            raise ValueError(
+                f"{path} is no chat: expected messages of user and assistant by turns. Give a file that /save wrote."
+            )
+        self.system, self.turns, self.file = system, turns, path
+        return path
 
 
-@contextmanager
-def interrupts() -> Iterator[Callable[[], bool]]:
-    """Record Ctrl-C instead of raising KeyboardInterrupt: a step of the engine is completed, and its K/V stay usable."""
-    noted: list[object] = []
-    before = signal.signal(signal.SIGINT, lambda *_: noted.append(True))
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _read(text: str) -> Messages | None:
+    """Return messages from JSON; None if it holds something else."""
     try:
-        yield lambda: bool(noted)
-    finally:
-        signal.signal(signal.SIGINT, before)
+        found = json.loads(text)
+        return [_message(str(one["role"]), str(one["content"])) for one in found]
+    except (ValueError, TypeError, LookupError):
+        return None
+
+
+def _split(messages: Messages) -> tuple[str | None, Messages]:
+    """Return the system prompt, if there is one, and the other messages."""
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    return (messages[0]["content"], messages[1:]) if has_system else (None, messages)

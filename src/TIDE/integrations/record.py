@@ -24,7 +24,7 @@ def record(engine: TIDE, tokenizer: Any, prompt: str, *, raw: bool = False, **op
 
 def last_run(engine: TIDE, tokenizer: Any, prompt: str, ids: torch.Tensor, new: list[int]) -> Run:
     """Return the last request of an engine, which continued `ids` with `new`, as a run."""
-    stats, decided = engine.last_stats, engine.last_rows[0].decided
+    stats, decided = engine.last_stats, engine.last_rows[0].decided[: len(new)]  # a stop string may end within a round
     full = _full_models(engine, ids, new)
     special = _special_ids(tokenizer)
     tokens = tuple(
