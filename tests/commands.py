@@ -56,13 +56,16 @@ class Terminal:
             os.execve(command[0], command, {**os.environ, "TERM": "dumb"})
         self.seen = ""
 
-    def wait_for(self, pattern: str, seconds: float = 480) -> str:
-        """Read on until a pattern is shown, and return what was shown up to its end."""
+    def wait_for(self, pattern: str, again: str = "", seconds: float = 60) -> str:
+        """Read on until a pattern is shown, and return what was shown up to its end; where nothing happens for a second, press
+        keys again."""
         until = time.monotonic() + seconds
         while not (found := re.search(pattern, self.seen, re.DOTALL)):
             assert time.monotonic() < until, f"expected {pattern!r}, found {self.seen!r}"
             if select.select([self.keys], [], [], 1)[0]:
                 self.seen += os.read(self.keys, 4096).decode("utf-8", "replace")
+            else:
+                self.press(again)
         shown, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return shown
 

@@ -16,6 +16,10 @@ LISTED = "/help, /set [NAME VALUE], /system [TEXT], /regenerate, /undo, /reset, 
 
 
 PROMPT = "\r\n> "
+LEAVE = f"To leave: /exit or Ctrl-D, or Ctrl-C again.{PROMPT}"
+NOTHING = (
+    "\x05"  # to the end of the line: Python misses a signal between its prompt and its waiting for a key until there is one
+)
 
 
 @pytest.fixture
@@ -155,11 +159,11 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(long_winded, tmp_path, terminal
 def test_ctrl_c_at_the_prompt_says_how_to_leave_and_a_second_one_leaves(terminal):
     chat = terminal("--max-new-tokens", 8)
     chat.press("\x03")
-    chat.wait_for(f"To leave: /exit or Ctrl-D, or Ctrl-C again.{PROMPT}")
+    chat.wait_for(LEAVE, again=NOTHING)
     chat.press("typed")
     chat.wait_for("typed")
     chat.press("\x03")  # drops the line, and is not the second one
-    chat.wait_for(PROMPT)
+    chat.wait_for(PROMPT, again=NOTHING)
     chat.press("hello\n")
     chat.wait_for("cut at 8 tokens")
     chat.press("\x03")  # meant for the answer, which has just ended
@@ -167,9 +171,9 @@ def test_ctrl_c_at_the_prompt_says_how_to_leave_and_a_second_one_leaves(terminal
     chat.press("\n/undo\n")
     chat.wait_for(f"taken back: hello{PROMPT}")
     chat.press("\x03")
-    chat.wait_for(f"To leave: /exit or Ctrl-D, or Ctrl-C again.{PROMPT}")
+    chat.wait_for(LEAVE, again=NOTHING)
     chat.press("\x03")
-    chat.wait_for("interrupted.")
+    chat.wait_for("interrupted.", again=NOTHING)
     assert chat.exit_code() == 130
 
 

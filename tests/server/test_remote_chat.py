@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,6 +35,25 @@ def test_depths_are_shown_where_the_server_is_one_of_ours(server, monkeypatch):
     assert "\x1b[48;2;" in coloured and "\x1b[" not in plain
     (record,) = map(json.loads, talk(server.url, "Hello", options=("--depth", "--json")).stdout.splitlines())
     assert len(record["depths"]) == 8 and record["mean_depth"] == sum(record["depths"]) / 8
+
+
+def test_after_an_answer_come_its_figures_and_the_limit_that_cut_it(server):
+    done = talk(server.url, "Hello", "/stats", options=("--depth",))
+    figures, cut = done.stderr.splitlines()
+    assert re.fullmatch(r"8 tokens, [\d.]+ tokens/s, mean depth [\d.]+ of 4 layers", figures)
+    assert cut == "cut at 8 tokens. /set max_new_tokens 16 makes room for longer answers."
+    assert "\ndecided " in done.stdout and re.search(r"^drafted: \d+$", done.stdout, re.MULTILINE)
+
+
+def test_settings_of_an_answer_are_the_servers(server):
+    given = ("--temperature", 1, "--seed", 5, "--top-k", 3, "--stop", "never", "--json")
+    done = talk(server.url, "Hello", "/regenerate", "/set temperature 0", "/set stop", "Hello", options=given)
+    first, again, greedy = map(json.loads, done.stdout.splitlines())
+    asked = dict(messages=[{"role": "user", "content": "Hello"}], max_tokens=8, top_k=3)
+    for record, own in ((first, dict(temperature=1, seed=5)), (again, dict(temperature=1, seed=6))):
+        choice = server.post("/v1/chat/completions", **asked, **own).json()["choices"][0]
+        assert (record["answer"], record["finish_reason"]) == (choice["message"]["content"], choice["finish_reason"])
+    assert first["answer"] != again["answer"] and greedy["answer"] not in (first["answer"], again["answer"])
 
 
 def test_a_key_comes_from_the_environment_and_errors_are_a_line(another, monkeypatch, server):

@@ -46,6 +46,7 @@ def inspect(
       tide inspect my.safetensors --all
       tide inspect my.safetensors --model my-org/my-model
       tide inspect my-org/my-eagle3-head --model my-org/my-model
+      tide inspect default --model default
       tide inspect my.safetensors --json
     """
     from TIDE.routing.source import load_router
