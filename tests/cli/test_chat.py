@@ -44,7 +44,7 @@ def test_help_lists_the_commands(chat):
     assert '"""' in several_lines and ctrl_c == "Ctrl-C stops the current answer."
 
 
-@pytest.mark.parametrize("line", ["/new", "/stop", "/", "/reset now", "/load", "/etc/passwd is what?"])
+@pytest.mark.parametrize("line", ["/new", "/stop", "/", "/reset now", "/etc/passwd is what?"])
 def test_another_line_with_a_slash_is_an_error_and_is_not_said_to_the_model(chat, line):
     done = chat(line, "hello", options=("--json",))
     assert [turn["prompt"] for turn in answers(done)] == ["hello"]
@@ -234,6 +234,10 @@ def test_a_file_without_a_chat_is_not_loaded_and_the_chat_stays(chat, tmp_path, 
     assert [turn["answer"] for turn in answers(done)] == [
         turn["answer"] for turn in answers(chat("one", "two", options=("--json",)))
     ]
+
+
+def test_a_command_without_its_argument_is_shown(chat):
+    assert chat("/load").stderr == "error: expected /load FILE, found /load.\n"
 
 
 def test_a_turn_taken_back_leaves_no_trace(chat):

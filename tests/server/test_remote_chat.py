@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from commands import tide
+from commands import Terminal, tide
 from TIDE.server import ServerSettings
 
 
@@ -164,3 +164,17 @@ def test_a_port_that_speaks_something_else_is_named():
         threading.Thread(target=greet, daemon=True).start()
         done = talk(f"http://127.0.0.1:{server.getsockname()[1]}", "Hello")
     assert done.exit_code == 1 and "there is no server at http://127.0.0.1" in done.stderr
+
+
+def test_ctrl_c_ends_the_wait_for_a_server_that_keeps_silent():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        terminal = Terminal("chat", "m", "--url", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        terminal.wait_for("Ctrl-C stops the current answer.*\r\n> ")
+        terminal.press("hello\n")
+        connection, _ = silent.accept()
+        with connection:
+            assert connection.recv(99).startswith(b"POST /v1/chat/completions")
+            terminal.press("\x03")
+            terminal.wait_for("\r\n> ")
+        terminal.press("/exit\n")
+        assert terminal.exit_code() == 0

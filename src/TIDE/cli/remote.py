@@ -68,23 +68,35 @@ class RemoteTalk(Talk):
         began, answer, tokens, reason = time.perf_counter(), "", 0, None
         depths: list[int] = []
         facts: dict[str, Any] = {}
-        with self._open("/v1/chat/completions", body) as response:
-            for chunk in _chunks(response):
-                tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-                for choice in chunk.get("choices") or ():
-                    details = choice.get("tide") or {}
-                    facts |= {name: details[name] for name in FACTS if details.get(name) is not None}
-                    depths += [token["depth"] for token in details.get("tokens", ())]
-                    answer += (piece := (choice.get("delta") or {}).get("content") or "")
-                    reason = choice.get("finish_reason") or reason
-                    yield _coloured(details) if self.depth and details else "" if self.depth and depths else piece
-                if self.ctrl_c.was_pressed:
-                    break
+        chunks = self._chunks(body)
+        while (chunk := self._next(chunks)) is not None:
+            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+            for choice in chunk.get("choices") or ():
+                details = choice.get("tide") or {}
+                facts |= {name: details[name] for name in FACTS if details.get(name) is not None}
+                depths += [token["depth"] for token in details.get("tokens", ())]
+                answer += (piece := (choice.get("delta") or {}).get("content") or "")
+                reason = choice.get("finish_reason") or reason
+                yield _coloured(details) if self.depth and details else "" if self.depth and depths else piece
+            if self.ctrl_c.was_pressed:
+                break
         seconds, tokens = time.perf_counter() - began, tokens or len(depths)
         self.record = dict(prompt=said, answer=answer, finish_reason=reason, tokens=tokens, seconds=seconds)
         self.record["tokens_per_second"] = tokens / seconds
         if depths:
             self.record |= dict(mean_depth=sum(depths) / len(depths), **facts, depths=depths)
+
+    def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with self._open("/v1/chat/completions", body) as response:
+            yield from _chunks(response)
+
+    def _next(self, chunks: Iterator[dict[str, Any]]) -> dict[str, Any] | None:
+        """Return the next chunk; None at the end, and at a Ctrl-C, which does not wait for a server that keeps silent."""
+        try:
+            with self.ctrl_c.raised():
+                return next(chunks, None)
+        except KeyboardInterrupt:
+            return None
 
     def _first_model(self) -> str:
         with self._open("/v1/models") as response:

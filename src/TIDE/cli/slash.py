@@ -19,9 +19,9 @@ class Command(NamedTuple):
     def name(self) -> str:
         return self.usage.partition(" ")[0]
 
-    def takes(self, argument: str) -> bool:
-        _, has_argument, wanted = self.usage.partition(" ")
-        return bool(has_argument) if argument else not wanted or wanted.startswith("[")
+    @property
+    def argument(self) -> str:
+        return self.usage.partition(" ")[2]
 
 
 def _help(*_: object) -> str:
@@ -98,7 +98,9 @@ def obeyed(line: str, talk: Talk) -> str:
     name, _, argument = line.partition(" ")
     name, argument = "/exit" if name == "/quit" else name, argument.strip()
     command = next((one for one in COMMANDS if one.name == name), None)
-    if command is None or not command.takes(argument):
+    if command is None or (argument and not command.argument):
         listed = ", ".join(one.usage for one in COMMANDS)
         raise ValueError(f"there is no command {line}. There are {listed}. Put a space before it to say it to the model.")
+    if not argument and command.argument and not command.argument.startswith("["):
+        raise ValueError(f"expected {command.usage}, found {line}.")
     return command.obey(talk, argument)

@@ -31,8 +31,8 @@ class Typed(NamedTuple):
 
 
 class CtrlC:
-    """Ctrl-C during a chat. At a prompt it is raised; else it is recorded, so that a step of the engine is completed and its
-    K/V stay usable, and one that comes just after an answer has no effect.
+    """Ctrl-C during a chat. It is raised where a line is typed or a server waited for; else it is recorded, so that a step of
+    the engine is completed and its K/V stay usable, and one that comes just after an answer has no effect.
 
     Attributes:
         was_pressed: since it was last set to False.
