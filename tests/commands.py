@@ -56,7 +56,7 @@ class Terminal:
             os.execve(command[0], command, {**os.environ, "TERM": "dumb"})
         self.seen = ""
 
-    def wait_for(self, pattern: str, again: str = "", seconds: float = 60) -> str:
+    def wait_for(self, pattern: str, again: str = "", seconds: float = 480) -> str:
         """Read on until a pattern is shown, and return what was shown up to its end; where nothing happens for a second, press
         keys again."""
         until = time.monotonic() + seconds
