@@ -10,6 +10,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from TIDE.extras import install_command
 
@@ -17,6 +18,19 @@ TIMEOUT = 5.0  # seconds
 EXPECTED = "expected 'default', a folder with a model, a .gguf file, or a hub id that can be reached"
 HTTP_LIBRARIES = {"httpx", "httpx2", "requests"}  # that versions of huggingface_hub use
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+MODEL_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+GIVE = "Give a folder with a model, a .gguf file, a hub id, or 'default'."
+
+
+def check_model(name: str) -> None:
+    """Raise if no model can have this name; a hub id is looked up when the model is loaded."""
+    path = Path(name)
+    if name == "default" or (name and path.is_dir()) or (path.is_file() and name.endswith(".gguf")):
+        return
+    if path.is_file():
+        raise ValueError(f"{name} is a file, but not a .gguf file. {GIVE}")
+    if name.endswith(".gguf") or name.startswith(".") or not MODEL_ID.fullmatch(name):
+        raise FileNotFoundError(f"there is no {name or 'model without a name'}. {GIVE}")
 
 
 def is_hub_id(source: str | Path, suffixes: tuple[str, ...]) -> bool:
@@ -51,18 +65,23 @@ def broken_answer(problem: Exception) -> str | None:
     return None
 
 
-def model_source(name: str) -> str:
-    """Return the folder or hub id to load a model from; if the hub is out of reach, the folder of an earlier download."""
+def model_source(name: str, local_files_only: bool = False, **options: Any) -> str:
+    """Return the folder or hub id to load a model from; if the hub is out of reach, the folder of an earlier download.
+
+    Args:
+        local_files_only: the hub is not to be reached.
+        options: of `snapshot_download`, as the revision.
+    """
     if Path(name).is_dir():
         return name
-    trouble = hub_trouble()
+    trouble = "local_files_only is set" if local_files_only else hub_trouble()
     if trouble is None:
         return name
     from huggingface_hub import snapshot_download
 
     try:
         # transformers would still contact the hub for some files
-        return str(snapshot_download(name, local_files_only=True))
+        return str(snapshot_download(name, local_files_only=True, **options))
     except (OSError, ValueError) as problem:  # not downloaded, or not a valid hub id
         raise OSError(
             f"cannot load {name!r}: {EXPECTED}. The hub cannot be reached ({trouble}), and it was not downloaded before."

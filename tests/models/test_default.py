@@ -10,7 +10,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
 import TIDE
 from TIDE.models import default
@@ -133,28 +132,6 @@ def test_two_processes_at_once_convert_once(quick, home):
     assert (home / default.NAME).is_dir()
 
 
-def test_a_local_folder_is_loaded_ready_to_use(folder):
-    model, tokenizer = TIDE.load_model(folder, device="cpu")
-    assert not model.training
-    assert model.dtype == torch.float32
-    assert tokenizer.padding_side == "left"
-    assert TIDE.load_model(folder, dtype=torch.float16, device="cpu").model.dtype == torch.float16
-    with TIDE.TIDE(model) as engine:
-        assert engine.generate(
-            **tokenizer("hello", return_tensors="pt", return_token_type_ids=False), max_new_tokens=3
-        ).shape == (1, 4)
-
-
-def test_what_is_not_there_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        OSError, match="cannot load 'no/such-model': expected 'default', a folder with a model, a .gguf file, or a hub id"
-    ):
-        TIDE.load_model("no/such-model")
-    with pytest.raises(FileNotFoundError, match="there is no file"):
-        TIDE.load_model(tmp_path / "none.gguf")
-
-
 @pytest.mark.real
 def test_the_embedded_model_is_not_converted_again_and_talks(embedded, monkeypatch):
     monkeypatch.setattr("TIDE.models.load.read_gguf", None)
@@ -168,24 +145,6 @@ def test_the_embedded_model_is_not_converted_again_and_talks(embedded, monkeypat
     with TIDE.TIDE(model) as engine:
         answer = engine.generate(**inputs, max_new_tokens=16, do_sample=False)
     assert "Paris" in tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :])
-
-
-def test_a_gguf_file_is_read_as_such(tmp_path, monkeypatch, folder):
-    """How the embedded default is made; here only the way there."""
-    path = tmp_path / "model.gguf"
-    path.touch()
-    whole = TIDE.load_model(folder, device="cpu")
-    monkeypatch.setattr(
-        "TIDE.models.load.read_gguf", lambda found, dtype: whole if (found, dtype) == (path, torch.float32) else None
-    )
-    assert TIDE.load_model(path, device="cpu").model is whole.model
-
-
-def test_what_reading_a_gguf_file_needs_is_named(tmp_path, monkeypatch):
-    (tmp_path / "model.gguf").touch()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"model.gguf needs gguf and accelerate. Install with: pip install gguf accelerate"):
-        TIDE.load_model(tmp_path / "model.gguf")
 
 
 def test_what_the_default_model_needs_is_known_before_it_is_downloaded(quick, monkeypatch):

@@ -81,6 +81,11 @@ def test_the_sizes_of_the_file_and_of_the_weights_are_said(path, capsys):
     assert f"reading tiny.gguf: a file of {path.stat().st_size / 1e6:,.0f} MB, {held / 1e6:,.0f} MB unpacked to float32" in said
 
 
+def test_a_gguf_file_is_not_quantized_again(path):
+    with pytest.raises(ValueError, match="a GGUF file is unpacked when it is loaded, without a quantization_config"):
+        TIDE.load_model(path, quantization_config=object())
+
+
 @pytest.mark.parametrize("size", [0, 3, 100, 3000, -1])
 def test_a_damaged_file_is_named(path, size):
     path.write_bytes(path.read_bytes()[:size] if size != 3 else b"abc" * 100)

@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 import typer
 
 from TIDE.cli.errors import checked
-from TIDE.cli.model import check_model, load
+from TIDE.cli.model import load
 from TIDE.cli.router import check_router, router_path
+from TIDE.hub import check_model
 
 
 def export(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from TIDE.cli.errors import checked
-from TIDE.cli.model import check_model, load
+from TIDE.cli.model import load
 from TIDE.cli.router import check_router, router_path
+from TIDE.hub import check_model
 
 if TYPE_CHECKING:
     from TIDE.routing.router_file import RouterFile

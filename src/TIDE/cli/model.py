@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,24 +12,13 @@ import typer
 from TIDE.cli.errors import WrongUsage, checked
 from TIDE.cli.quiet import without_loading_bars
 from TIDE.cli.router import check_fit
-from TIDE.hub import model_source
+from TIDE.hub import GIVE, check_model, model_source
 
 if TYPE_CHECKING:
     from TIDE.models.load import Loaded
 
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 HELP = "A hub id, a local path, or 'default'."
-GIVE = "Give a folder with a model, a .gguf file, a hub id, or 'default'."
 UNLESS_GIVEN = "A hub id, a local path, or 'default', the model used unless given."
-
-
-def check_model(name: str) -> None:
-    """Raise if no model can have this name; a hub id is looked up when the model is loaded."""
-    if name == "default" or (name and Path(name).exists()):
-        return
-    if name.endswith(".gguf") or name.startswith(".") or not HUB_ID.fullmatch(name):
-        raise ValueError(f"there is no {name or 'model without a name'}. {GIVE}")
-
 
 ModelOption = Annotated[
     str,
