@@ -15,7 +15,7 @@ from families import build
 from policies import Everyone
 from properties import examples
 from router_files import a_file
-from TIDE.engine.cache.texts import LEAST, Copied, Texts
+from TIDE.engine.cache.texts import LEAST, Copied, Texts, default_gib
 
 NEW = 6
 OPTIONS = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -202,7 +202,7 @@ def test_a_policy_that_cannot_copy_its_state_shares_nothing():
 @examples(100)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=40), st.integers(0, 60)), max_size=12), st.integers(0, 100))
 def test_texts_stay_within_their_bytes_and_the_longest_is_found(kept, most):
-    texts, model = Texts(), torch.nn.Linear(1, 1)
+    texts, model = Texts(1.0), torch.nn.Linear(1, 1)
     texts.most, epoch, there = most, texts.follow(model), []
     for tokens, size in kept:
         texts.keep("mine", epoch, tokens, Copied([torch.zeros(size, dtype=torch.uint8)], None))
@@ -217,3 +217,10 @@ def test_texts_stay_within_their_bytes_and_the_longest_is_found(kept, most):
     assert texts.follow(model) != epoch and texts.find("mine", np.array(wanted)) is None
     texts.keep("mine", epoch, wanted, Copied([], None))
     assert texts._texts == []
+
+
+@pytest.mark.parametrize(("gib", "room"), [(0.01, 0.25), (1.5, 0.75), (8, 1.0)])
+def test_texts_have_half_of_what_the_weights_take_within_limits(gib, room):
+    with torch.device("meta"):
+        model = torch.nn.Linear(2**20, int(gib * 2**30 / 4) // 2**20, bias=False)
+    assert default_gib(model) == pytest.approx(room, rel=0.01)

@@ -29,7 +29,7 @@ from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import is_quantized, unwrapped
 from TIDE.config import MOST_ROWS, TIDEConfig, checked_config
 from TIDE.engine.batch import Batch
-from TIDE.engine.cache.texts import Texts
+from TIDE.engine.cache.texts import Texts, default_gib
 from TIDE.engine.decoding import Decoding
 from TIDE.engine.inputs import as_keywords, beside_rounds, check_ids, check_streamer, context_of, left_padding, take_ids
 from TIDE.engine.plan import Plan, make_plan
@@ -106,7 +106,8 @@ class TIDE:
         self.adapter.keep()
         self._others: ContextVar[_Settings | None] = ContextVar("settings", default=None)  # of `using`, in its thread or task
         self.scheduler = Scheduler()
-        self.texts = Texts(config.cache_gib if self.adapter.device.type == "cpu" else None)
+        limit = config.cache_gib if self.adapter.device.type == "cpu" else None
+        self.texts = Texts(default_gib(model) if limit is None else limit)
         self.last_rows: list[Row] = []
         self._batch: Batch | None = None
         self._adding = threading.Lock()

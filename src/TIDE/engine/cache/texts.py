@@ -23,7 +23,7 @@ from TIDE.engine.cache.segment_cache import longest_copied
 from TIDE.engine.runners.snapshot import ModelSnapshot, has_hooks
 
 LEAST = 16  # tokens that are worth a copy
-DEFAULT_GIB = 1.0  # of texts, if nobody says how many
+LEAST_GIB, MOST_GIB = 0.25, 1.0  # of texts, unless given
 
 
 class Copied(NamedTuple):
@@ -49,8 +49,8 @@ class Texts:
         gib: that they may take together.
     """
 
-    def __init__(self, gib: float | None = None) -> None:
-        self.most = int((DEFAULT_GIB if gib is None else gib) * 2**30)
+    def __init__(self, gib: float) -> None:
+        self.most = int(gib * 2**30)
         self._texts: list[Text] = []  # the least recently used first
         self._model: ModelSnapshot | None = None
         self._epoch = 0  # counts the models that there have been
@@ -99,6 +99,11 @@ class Texts:
             while size + sum(text.bytes for text in kept) > self.most:
                 kept.pop(0)
             self._texts = [*kept, new]
+
+
+def default_gib(model: nn.Module) -> float:
+    """Return the GiB of texts to keep for a model: half of what its weights take, within limits."""
+    return min(max(bytes_in(list(model.parameters())) / 2 / 2**30, LEAST_GIB), MOST_GIB)
 
 
 def alike(some: np.ndarray, others: np.ndarray) -> int:
