@@ -29,9 +29,11 @@ from TIDE.server.errors import INTERNAL, APIError, of_row, refused
 from TIDE.server.job import Ask, Burst, Call, Job
 from TIDE.server.metrics import Metrics
 from TIDE.server.settings import ServerSettings
+from TIDE.server.trim import trim
 
 logger = logging.getLogger(__name__)
 DEAD = "the model has failed and this server answers no more. It has to be started again."
+IDLE_SECONDS = 1.0  # without a request, until free memory is given back
 LEAVING = "this server is stopping. Ask another one, or again later."
 WARM_UP: tuple[tuple[str, dict[str, Any]], ...] = (  # what compiled code is made for before the first request
     ("greedy", dict(do_sample=False)),
@@ -155,12 +157,20 @@ class Worker:
         is_idle = not self._running and not self._scoring and not self._waiting
         with contextlib.suppress(queue.Empty):
             while True:
-                asked = self._inbox.get(block=is_idle)
+                asked = self._next() if is_idle else self._inbox.get_nowait()
                 if asked is None:
                     return False
                 asked()
                 is_idle = False
         return True
+
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for asyncio; free memory is given back meanwhile."""
+        try:
+            return self._inbox.get(timeout=IDLE_SECONDS)
+        except queue.Empty:
+            trim()
+            return self._inbox.get()
 
     def _admit(self) -> None:
         """Give rows to those who wait, and take them from those who are gone."""
