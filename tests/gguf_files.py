@@ -36,8 +36,8 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([*tokenizer.convert_ids_to_tokens(range(config.vocab_size - 1)), "ab"])
-    writer.add_token_merges(["a b"])  # there has to be one
+    writer.add_token_list([*tokenizer.convert_ids_to_tokens(range(config.vocab_size - 2)), "ab", "ba"])
+    writer.add_token_merges(["a b", "b a"])  # transformers 5.17 does not read a single one
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, tensor in model.state_dict().items():
