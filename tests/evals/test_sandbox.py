@@ -214,6 +214,62 @@ def test_a_flood_at_the_verdict_is_cut_off():
     assert time.monotonic() - began < 200  # its time was not up
 
 
+AT_THE_VERDICT = """
+import os
+for place in range(3, 8):
+    try:
+        os.write(place, {forged!r})
+    except OSError:
+        pass
+{then}
+"""
+
+
+@pytest.mark.parametrize("then", ["os._exit(0)", "pass"], ids=["and leaves", "and goes on"])
+@pytest.mark.parametrize(
+    "forged",
+    [
+        b"[" * 4000,
+        b'{"unconfined": "x"}',
+        b'\n{"unconfined": "x"}\n',
+        b"1" * 4000,
+        b'{"error": "\\ud800"}',
+        b"\xff\n\n{}\n",
+        b'{"error": {"token": []}}',
+    ],
+    ids=["nested", "unconfined", "unconfined on a line", "number", "surrogate", "bytes", "objects"],
+)
+def test_a_program_that_writes_a_verdict_of_its_own_fails_and_the_next_one_runs(forged, then):
+    verdict = run_code(AT_THE_VERDICT.format(forged=forged, then=then))
+    assert not verdict.passed
+    verdict.said.encode()  # it goes into a file of results
+    assert run_code("pass") == Verdict(True)
+
+
+def test_an_error_with_half_a_character_can_be_written_to_a_file():
+    assert run_code("raise ValueError(chr(0xd800))").said == "ValueError: \\ud800"
+
+
+@pytest.mark.parametrize("path", ["environ", "mem", "maps", "fd/0", "cwd"])
+def test_the_process_that_asked_cannot_be_looked_into(path, monkeypatch):
+    if not confined.has_landlock():
+        pytest.skip("this kernel has no Landlock")
+    monkeypatch.setenv("TIDE_API_KEY", "secret")
+    look = "os.listdir" if path == "cwd" else "open"
+    assert "PermissionError" in run_code(f"import os\n{look}('/proc/{os.getpid()}/{path}')").said
+    assert run_code("import os\nassert os.getcwd() and open('/proc/self/environ', 'rb').read() == b''") == Verdict(True)
+
+
+def test_pipes_of_the_process_that_asked_are_not_emptied():
+    if not confined.has_landlock():
+        pytest.skip("this kernel has no Landlock")
+    read, write = os.pipe()
+    os.write(write, b"PARENT-DATA")
+    assert not run_code(f"import os\nos.read(os.open('/proc/{os.getpid()}/fd/{read}', os.O_RDONLY | os.O_NONBLOCK), 99)").passed
+    assert os.read(read, 99) == b"PARENT-DATA"
+    os.close(read), os.close(write)
+
+
 def test_a_crash_is_told():
     assert run_code("import ctypes\nctypes.string_at(0)").said == "ended without a verdict (exit status -11)"
 

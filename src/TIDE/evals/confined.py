@@ -1,12 +1,13 @@
 """The process that runs generated code. It is started as a script and imports nothing of TIDE: see `sandbox.py`.
 
-It lowers its limits, then installs a seccomp filter: the kernel itself refuses every system call that is not in the table
-below. What is there is reading files, memory and time; so no process or thread is started, no socket is made, no signal sent,
-and no file opened for writing, whatever the code does. Then it reads a program, runs it, and tells how that ended.
+It lowers its limits, gives up looking into other processes (Landlock, where the kernel has it), and installs a seccomp filter:
+the kernel itself refuses every system call that is not in the table below. The table has reading files, memory and time; so no
+process or thread is started, no socket is made, no signal sent, and no file opened for writing, whatever the code does. Then it
+reads a program, runs it, and tells how that ended.
 
     stdin   {"token": ..., "code": ..., "seconds": ..., "bytes": ...}
-    stdout  {"token": ...} where the code ran to its end, {"error": "..."} where it did not, {"unconfined": "..."} where
-            the limits could not be set: the code was not run then
+    stdout  {} on the first line, before the code runs; {"unconfined": "..."} where the limits could not be set: the code is
+            not run then. On the second {"token": ...} where the code ran to its end, {"error": "..."} where it did not
 
 Without the token, an early exit would look like success. It is no secret: a program shares this process, so one that is written
 to forge its verdict can read the token and report it.
@@ -100,6 +101,10 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 LOAD, JUMP_IF_EQUAL, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000 | 1, 0x80000000  # refused: EPERM
 NUMBER, ARCHITECTURE, SECOND_ARGUMENT, THIRD_ARGUMENT = 0, 4, 24, 32  # places in seccomp_data
+# of linux/landlock.h: system calls, and the one right that is restricted
+CREATE_RULESET, RESTRICT_SELF, VERSION = 444, 446, 1
+EXECUTE = 1 << 0
+CAPABILITY_VERSION = 0x20080522  # of linux/capability.h
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, MODE_FILTER = 1, 38, 22, 2
 
 
@@ -132,6 +137,27 @@ class _Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("lines", ctypes.c_void_p))
 
 
+def has_landlock() -> bool:
+    """Return True if the kernel can keep this process from looking into others."""
+    return bool(ctypes.CDLL(None, use_errno=True).syscall(CREATE_RULESET, None, 0, VERSION) > 0)
+
+
+def _isolate() -> bool:
+    """Give up what ptrace allows to a user, such as reading /proc/PID/environ, mem and fd of other processes.
+
+    Landlock refuses that to every process with rules of its own, whatever the rules are; here they forbid to run programs.
+    """
+    syscall, rights = ctypes.CDLL(None, use_errno=True).syscall, ctypes.c_uint64(EXECUTE)
+    rules = syscall(CREATE_RULESET, ctypes.byref(rights), ctypes.sizeof(rights), 0)
+    return rules >= 0 and syscall(RESTRICT_SELF, rules, 0) == 0
+
+
+def _drop_capabilities() -> bool:
+    """Give up what root may do, such as reading the memory of any process."""
+    header, none = struct.pack("=Ii", CAPABILITY_VERSION, 0), bytes(24)
+    return bool(ctypes.CDLL(None, use_errno=True).capset(header, none) == 0)
+
+
 def confine(seconds: float, size: int) -> str | None:
     """Lower all limits of this process and install the filter; return what kept it from that, in words."""
     machine = platform.machine()
@@ -150,13 +176,15 @@ def confine(seconds: float, size: int) -> str | None:
     lines = b"".join(struct.pack("=HBBI", *line) for line in program(machine))
     held = ctypes.create_string_buffer(lines, len(lines))
     wanted = _Filter(len(lines) // 8, ctypes.cast(held, ctypes.c_void_p))
-    for call in (
-        (PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0),
-        (PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
-        (PR_SET_SECCOMP, MODE_FILTER, ctypes.byref(wanted), 0, 0),
+    for what, refused in (
+        ("PR_SET_PDEATHSIG", lambda: prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)),
+        ("PR_SET_NO_NEW_PRIVS", lambda: prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)),
+        ("capset", lambda: not _drop_capabilities()),
+        ("Landlock", lambda: has_landlock() and not _isolate()),
+        ("PR_SET_SECCOMP", lambda: prctl(PR_SET_SECCOMP, MODE_FILTER, ctypes.byref(wanted), 0, 0)),
     ):
-        if prctl(*call):
-            return f"the kernel refused prctl({call[0]}): {os.strerror(ctypes.get_errno())}"
+        if refused():
+            return f"the kernel refused {what}: {os.strerror(ctypes.get_errno())}"
     return None
 
 
@@ -177,9 +205,14 @@ def main() -> None:
     for standard in (0, 1, 2):
         os.dup2(nothing, standard)
     trouble = confine(asked["seconds"], asked["bytes"])
-    found = {"unconfined": trouble} if trouble else outcome(asked["code"], asked["token"])
-    os.write(told, json.dumps(found).encode())
+    _tell(told, {"unconfined": trouble} if trouble else {})  # before the code runs, which can write there too
+    if not trouble:
+        _tell(told, outcome(asked["code"], asked["token"]))
     os._exit(0)
+
+
+def _tell(told: int, words: dict[str, str]) -> None:
+    os.write(told, json.dumps(words).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@
     files       none is written, anywhere
     network     no sockets
 
-Files can be read, but nothing leads out: a verdict of a few bytes is all that comes back. Where a kernel cannot hold these
-limits nothing is run.
+Files can be read, but nothing leads out: a verdict of a few bytes is all that comes back. Other processes cannot be looked into
+where the kernel has Landlock. Where a kernel cannot hold the other limits nothing is run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 CONFINED = Path(__file__).with_name("confined.py")
 MOST_BYTES = 4096  # of a verdict
@@ -104,14 +104,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _verdict(said: bytes, token: str, code: int) -> Verdict:
-    try:
-        found = json.loads(said)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        return Verdict(False, f"ended without a verdict (exit status {code})")
-    if "unconfined" in found:
-        raise RuntimeError(f"generated code cannot be confined here: {found['unconfined']}. Leave out --execute-code.")
+    """Read a first line, written before the program ran, and a second one, to which a program can write anything."""
+    confinement, _, outcome = said.partition(b"\n")
+    if unconfined := _object(confinement).get("unconfined"):
+        raise RuntimeError(f"generated code cannot be confined here: {unconfined}. Leave out --execute-code.")
+    found = _object(outcome)
     if found.get("token") == token:
         return Verdict(True)
-    return Verdict(False, str(found.get("error", "ended without a verdict")))
+    told = str(found.get("error", f"ended without a verdict (exit status {code})"))
+    return Verdict(False, told.encode(errors="backslashreplace").decode())
+
+
+def _object(said: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(said)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
