@@ -12,6 +12,8 @@ A page names it in a comment that a reader does not see, inside the paragraph or
     <!-- settings: 0.05 0.95 -->                             these numbers were chosen, or are quoted, and were not measured
     <!-- settings: defaults -->                              nothing here was measured
 
+A cell of a source may name a figure or cell of another source in the same way ("exact-arm:all:exact_/_off").
+
 A table takes as many rows and columns of its source as it likes. Numbers in the label of a row whose name in the source is
 another one stand somewhere in that file (hardware, settings, figures), or are named as settings. In a paragraph a number with
 a decimal point, a thousands separator or a unit (%, s, ms, tok/s, MB, GiB) is a figure, and so are both of "3 of 4"; other
@@ -176,6 +178,8 @@ def _cell(names: list[str], row: str, column: str) -> list[float] | None:
     for name in names:
         if "." not in name:
             kept = source(name).get("table", {}).get(row, {}).get(column)
+            if isinstance(kept, str):
+                return _figure(kept)
             if kept is not None:
                 return [float(own) for own in (kept if isinstance(kept, list) else [kept])]
     return None

@@ -47,6 +47,14 @@ def test_a_figure_without_a_source_is_noticed():
     assert check("Python 3.11, transformers 5.17.0, `--risk 0.05`, licence Apache-2.0, 12 layers.") == []
 
 
+def test_a_cell_may_name_a_cell_of_another_source():
+    marked = (
+        "<!-- results: reproduction-speed -->\n| | batch 1 |\n|---|---|\n| exact / exits off, embedded model, H200 | {} |\n"
+    )
+    assert check(marked.format(2.35)) == []
+    assert check(marked.format(2.36)) != []
+
+
 def test_a_table_may_leave_out_rows_and_columns_but_not_mix_them_up():
     marked = "<!-- results: exact-h200 -->\n| | exact |\n|---|---|\n"
     assert check(marked + "| coding | 2,778 |\n") == []
