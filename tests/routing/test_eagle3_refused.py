@@ -145,6 +145,19 @@ def test_what_cannot_be_used_is_refused_in_a_line(case, tmp_path):
     assert str(error.value).rsplit(". ", 1)[1].startswith(("Give", "Get")), "and says what to do next"
 
 
+LONG = "\x1b[2J" + 10_000 * "x\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden_act", "speculators_model_type", "num_attention_heads", "max_position_embeddings", IDS]
+)
+def test_an_error_repeats_little_of_a_folder_on_one_line(name, tmp_path):
+    write(tmp_path, config_of("original", **{name: LONG}), original(tensors_of()))
+    with pytest.raises(ValueError, match="Give|Get") as caught:
+        read_folder(tmp_path)
+    assert len(str(caught.value)) < 700 + len(str(tmp_path)) and str(caught.value).isprintable()
+
+
 def test_hostile_truncated_and_mislabelled_files_are_refused(tmp_path):
     folder = a_head(tmp_path / "head")
     weights = folder / "model.safetensors"

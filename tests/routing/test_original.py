@@ -120,6 +120,11 @@ def bad_files(folder, whole: bytes):
     small = {"down.weight": torch.ones(8, 64), "up.weight": torch.ones(1, 8)}
     broken = dict(small, **{"up.weight": torch.full((1, 8), float("nan"))})
     torch.save({"hidden_dim": 64, "bottleneck_dim": 8, "router_layers": {0: broken}}, folder / "nan.pt")
+    one = torch.zeros(1)
+    wide = {"down.weight": one.expand(1 << 31, 1 << 31), "up.weight": one.expand(1, 1 << 31)}
+    torch.save({"hidden_dim": 1 << 31, "bottleneck_dim": 1 << 31, "router_layers": {0: wide}}, folder / "wide.pt")
+    again = {layer: {name: weight.view_as(weight) for name, weight in small.items()} for layer in range(20)}
+    torch.save({"hidden_dim": 64, "bottleneck_dim": 8, "router_layers": again}, folder / "again.pt")
     torch.save({"hidden_dim": 10**15, "bottleneck_dim": 10**15, "router_layers": {0: small}}, folder / "huge.pt")
 
 
@@ -136,6 +141,8 @@ BAD = {
     "word.pt": "is damaged",
     "huge.pt": "is damaged: its routers do not fit its sizes",
     "nan.pt": "is damaged: .*a weight is not a finite number",
+    "wide.pt": "is damaged: .*a number of their own in the file",
+    "again.pt": "is damaged: .*a number of their own in the file",
     "none.pt": "holds no routers",
 }
 

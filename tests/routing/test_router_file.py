@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -262,7 +263,7 @@ def test_a_refusal_repeats_little_of_files_of_other_kinds(tmp_path, suffix):
 
 
 def test_a_file_of_very_many_tensors_is_refused_before_they_are_read(tmp_path, monkeypatch):
-    tensors = {str(number): torch.zeros(0) for number in range(storage.MOST_TENSORS + 1)}
+    tensors = {str(number): torch.zeros(0) for number in range(storage.MAX_TENSORS + 1)}
     save_file(tensors, tmp_path / "router.safetensors", {"tide": "{}"})
     digested = []
     monkeypatch.setattr(storage.Stored, "digest", digested.append)
@@ -300,12 +301,88 @@ def test_files_of_other_kinds_are_refused_and_nothing_of_them_runs(tmp_path, cap
         "pickle.pt": "holds more than tensors and plain values",
         "dots.pt": "was not loaded|is damaged",
         "number.pt": "is damaged",
-        "kind.pt": "is damaged",
-        "wide.pt": "exits.0.head.down.weight is not a plain tensor",
+        "kind.pt": "was not loaded: expected tensors by name, found int",
+        "wide.pt": "was not loaded: .* a number of their own in the file",
     }.items():
         with pytest.raises(ValueError, match=complaint):
             RouterFile.load(tmp_path / name)
     assert "code was run" not in capsys.readouterr().out
+
+
+WIDE = 1 << 30  # as both sides of a matrix: more memory than any machine has
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(1).expand(WIDE, WIDE), torch.zeros(8, 4).expand(1000, 8, 4), torch.empty(WIDE, WIDE, device="meta")],
+    ids=["one number", "rows again", "meta"],
+)
+def test_a_small_file_of_a_huge_tensor_is_refused_before_memory_is_taken(tmp_path, tensor):
+    tensors = dict(edited().tensors, sha256=edited().digest())
+    torch.save({"tide": edited().document, "tensors": tensors | {"exits.0.head.down.weight": tensor}}, tmp_path / "wide.pt")
+    with pytest.raises(ValueError, match="wide.pt was not loaded: .* a number of their own in the file"):
+        RouterFile.load(tmp_path / "wide.pt")
+
+
+def test_a_file_whose_tensors_are_one_tensor_many_times_is_refused(tmp_path):
+    shared = torch.zeros(1000, 1000)
+    again = {f"exits.{depth}.head.down.weight": shared.view(1000, 1000) for depth in range(1000)}
+    torch.save({"tide": edited().document, "tensors": again | {"sha256": edited().digest()}}, tmp_path / "again.pt")
+    with pytest.raises(ValueError, match="a number of their own in the file"):
+        RouterFile.load(tmp_path / "again.pt")
+
+
+def deflated(path: Path) -> Path:
+    """The same archive, compressed."""
+    small = path.with_name("small.pt")
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    return small
+
+
+def test_a_compressed_archive_is_not_inflated(tmp_path):
+    path = tmp_path / "router.pt"
+    storage.write(path, edited(tensors={"exits.0.head.down.weight": torch.zeros(1000, 1000)}))
+    with pytest.raises(ValueError, match=r"small.pt was not loaded: expected at most .* bytes, found \d+ compressed"):
+        RouterFile.load(deflated(path))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_file_of_thousands_of_empty_tensors_is_refused_by_their_number(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(storage.Stored, "digest", lambda stored: pytest.fail("their numbers were read"))
+    path, tensors = tmp_path / f"many.{suffix}", {f"exits.{depth}.x": torch.zeros(0) for depth in range(10_001)}
+    if suffix == "pt":
+        torch.save({"tide": edited().document, "tensors": tensors | {"sha256": torch.zeros(32)}}, path)
+    else:
+        save_file(tensors | {"sha256": torch.zeros(32)}, path, {"tide": edited().document})
+    with pytest.raises(ValueError, match=f"many.{suffix} was not loaded: expected at most 10000 tensors, found 10002"):
+        RouterFile.load(path)
+
+
+LONG = "\x1b[2J" + 10_000 * "x\n"
+SHOWN = {
+    "strategy": lambda d: d.update(strategy=LONG),
+    "format": lambda d: d.update(format=LONG),
+    "field": lambda d: d["fingerprint"].update({LONG: 1}),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_an_error_repeats_little_of_a_file_on_one_line(tmp_path, name):
+    path = tmp_path / "router.safetensors"
+    storage.write(path, edited(SHOWN[name]))
+    with pytest.raises(ValueError, match="router.safetensors") as caught:
+        RouterFile.load(path)
+    assert len(str(caught.value)) < 700 + len(str(path)) and str(caught.value).isprintable()
+
+
+def test_names_in_a_file_that_is_no_router_file_are_shortened_in_the_error(tmp_path):
+    path = tmp_path / "other.pt"
+    torch.save({f"{LONG}{number}": 1 for number in range(1000)}, path)
+    with pytest.raises(ValueError, match="is not a router file") as caught:
+        RouterFile.load(path)
+    assert len(str(caught.value)) < 700 + len(str(path)) and str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

@@ -16,6 +16,7 @@ import torch
 
 from TIDE.routing.policy import Candidates, ExitPolicy
 from TIDE.routing.router import Router
+from TIDE.routing.storage import are_whole, shown
 
 if TYPE_CHECKING:
     from TIDE.adapters.adapter import ModelAdapter
@@ -53,9 +54,11 @@ def read_original(content: dict[str, Any], path: object) -> dict[int, Router]:
     """Return the routers of a file by depth, in rising order."""
     try:
         sizes = int(content["hidden_dim"]), int(content["bottleneck_dim"])
+        if not are_whole([weight for weights in content["router_layers"].values() for weight in weights.values()]):
+            raise ValueError("expected weights that have each a number of their own in the file, found others")
         routers = {int(layer) + 1: _router(*sizes, weights) for layer, weights in content["router_layers"].items()}
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as problem:
-        raise ValueError(f"{path} is damaged: its routers do not fit its sizes ({problem!s:.300}). Make it again.") from problem
+        raise ValueError(f"{path} is damaged: its routers do not fit its sizes ({shown(problem)}). Make it again.") from problem
     if not routers:
         raise ValueError(f"{path} holds no routers. Make it again.")
     return dict(sorted(routers.items()))

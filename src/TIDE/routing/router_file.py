@@ -122,7 +122,7 @@ class RouterFile(ModelHubMixin):
             return cls._from_stored(content, path)
         if is_original(content):
             return cls._from_original(read_original(content, path), path)
-        found = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
+        found = storage.shown(list(content)) if isinstance(content, dict) else type(content).__name__
         raise ValueError(
             f"{path} is not a router file: expected the entries ['tide', 'tensors'] (in a .safetensors file, 'tide' in its "
             f"metadata) or, of {ORIGIN}, {list(ORIGINAL_KEYS)}, found {found!s:.200}. Give the file that calibration saved."
@@ -142,10 +142,12 @@ class RouterFile(ModelHubMixin):
                 return file
         except Exception as problem:  # a damaged document can fail in any way
             what = f"it lacks {problem}" if isinstance(problem, KeyError) else str(problem)
-            raise ValueError(f"{path} is damaged: {what:.300}. Make it again, or get it again from where it came.") from problem
+            raise ValueError(
+                f"{path} is damaged: {storage.shown(what)}. Make it again, or get it again from where it came."
+            ) from problem
         raise ValueError(
-            f"{path} has format {made_as!r:.60}, this version of TIDE reads formats {OLDEST_FORMAT} to {FORMAT}. Install "
-            f"a newer one from its repository, or calibrate again."
+            f"{path} has format {storage.shown(made_as)}, this version of TIDE reads formats {OLDEST_FORMAT} to {FORMAT}. "
+            f"Install a newer one from its repository, or calibrate again."
         )
 
     @classmethod

@@ -8,6 +8,8 @@ changed bytes; files of 0.3.0 have none. A file is written under another name an
 old file or the new one, never a partial one. Compressed matrices are int8 with a scale per row:
 
     "exits.8.head.down.weight"  (rows, columns) int8        "exits.8.head.down.weight.scale"  (rows,) fp32
+
+A file may come from a stranger: it takes no more memory than a few times its size, and little time to refuse.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import io
 import math
 import os
 import secrets
+import zipfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,11 +31,12 @@ from safetensors.torch import save as safetensors_bytes
 SUFFIXES = (".safetensors", ".pt")
 KEY, CHECKSUM = "tide", "sha256"
 SCALE = ".scale"
-MOST_TENSORS = 20_000  # each takes time to read, also one without a number
+MAX_TENSORS = 10_000  # an exit at each of 126 layers has about 2,500
+MAX_SHOWN = 300  # characters of a file in an error message
 
 
-class TooManyTensors(ValueError):
-    """A file that would take long to read."""
+class Refused(ValueError):
+    """A file that is not read, and why."""
 
 
 class Stored(NamedTuple):
@@ -50,10 +55,12 @@ class Stored(NamedTuple):
             found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
         return torch.frombuffer(bytearray(found.digest()), dtype=torch.uint8)
 
-    @property
-    def is_changed(self) -> bool:
-        """True if the stored checksum does not match the contents."""
-        return self.checksum is not None and not torch.equal(self.checksum, self.digest())
+    def check(self) -> None:
+        """Raise if the tensors cannot be used, or the stored checksum does not match the contents."""
+        if not are_whole(self.tensors.values()):
+            raise Refused("expected tensors that have each a number of their own in the file, found others")
+        if self.checksum is not None and not torch.equal(self.checksum, self.digest()):
+            raise Refused("its content was changed since it was saved (the checksum does not fit)")
 
 
 def check_suffix(path: Path) -> None:
@@ -94,40 +101,72 @@ def read(path: Path) -> Any:
     """Return `Stored`, with its checksum verified, or the contents of any other .pt file."""
     try:
         content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pt(path)
-        is_changed = isinstance(content, Stored) and content.is_changed
-    except TooManyTensors as problem:
-        raise ValueError(f"{path} was not loaded: {problem}. Get it again from where it came.") from problem
+        if isinstance(content, Stored):
+            content.check()
+    except Refused as problem:
+        raise ValueError(f"{path} was not loaded: {problem}. Make it again, or get it again from where it came.") from problem
     except Exception as problem:  # a damaged file can fail in any way
         raise ValueError(
             f"{path} was not loaded: it is truncated, damaged, or holds more than tensors and plain values "
             f"({type(problem).__name__}). Make it again, or get it again from where it came."
         ) from problem
-    if is_changed:
-        raise ValueError(
-            f"{path} was not loaded: its content was changed since it was saved (the checksum does not fit). Make it again, or "
-            f"get it again from where it came."
-        )
     return content
 
 
-def _read_safetensors(path: Path) -> Any:
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a .safetensors file."""
     with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        if KEY not in metadata:
-            return metadata
-        if (count := len(file.keys())) > MOST_TENSORS:
-            raise TooManyTensors(f"it holds {count} tensors, and a router file {MOST_TENSORS} at most")
+        names = file.keys()
+        _check_count(len(names))
         # cloned: the tensors are mapped to the file, which may change
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        return Stored(metadata[KEY], tensors, tensors.pop(CHECKSUM, None))
+        return {name: file.get_tensor(name).clone() for name in names}, file.metadata() or {}
+
+
+def read_pickle(path: Path) -> Any:
+    """Return the tensors and plain values of a .pt file, of which no code runs."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+        size, inflated = path.stat().st_size, sum(entry.file_size for entry in entries)
+        if inflated > size:
+            raise Refused(f"expected at most its {size} bytes, found {inflated} compressed into them")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def are_whole(tensors: Collection[torch.Tensor]) -> bool:
+    """Return True if each number of each tensor has memory of its own: none is sparse, meta, expanded or shared."""
+    if any(tensor.layout != torch.strided or tensor.is_meta for tensor in tensors):
+        return False
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= sum(storages.values())
+
+
+def shown(content: object) -> str:
+    """Return content of a file for an error message: on one line, printable, shortened."""
+    text = " ".join(str(content)[: 10 * MAX_SHOWN].split())
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_TENSORS:
+        raise Refused(f"expected at most {MAX_TENSORS} tensors, found {count}")
+
+
+def _read_safetensors(path: Path) -> Any:
+    tensors, metadata = read_tensors(path)
+    return Stored(metadata[KEY], tensors, tensors.pop(CHECKSUM, None)) if KEY in metadata else metadata
 
 
 def _read_pt(path: Path) -> Any:
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    content = read_pickle(path)
     if not isinstance(content, dict) or set(content) != {KEY, "tensors"}:
         return content
     tensors = content["tensors"]
-    return Stored(content[KEY], tensors, tensors.pop(CHECKSUM, None) if isinstance(tensors, dict) else None)
+    if not isinstance(tensors, dict):
+        raise Refused(f"expected tensors by name, found {type(tensors).__name__}")
+    _check_count(len(tensors))
+    return Stored(content[KEY], tensors, tensors.pop(CHECKSUM, None))
 
 
 def compress(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

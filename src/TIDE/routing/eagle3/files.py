@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+
+from TIDE.routing.storage import Refused, are_whole, read_pickle, read_tensors, shown
 
 ORIGINAL, SPECULATORS = "original", "speculators"
 PARTS = ("low", "mid", "high")  # older names of norms of the three states
@@ -48,7 +49,8 @@ def read_files(folder: Path) -> HeadFiles:
             name = _name(given)
             if name in tensors and not _are_equal(tensors[name], tensor):
                 raise ValueError(
-                    f"{path} was not loaded: expected {name} once, found it with other values as {given}. {AGAIN}."
+                    f"{path} was not loaded: expected {shown(name)} once, found it with other values as {shown(given)}. "
+                    f"{AGAIN}."
                 )
             tensors[name] = tensor
     return HeadFiles(folder, config, tensors)
@@ -70,7 +72,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as problem:
-        raise ValueError(f"{path} was not loaded: expected JSON, found {problem}. {AGAIN}.") from problem
+        raise ValueError(f"{path} was not loaded: expected JSON, found {shown(problem)}. {AGAIN}.") from problem
     if not isinstance(config, dict):
         raise ValueError(f"{path} was not loaded: expected names and values, found {type(config).__name__}. {AGAIN}.")
     return config
@@ -81,7 +83,7 @@ def _check_kind(config: dict[str, Any], folder: Path) -> None:
     said = config.get("architectures") or []
     names = said if isinstance(said, list) else [said]
     if kind is not None and kind != "eagle3":
-        raise ValueError(f"{folder} holds a draft model of the kind {kind!r}; TIDE reads eagle3. Give an EAGLE-3 head.")
+        raise ValueError(f"{folder} holds a draft model of the kind {kind!r:.60}; TIDE reads eagle3. Give an EAGLE-3 head.")
     if kind is not None and not isinstance(config.get("transformer_layer_config"), dict):
         raise ValueError(f"{folder}/config.json is damaged: it lacks transformer_layer_config. {AGAIN}.")
     block = config if kind is None else config["transformer_layer_config"]
@@ -100,8 +102,8 @@ def _check_kind(config: dict[str, Any], folder: Path) -> None:
         and not {"eagle_config", "draft_vocab_size"} & set(config)
     ):
         raise ValueError(
-            f"{folder} holds {', '.join(map(str, names)) or 'a model'} of {layers} layers: expected an EAGLE-3 head of one, "
-            f"whose architecture is LlamaForCausalLMEagle3. Give the head, not its model."
+            f"{folder} holds {shown(', '.join(map(str, names))) or 'a model'} of {shown(layers)} layers: expected an EAGLE-3 "
+            f"head of one, whose architecture is LlamaForCausalLMEagle3. Give the head, not its model."
         )
 
 
@@ -115,7 +117,9 @@ def _weights(folder: Path) -> list[Path]:
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
-        found = _read_safetensors(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        found = read_tensors(path)[0] if path.suffix == ".safetensors" else read_pickle(path)
+    except Refused as problem:
+        raise ValueError(f"{path} was not loaded: {problem}. {AGAIN}.") from problem
     except Exception as problem:  # a damaged file can fail in any way
         raise ValueError(
             f"{path} was not loaded: it is truncated, damaged, or holds more than tensors ({type(problem).__name__}). {AGAIN}."
@@ -126,26 +130,15 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             what = f"{type(tensor).__name__} as {name!r:.60}"
             raise ValueError(f"{path} was not loaded: expected tensors by name, found {what}. {AGAIN}.")
-        if not _is_whole(tensor):
-            raise ValueError(f"{path} was not loaded: expected {name} with all its numbers, found a tensor without. {AGAIN}.")
+        if not are_whole([tensor]):
+            raise ValueError(
+                f"{path} was not loaded: expected {shown(name)} with all its numbers, found a tensor without. {AGAIN}."
+            )
     return found
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor has a place in memory for each of its numbers: it is not sparse, meta or expanded."""
-    if tensor.layout != torch.strided or tensor.is_meta:
-        return False
-    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
-
-
-def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    with safe_open(path, framework="pt") as file:
-        # cloned: the tensors are mapped to the file, which may change
-        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
 
 
 def _name(name: str) -> str:

@@ -20,6 +20,7 @@ import torch
 
 from TIDE.routing.eagle3.files import AGAIN, ORIGINAL, HeadFiles
 from TIDE.routing.eagle3.head import EagleHead, EagleSizes, frequencies
+from TIDE.routing.storage import shown
 
 BLOCK = "layers.0."
 ATTENTION, MLP = BLOCK + "self_attn.", BLOCK + "mlp."
@@ -101,11 +102,13 @@ def read_head(files: HeadFiles) -> ReadHead:
 
 
 def _damaged(files: HeadFiles, what: str) -> ValueError:
-    return ValueError(f"{files.folder} is no EAGLE-3 head that can be used: {what}. {AGAIN}, or give another head.")
+    return ValueError(f"{files.folder} is no EAGLE-3 head that can be used: {shown(what)}. {AGAIN}, or give another head.")
 
 
 def _refused(files: HeadFiles, why: str) -> ValueError:
-    return ValueError(f"{files.folder} holds a head that TIDE cannot run: {why}. Give an EAGLE-3 head of one Llama block.")
+    return ValueError(
+        f"{files.folder} holds a head that TIDE cannot run: {shown(why)}. Give an EAGLE-3 head of one Llama block."
+    )
 
 
 # ---- tensors ----------------------------------------------------------------------------------------------------------------
