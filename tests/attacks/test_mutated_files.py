@@ -155,7 +155,7 @@ def another(chance: random.Random, tensor: torch.Tensor) -> torch.Tensor:
         lambda: tensor.to(chance.choice([torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int64, torch.bool])),
         lambda: tensor.flatten(),
         lambda: tensor[None],
-        lambda: tensor[..., :0],
+        lambda: tensor.flatten()[:0],
         lambda: tensor.to(torch.complex64),
         lambda: torch.zeros(1).expand(wide, wide),
         lambda: torch.zeros(1).expand(tensor.shape),
