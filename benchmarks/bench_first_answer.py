@@ -1,10 +1,9 @@
 """The first answers on a machine: what `tide generate` takes with empty caches of compiled code, and again, part by part.
 
-    python benchmarks/bench_first_answer.py [--model default] [--random FOLDER] [-o FILE]
+    python benchmarks/bench_first_answer.py [--model default] [-o FILE]
 
 Two new processes, one after the other, with caches of their own (Triton's, numba's); then two more that run the same steps, each
-timed. `--random` puts random weights in place of the default model's, from the configuration and tokenizer in a folder: times do
-not depend on weights, and machines without a package index have no default model. A table, then one JSON line.
+timed. The model has to be on the machine: downloads are not counted, but its conversion is. A table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -52,13 +51,9 @@ print(json.dumps(dict(laps, tokens=count, backend=engine.backend)))
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="default")
-    parser.add_argument("--random", type=Path)
     parser.add_argument("--output", "-o", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if options.random is not None:
-            os.environ["TIDE_CACHE"] = str(Path(folder, "tide"))
-            put_random_weights(options.random, Path(folder, "tide", "SmolLM2-135M-Instruct"))
         with_caches(Path(folder, "whole"))
         whole = [answer(options.model) for _ in range(2)]
         with_caches(Path(folder, "steps"))
@@ -71,17 +66,6 @@ def main() -> None:
     print(json.dumps(done))
     if options.output is not None:
         options.output.write_text(json.dumps(done, indent=1) + "\n")
-
-
-def put_random_weights(source: Path, folder: Path) -> None:
-    import shutil
-
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).save_pretrained(folder)
 
 
 def with_caches(folder: Path) -> None:

@@ -267,7 +267,7 @@ def test_a_file_of_very_many_tensors_is_refused_before_they_are_read(tmp_path, m
     save_file(tensors, tmp_path / "router.safetensors", {"tide": "{}"})
     digested = []
     monkeypatch.setattr(storage.Stored, "digest", digested.append)
-    with pytest.raises(ValueError, match="holds 20001 tensors, .* 20000 at most"):
+    with pytest.raises(ValueError, match="at most 10000 tensors, found 10001"):
         RouterFile.load(tmp_path / "router.safetensors")
     assert not digested
 

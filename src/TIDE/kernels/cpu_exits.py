@@ -115,8 +115,9 @@ def compile_exits() -> None:
 
     weight, norm = Int8Weight(np.zeros((1, 1, GROUP), np.int8), zeros(1)), Norm(zeros(1), 0.0, 0.0, False, zeros(0))
     entry = Entry(zeros(1), zeros(1), zeros(1), zeros(1), weight, weight, 0.0)
-    attention = Attention(*[weight] * 4, *[zeros(0)] * 4, norm, norm, 1, 1.0)
-    layer = Layer(norm, attention, norm, norm, MLP(*[weight] * 3, *[zeros(0)] * 3), norm)
+    none = zeros(0)
+    attention = Attention(weight, weight, weight, weight, none, none, none, none, norm, norm, 1, 1.0)
+    layer = Layer(norm, attention, norm, norm, MLP(weight, weight, weight, none, none, none), norm)
     seen = zeros(1, 1, 1), zeros(1, 1, 1), zeros(1, 1, 1, 1), zeros(1, 1, 1, 1)
     compile_for(_memory_block, *_block(entry, prepared(layer), zeros(1, 1), zeros(1, 1), (0, 0, 1), seen))
     compile_for(_remember, *_remembered(entry, zeros(1, 1)))
