@@ -2,8 +2,8 @@
 
     python benchmarks/bench_first_answer.py [--model default] [-o FILE]
 
-Two new processes, one after the other, with caches of their own (Triton's, numba's); then two more that run the same steps, each
-timed. The model has to be on the machine: downloads are not counted, but its conversion is. A table, then one JSON line.
+Two new processes, one after the other, with caches of their own (Triton's, numba's); then two more that run the same steps,
+each timed. The model has to be on the machine: downloads are not counted, but its conversion is. A table, then one JSON line.
 """
 
 from __future__ import annotations
