@@ -31,6 +31,7 @@ from TIDE.engine.round.device_drafter import why_not_planned
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.host_stage import HostStage
 from TIDE.engine.round.sampler import Sampler
+from TIDE.engine.round.warm_up import compile_first
 from TIDE.engine.row import Row
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.device import DeviceError, DeviceRunner
@@ -286,6 +287,8 @@ class Batch:
 
     def _check(self) -> None:
         """Check the runner, now that first tokens were shown; rows then go on where they are decoded best."""
+        if started := next((group for group in self._groups if group.loop.rows), None):
+            compile_first(self.runner, started.plan, started.policy, started.loop.rows)
         self.runner = checked(self.runner)
         self.replace_runner(self.runner)
         for group in list(self._groups):

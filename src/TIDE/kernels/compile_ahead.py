@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from tqdm import tqdm
@@ -40,7 +40,7 @@ def compiled_ahead(shows: bool) -> Iterator[None]:
         return run(self, *given, grid=grid, warmup=warmup or threading.get_ident() == own, **options)
 
     threads = min(MOST_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool, ignore_errors=True) as mode:
+    with _Pool(threads) as pool, AsyncCompileMode(pool, ignore_errors=True) as mode:
         JITFunction.run = compile_only
         try:
             yield
@@ -49,3 +49,19 @@ def compiled_ahead(shows: bool) -> Iterator[None]:
         asked = list(mode.raw_futures)
         for _ in tqdm(as_completed(asked), total=len(asked), desc="compiling", unit="kernel", disable=not shows, leave=False):
             pass
+
+
+class _Pool(ThreadPoolExecutor):
+    """Threads that compile kernels, and for each the code that launches it, which a first launch would compile alone."""
+
+    def submit(self, compile_: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(_with_launcher, compile_, *args, **kwargs)
+
+
+def _with_launcher(compile_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from triton.runtime import driver
+
+    kernel = compile_(*args, **kwargs)
+    with suppress(Exception):  # the launch makes its own then
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,18 +20,23 @@ from tqdm import tqdm
 
 from TIDE.engine.cache.prompts import CAPTURED, CHUNK, STEP
 from TIDE.engine.cache.slots import slots_for
+from TIDE.engine.plan import Plan
 from TIDE.engine.round.device_drafter import why_not_planned
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.module_prefill import LONGEST, ModulePrefill, padded_length
 from TIDE.engine.round.sampler import Sampler
+from TIDE.engine.row import Row
+from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.check import first_compiled_difference
 from TIDE.engine.runners.device import DeviceError, DeviceRunner, device_errors
 from TIDE.engine.runners.select import checked
 from TIDE.engine.runners.triton_runner import TritonRunner
 from TIDE.kernels.cards import PART
 from TIDE.kernels.sampling import Features
+from TIDE.routing.policy import ExitPolicy
 
 logger = logging.getLogger(__name__)
+Works = Callable[[DeviceStage], Iterable[Callable[[], object]]]
 
 TIMES = 2  # a graph is captured the second time its work is asked for
 # passes that are not captured; kernels have tiles by their tokens, in such steps
@@ -47,7 +52,7 @@ def warm_up(engine: Any, rows: int, tokens: int, shows: bool) -> None:
     for name, value in dict(rows=rows, tokens=tokens).items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number from 1 on, found {value!r}.")
-    _compile(engine, rows, tokens, shows)
+    _compile(engine.runner, engine.plan, engine.policy, lambda stage: _works(stage, rows, tokens, True), shows)
     if not engine.runner.is_checked:
         engine._use(checked(engine.runner))
     runner, plan, policy = engine.runner, engine.plan, engine.policy
@@ -56,23 +61,42 @@ def warm_up(engine: Any, rows: int, tokens: int, shows: bool) -> None:
         logger.info("there are no graphs to capture: %s", reason or runner.failed)
         engine.generate(torch.ones(1, 2, dtype=torch.long, device=engine.model.device), max_new_tokens=4, pad_token_id=0)
         return
-    with _stage(engine) as stage:
+    with _stage(runner, plan, policy) as stage:
         for work in tqdm(_works(stage, rows, tokens), desc="warming up", unit="graph", disable=not shows, leave=False):
             for _ in range(TIMES):
                 with device_errors():
                     work()
 
 
-def _compile(engine: Any, rows: int, tokens: int, shows: bool) -> None:
+def compile_first(runner: Runner, plan: Plan, policy: ExitPolicy | None, rows: Sequence[Row]) -> None:
+    """Compile, many at a time, what rows need whose first tokens came from the model's own layers: the check of the runner, a
+    prompt as long as theirs, and their rounds."""
+    tokens, features = max(row.size for row in rows), rows[0].sampling.params.features
+
+    def works(stage: DeviceStage) -> list[Callable[[], object]]:
+        width = slots_for(min(len(rows), stage.seats.most_rows))
+        stage.seats.grow(width, tokens)
+        stage.seats.make_room(1, tokens)
+        columns, texts = stage.levels(tokens)[-1], stage.texts()
+        found = list[Callable[[], object]]()
+        if not isinstance(texts, ModulePrefill):
+            found.append(partial(texts.run_nothing, min(CHUNK, texts.prompts.padded(tokens)), columns))
+        found += [partial(stage.run_nothing, width, tokens, columns, drafts, features) for drafts in stage.lengths(width)]
+        return [*found, partial(stage.choose_nothing, width, tokens, features)] if stage.may_choose_first else found
+
+    _compile(runner, plan, policy, works, shows=False)
+
+
+def _compile(runner: Runner, plan: Plan, policy: ExitPolicy | None, works: Works, shows: bool) -> None:
     """Compile, many at a time, the kernels that the check of a runner and its rounds need."""
-    runner, is_planned = engine.runner, why_not_planned(engine.plan, engine.policy) is None
+    is_planned = why_not_planned(plan, policy) is None
     if not isinstance(runner, TritonRunner) or runner.device.type != "cuda" or runner.failed is not None:
         return
     was_checked, runner.is_checked = runner.is_checked, True  # as if
     try:
-        with _stage(engine) as stage, runner.compiled_ahead(shows):
-            works = [partial(first_compiled_difference, runner), *(_works(stage, rows, tokens, True) if is_planned else ())]
-            for work in works:
+        with _stage(runner, plan, policy) as stage, runner.compiled_ahead(shows):
+            checks: list[Callable[[], object]] = [partial(first_compiled_difference, runner)]
+            for work in [*checks, *(works(stage) if is_planned else ())]:
                 with device_errors():
                     work()
     finally:
@@ -80,10 +104,9 @@ def _compile(engine: Any, rows: int, tokens: int, shows: bool) -> None:
 
 
 @contextmanager
-def _stage(engine: Any) -> Iterator[DeviceStage]:
+def _stage(runner: DeviceRunner, plan: Plan, policy: ExitPolicy | None) -> Iterator[DeviceStage]:
     """Open a stage on slots that nobody has. What a device refuses there ends the warm-up, and nothing else."""
-    runner = engine.runner
-    stage = DeviceStage(runner, engine.plan, engine.policy, Sampler(device=runner.device))
+    stage = DeviceStage(runner, plan, policy, Sampler(device=runner.device))
     try:
         with runner.grad_off(), runner.device_guard():
             yield stage
