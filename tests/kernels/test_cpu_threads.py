@@ -62,6 +62,17 @@ def test_a_busy_core_is_left_to_others_and_taken_back_later(machine):
     assert machine.pace.count == machine.cores
 
 
+@pytest.mark.parametrize("machine", [2, 4, 16], indirect=True)
+def test_a_stall_on_a_quiet_machine_costs_little(machine):
+    machine.seconds_of(20000)
+    machine.taken = machine.cores
+    machine.seconds_of(3)
+    machine.taken = 0
+    quiet = 0.2 * machine.cores / LAYER  # layers in 0.2 seconds
+    machine.seconds_of(int(quiet))
+    assert machine.pace.count == machine.cores
+
+
 @pytest.mark.parametrize("machine", [2, 4], indirect=True)
 def test_a_machine_that_is_busy_from_the_start_is_noticed(machine):
     machine.taken = 1

@@ -123,16 +123,16 @@ class ThreadCount:
     def _end_trial(self, is_better: bool) -> None:
         trial, self._trial = self._trial, None
         if is_better and trial is not None:
+            for known in self._seconds.values():  # what was slower before is no longer true
+                known.pop(trial, None)
             self._change(trial)
         else:
             self._delay()
 
     def _change(self, count: int) -> None:
         self.count, self._trial = count, None
-        if self._since < STABLE:
-            self._delay()
-        else:
-            self._next = self.clock() + self._wait
+        self._wait = SHORTEST if self._since >= STABLE else min(2 * self._wait, LONGEST)
+        self._next = self.clock() + self._wait
         self._since = 0
 
     def _delay(self) -> None:
