@@ -6,6 +6,7 @@ and kernels process them row by row.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -43,6 +44,14 @@ class LMHead(Protocol):
         """Write the (n, vocabulary) logits of (n, hidden) states."""
 
 
+def features_of(rows: Iterable[Row], features: Features | None = None) -> Features | None:
+    """Return what the choice of tokens of rows needs, beside what it needs anyhow; None: nothing, the best tokens are taken."""
+    for row in rows:
+        if row.sampling.custom or not row.sampling.params.is_plain:
+            features = row.sampling.params.features | (features or Features())
+    return features
+
+
 class DeviceChoice:
     """Chooses the tokens of rows on slots.
 
@@ -67,10 +76,7 @@ class DeviceChoice:
         self.slots = slots
         self.on_host = {place: row for place, row in rows.items() if row.sampling.custom}
         self.sampler.serve(list(self.on_host.values()))
-        self.features = features
-        for row in rows.values():
-            if row.sampling.custom or not row.sampling.params.is_plain:
-                self.features = row.sampling.params.features | (self.features or Features())
+        self.features = features_of(rows.values(), features)
         self._written &= set(rows.values())
         if self.features is None:
             return

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from TIDE.engine.cache.prompts import CAPTURED, CHUNK, STEP
 from TIDE.engine.cache.slots import slots_for
 from TIDE.engine.plan import Plan
+from TIDE.engine.round.device_choice import features_of
 from TIDE.engine.round.device_drafter import why_not_planned
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.module_prefill import LONGEST, ModulePrefill, padded_length
@@ -71,7 +72,7 @@ def warm_up(engine: Any, rows: int, tokens: int, shows: bool) -> None:
 def compile_first(runner: Runner, plan: Plan, policy: ExitPolicy | None, rows: Sequence[Row]) -> None:
     """Compile, many at a time, what rows need whose first tokens came from the model's own layers: the check of the runner, a
     prompt as long as theirs, and their rounds."""
-    tokens, features = max(row.size for row in rows), rows[0].sampling.params.features
+    tokens, features = max(row.size for row in rows), features_of(rows)
 
     def works(stage: DeviceStage) -> list[Callable[[], object]]:
         width = slots_for(min(len(rows), stage.seats.most_rows))
@@ -93,14 +94,16 @@ def _compile(runner: Runner, plan: Plan, policy: ExitPolicy | None, works: Works
     if not isinstance(runner, TritonRunner) or runner.device.type != "cuda" or runner.failed is not None:
         return
     was_checked, runner.is_checked = runner.is_checked, True  # as if
+    checks: list[Callable[[], object]] = [partial(first_compiled_difference, runner), runner.take_short_cuts]
     try:
         with _stage(runner, plan, policy) as stage, runner.compiled_ahead(shows):
-            checks: list[Callable[[], object]] = [partial(first_compiled_difference, runner)]
-            for work in [*checks, *(works(stage) if is_planned else ())]:
+            for work in [*(() if was_checked else [*checks, runner.assume_short_cuts]), *(works(stage) if is_planned else ())]:
                 with device_errors():
                     work()
     finally:
         runner.is_checked = was_checked
+        if not was_checked:
+            runner.leave_short_cuts()
 
 
 @contextmanager

@@ -122,16 +122,25 @@ class CompiledRunner(ModuleRunner):
         ids = torch.arange(3, 7, device=self.device)[:, None] % adapter.vocab_size
         states = adapter.run(0, 0, PassInputs(ids, torch.zeros_like(ids), None, None)).states
         expected = adapter.head(states[:, 0])
-        embedding, norm = adapter.model.get_input_embeddings(), getattr(adapter.model.get_decoder(), "norm", None)
-        if torch.equal(embedding(ids), states):
-            self.embedding = embedding
-        if norm is None or not is_stock(norm) or adapter.plain_head is None:
+        self.assume_short_cuts()
+        if self.embedding is None or not torch.equal(self.embedding(ids), states):
+            self.embedding = None
+        if self.norm is None:
             return
-        self.norm = norm
-        self.lm_head = adapter.plain_head
         close = 1e-4 if expected.dtype == torch.float32 else 3e-2
         if not torch.allclose(self.logits(states[:, 0]), expected, rtol=close, atol=close * float(expected.abs().max())):
             self.norm = self.lm_head = None
+
+    def assume_short_cuts(self) -> None:
+        """Take those that there may be, unchecked."""
+        adapter = self.adapter
+        self.embedding = adapter.model.get_input_embeddings()
+        norm = getattr(adapter.model.get_decoder(), "norm", None)
+        if norm is not None and is_stock(norm) and adapter.plain_head is not None:
+            self.norm, self.lm_head = norm, adapter.plain_head
+
+    def leave_short_cuts(self) -> None:
+        self.embedding = self.norm = self.lm_head = None
 
     @property
     def has_plain_logits(self) -> bool:
