@@ -83,7 +83,7 @@ class TIDEConfig:
             of their predicted states. The router file has to hold what that takes; calibration with this setting fits it.
         cache_gib: GiB of K/V on a GPU, at most; rows that find no room wait, and the newest is put back and computed again
             when the others need it. None: what is free of the GPU's memory, less a tenth of it. On a CPU: of texts that have
-            ended, kept for others that begin alike; None: half of what the weights take, from 0.25 to 1.
+            ended, kept for others that begin alike; None: a third of what the weights take, from 0.125 to 1.
         draft_tree: mode "exact" on a GPU: most drafts of a row in a round, up to 63, as a tree instead of one behind the other:
             of several likely tokens at a place the full model's may be one. The text does not change. 0: no trees; None: 31
             for one row, 15 for two to four rows, none for more.

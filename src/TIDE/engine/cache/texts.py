@@ -23,7 +23,7 @@ from TIDE.engine.cache.segment_cache import longest_copied
 from TIDE.engine.runners.snapshot import ModelSnapshot, has_hooks
 
 LEAST = 16  # tokens that are worth a copy
-LEAST_GIB, MOST_GIB = 0.25, 1.0  # of texts, unless given
+LEAST_GIB, MOST_GIB = 0.125, 1.0  # of texts, unless given
 
 
 class Copied(NamedTuple):
@@ -102,8 +102,8 @@ class Texts:
 
 
 def default_gib(model: nn.Module) -> float:
-    """Return the GiB of texts to keep for a model: half of what its weights take, within limits."""
-    return min(max(bytes_in(list(model.parameters())) / 2 / 2**30, LEAST_GIB), MOST_GIB)
+    """Return the GiB of texts to keep for a model: a third of what its weights take, within limits."""
+    return min(max(bytes_in(list(model.parameters())) / 3 / 2**30, LEAST_GIB), MOST_GIB)
 
 
 def alike(some: np.ndarray, others: np.ndarray) -> int:

@@ -184,7 +184,7 @@ class _Choice:
         at = torch.tensor([places, sizes, drafts], dtype=torch.int32).to(logits.device)
         token = torch.zeros(len(rows), dtype=torch.long, device=logits.device)
         best = torch.zeros(len(rows), device=logits.device)
-        with nullcontext() if self.is_ready else saying_what_takes_so_long("compiled sampling"):
+        with nullcontext() if self.is_ready else saying_what_takes_so_long("the choice of tokens"):
             self.compiled.sample(logits, None, self.settings, text.to(logits.device), *at, self.features, token, best)
         self.is_ready = True
         return token.tolist(), best.tolist()

@@ -68,7 +68,7 @@ def _fastest(adapter: ModelAdapter) -> Runner:
     if isinstance(layers, list):
         if on_gpu:
             return TritonRunner(adapter, layers, ops, *compiled_rounds())
-        with saying_what_takes_so_long("compiled layers"):
+        with saying_what_takes_so_long("layers"):
             return checked(NumbaRunner(adapter, layers, ops))
     if on_gpu and not any(map(has_hooks, adapter.model.modules())) and StaticModuleRunner.why_not_for(adapter) is None:
         return StaticModuleRunner(adapter, ops, *compiled_rounds()[:2])
