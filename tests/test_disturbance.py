@@ -45,19 +45,20 @@ def counters(tmp_path, monkeypatch):
     monkeypatch.setattr(disturbance.time, "monotonic", lambda: clock["wall"])
     monkeypatch.setattr(disturbance.time, "process_time", lambda: clock["used"])
 
-    def at(wall, used, busy=(0, 0), waited=1.0):
+    def at(wall, used, busy=(0, 0), waited=1.0, stolen=0.0):
         clock.update(wall=wall, used=used)
-        lines = [f"cpu{number} {round(100 * seconds)} 0 0 9 9 0 0 0 0 0" for number, seconds in enumerate((*busy, wall))]
+        steal = round(100 * stolen)
+        lines = [f"cpu{number} {round(100 * seconds)} 0 0 9 9 0 0 {steal} 0 0" for number, seconds in enumerate((*busy, wall))]
         (tmp_path / "stat").write_text("cpu  9 9 9 9\n" + "\n".join(lines))
         (tmp_path / "task" / "1" / "schedstat").write_text(f"5 {round(waited * 1e9)} 7")
 
     return at
 
 
-def load_of(counters, used, busy, waited, seconds=2.0):
+def load_of(counters, used, busy, waited, seconds=2.0, stolen=0.0):
     counters(0.0, 0.0)
     before = moment()
-    counters(seconds, used, busy, 1.0 + waited)
+    counters(seconds, used, busy, 1.0 + waited, stolen)
     return since(before)
 
 
@@ -69,6 +70,11 @@ def test_use_by_this_process_is_none_by_others(counters):
 def test_others_disturb_only_where_threads_waited(counters):
     assert load_of(counters, used=2.0, busy=(2.0, 1.8), waited=0.4).words == "other programs used 0.9 of 2 CPUs"
     assert load_of(counters, used=1.0, busy=(1.0, 1.0), waited=0.01).words == "", "a CPU each"
+
+
+def test_the_host_of_a_virtual_machine_disturbs_where_no_thread_waited(counters):
+    load = load_of(counters, used=2.0, busy=(1.0, 1.0), waited=0.0, stolen=0.8)
+    assert load.is_disturbed and load.words == "other machines on its host used 0.8 of 2 CPUs"
 
 
 def test_waiting_that_is_not_counted_is_taken_from_full_cpus(counters, monkeypatch):

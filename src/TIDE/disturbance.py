@@ -1,7 +1,7 @@
 """Disturbance: the processors that other programs used while something was timed.
 
-Linux counts the busy time of each processor (/proc/stat) and how long each thread waited for one
-(/proc/self/task/*/schedstat). Elsewhere the load average is used; where there is none, nothing is known and nothing is said.
+Linux counts the busy time of each processor and what a host took from it (steal, in /proc/stat), and how long each thread waited
+for one (/proc/self/task/*/schedstat). Elsewhere the load average is used; where there is none, nothing is known and nothing is said.
 
     before = moment()        load = since(before)        load.words: "other programs used 0.9 of 2 CPUs"
 """
@@ -17,9 +17,9 @@ from typing import NamedTuple
 STAT, TASKS = Path("/proc/stat"), Path("/proc/self/task")
 OTHERS = 0.15  # CPUs that other programs must have used to be named
 COUNTED = 0.1  # seconds of their use; less is rounding of the counters
-WAITED = 0.05  # seconds that threads must have waited for a CPU, per second
+WAITED = 0.05  # seconds that threads must have waited for a CPU, or a host must have taken, per second
 FULL = 0.9  # share of the CPUs in use from which threads are taken to wait, if their waiting is not known
-BUSY_FIELDS = (0, 1, 2, 5, 6, 7)  # of /proc/stat: user, nice, system, irq, softirq, steal
+BUSY_FIELDS, STOLEN_FIELD = (0, 1, 2, 5, 6, 7), 7  # of /proc/stat: user, nice, system, irq, softirq, steal
 
 
 class Moment(NamedTuple):
@@ -27,7 +27,8 @@ class Moment(NamedTuple):
 
     wall: float
     used: float  # CPU time of this process
-    busy: float | None  # CPU time of all programs, on the CPUs that this process may use
+    busy: float | None  # CPU time of all programs, on the CPUs that this process may use, and of other machines on their host
+    stolen: float  # that of other machines
     waited: float | None  # time that this process's threads were ready to run and did not
 
 
@@ -40,6 +41,7 @@ class Load(NamedTuple):
     others: float | None
     waited: float | None
     load_average: float | None = None  # only where `others` is not known
+    stolen: float = 0.0  # the part of `others` that the host of a virtual machine took
 
     @property
     def is_disturbed(self) -> bool:
@@ -47,7 +49,9 @@ class Load(NamedTuple):
             return self.load_average is not None and self.load_average > self.cpus + 0.5
         if self.others < OTHERS or self.others * self.seconds < COUNTED:
             return False
-        return self.others + self.used > FULL * self.cpus if self.waited is None else self.waited > WAITED
+        if self.waited is None:
+            return self.others + self.used > FULL * self.cpus
+        return self.waited + self.stolen > WAITED
 
     @property
     def taken(self) -> float:
@@ -62,11 +66,13 @@ class Load(NamedTuple):
             return ""
         if self.others is None:
             return f"the load average was {self.load_average:.1f} on {self.cpus} CPUs"
-        return f"other programs used {self.others:.1f} of {self.cpus} CPU{'s' * (self.cpus > 1)}"
+        who = "other machines on its host" if self.stolen > self.others / 2 else "other programs"
+        return f"{who} used {self.others:.1f} of {self.cpus} CPU{'s' * (self.cpus > 1)}"
 
 
 def moment() -> Moment:
-    return Moment(time.monotonic(), time.process_time(), _busy(), _waited())
+    busy, stolen = _busy()
+    return Moment(time.monotonic(), time.process_time(), busy, stolen, _waited())
 
 
 def since(before: Moment) -> Load:
@@ -83,6 +89,7 @@ def since(before: Moment) -> Load:
         others=None if busy is None else max(0.0, busy - used),
         waited=waited,
         load_average=_load_average() if busy is None else None,
+        stolen=max(0.0, now.stolen - before.stolen) / seconds,
     )
 
 
@@ -106,15 +113,18 @@ def _cpus() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
-def _busy() -> float | None:
+def _busy() -> tuple[float | None, float]:
+    """Return the busy seconds of the CPUs, and those of them that the host took."""
     try:
         lines = STAT.read_text("utf-8").splitlines()
         own = {f"cpu{number}" for number in _cpus()}
         fields = [line.split()[1:] for line in lines if line.split()[0] in own]
+        per_second = os.sysconf("SC_CLK_TCK")
         ticks = sum(int(values[place]) for values in fields for place in BUSY_FIELDS)
-        return ticks / os.sysconf("SC_CLK_TCK") if fields else None
+        stolen = sum(int(values[STOLEN_FIELD]) for values in fields)
+        return (ticks / per_second if fields else None), stolen / per_second
     except (OSError, ValueError, IndexError):
-        return None
+        return None, 0.0
 
 
 def _waited() -> float | None:
