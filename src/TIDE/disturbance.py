@@ -1,7 +1,8 @@
 """Disturbance: the processors that other programs used while something was timed.
 
-Linux counts the busy time of each processor and what a host took from it (steal, in /proc/stat), and how long each thread waited
-for one (/proc/self/task/*/schedstat). Elsewhere the load average is used; where there is none, nothing is known and nothing is said.
+Linux counts the busy time of each processor and what a host took from it (steal, in /proc/stat), and how long each thread
+waited for one (/proc/self/task/*/schedstat). Elsewhere the load average is used; where there is none, nothing is known and
+nothing is said.
 
     before = moment()        load = since(before)        load.words: "other programs used 0.9 of 2 CPUs"
 """
