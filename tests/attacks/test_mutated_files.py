@@ -158,7 +158,7 @@ def another(chance: random.Random, tensor: torch.Tensor) -> torch.Tensor:
         lambda: tensor.flatten()[:0],
         lambda: tensor.to(torch.complex64),
         lambda: torch.zeros(1).expand(wide, wide),
-        lambda: torch.zeros(1).expand(tensor.shape),
+        lambda: torch.zeros(1).expand(tensor.shape) if tensor.numel() > 1 else tensor[None],
         lambda: torch.zeros(1).expand(20_000, 25_000),
         lambda: torch.empty(wide, wide, device="meta"),
         lambda: tensor.to_sparse(),

@@ -200,6 +200,11 @@ DAMAGED = {
     ),
     "no format": (lambda d: d.pop("format"), {}, "is damaged: it lacks 'format'"),
     "no strategy": (lambda d: d.pop("strategy"), {}, "is damaged: it lacks 'strategy'"),
+    "a checkpoint that is no whole number": (
+        lambda d: d.update(checkpoints=[float(depth) for depth in d["checkpoints"]]),
+        {},
+        r"expected checkpoints among the exits",
+    ),
     "other strategy": (lambda d: d.update(strategy="magic"), {}, "expected a strategy of"),
     "exits of another kind": (lambda d: d.update(exits=7), {}, "is damaged"),
     "a depth that is a word": (lambda d: d["exits"].update(x=d["exits"].pop("0")), {}, "is damaged"),

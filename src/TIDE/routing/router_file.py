@@ -353,7 +353,8 @@ def _wrong_with(file: RouterFile) -> str | None:
         return "it holds no routers"
     if depths != sorted(depths) or not all(_is_whole(depth, 0) for depth in depths):
         return f"expected exits at rising depths, found {depths}"
-    if list(file.checkpoints) != [depth for depth in depths if depth in file.checkpoints]:
+    known = [depth for depth in depths if depth in file.checkpoints]
+    if list(file.checkpoints) != known or not all(_is_whole(depth, 0) for depth in file.checkpoints):
         return f"expected checkpoints among the exits {depths}, rising, found {list(file.checkpoints)}"
     if not _is_whole(file.max_pending, 1):
         return f"expected a max_pending of at least 1, found {file.max_pending!r}"
