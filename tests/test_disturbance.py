@@ -108,3 +108,7 @@ def test_a_notice_names_what_was_disturbed_and_by_how_much():
         "exact: 2 of 3 timed runs were disturbed: at worst, other programs used 0.9 of 2 CPUs.",
         "Measure again when the machine is quiet.",
     ]
+    assert notice({f"setting {number}": [little, much] for number in range(5)}) == [
+        "timed runs of 5 of these 5 were disturbed: at worst, other programs used 0.9 of 2 CPUs.",
+        "Measure again when the machine is quiet.",
+    ]

@@ -201,8 +201,11 @@ def _parse_tide(words: list[str]) -> None:
     assert name in TOOL.commands, f"there is no tide {name}"
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for word in rest:
-            if re.fullmatch(r"[A-Za-z][\w.-]*", word):
-                Path(word).write_text('{"prompt": "Hello."}')  # a file that it names is there
+            if re.fullmatch(r"[A-Za-z][\w.-]*", word) and not Path(word).exists():  # what it names is there
+                if Path(word).suffix:
+                    Path(word).write_text("GGUF" if word.endswith(".gguf") else '{"prompt": "Hello."}')
+                else:
+                    Path(word).mkdir()
         try:
             TOOL.commands[name].make_context(name, rest)
         except typer.Exit:  # --help

@@ -19,6 +19,7 @@ STAT, TASKS = Path("/proc/stat"), Path("/proc/self/task")
 OTHERS = 0.15  # CPUs that other programs must have used to be named
 COUNTED = 0.1  # seconds of their use; less is rounding of the counters
 WAITED = 0.05  # seconds that threads must have waited for a CPU, or a host must have taken, per second
+FEW = 3  # of what was timed is named one by one
 FULL = 0.9  # share of the CPUs in use from which threads are taken to wait, if their waiting is not known
 BUSY_FIELDS, STOLEN_FIELD = (0, 1, 2, 5, 6, 7), 7  # of /proc/stat: user, nice, system, irq, softirq, steal
 
@@ -95,17 +96,20 @@ def since(before: Moment) -> Load:
 
 
 def notice(loads: Mapping[str, Sequence[Load]]) -> list[str]:
-    """Return a line for each of what was timed that other programs disturbed.
+    """Return a line for each of what was timed that other programs disturbed, or one for them all if they are many.
 
     Args:
         loads: name -> the load of each of its timed runs.
     """
-    lines = []
+    lines, worst = [], None
     for name, runs in loads.items():
         disturbed = [load for load in runs if load.is_disturbed]
         if disturbed:
-            worst = max(disturbed, key=lambda load: load.taken)
-            lines.append(f"{name}: {len(disturbed)} of {len(runs)} timed runs were disturbed: at worst, {worst.words}.")
+            own = max(disturbed, key=lambda load: load.taken)
+            worst = own if worst is None or own.taken > worst.taken else worst
+            lines.append(f"{name}: {len(disturbed)} of {len(runs)} timed runs were disturbed: at worst, {own.words}.")
+    if len(lines) > FEW and worst is not None:
+        lines = [f"timed runs of {len(lines)} of these {len(loads)} were disturbed: at worst, {worst.words}."]
     return [*lines, "Measure again when the machine is quiet."] if lines else []
 
 

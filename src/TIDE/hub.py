@@ -19,13 +19,21 @@ EXPECTED = "expected 'default', a folder with a model, a .gguf file, or a hub id
 HTTP_LIBRARIES = {"httpx", "httpx2", "requests"}  # that versions of huggingface_hub use
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 MODEL_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+GGUF = b"GGUF"  # how such a file begins
 GIVE = "Give a folder with a model, a .gguf file, a hub id, or 'default'."
 
 
 def check_model(name: str) -> None:
     """Raise if no model can have this name; a hub id is looked up when the model is loaded."""
     path = Path(name)
-    if name == "default" or (name and path.is_dir()) or (path.is_file() and name.endswith(".gguf")):
+    if name == "default" or (name and path.is_dir()):
+        return
+    if path.is_file() and name.endswith(".gguf"):
+        with path.open("rb") as file:
+            if file.read(len(GGUF)) != GGUF:
+                raise ValueError(
+                    f"{name} is not a GGUF file, or it is damaged (it does not begin with GGUF). Download it again."
+                )
         return
     if path.is_file():
         raise ValueError(f"{name} is a file, but not a .gguf file. {GIVE}")
@@ -86,6 +94,15 @@ def model_source(name: str, local_files_only: bool = False, **options: Any) -> s
         raise OSError(
             f"cannot load {name!r}: {EXPECTED}. The hub cannot be reached ({trouble}), and it was not downloaded before."
         ) from problem
+
+
+def check_dataset(source: str) -> None:
+    """Raise if a source of texts is a missing file, or a data set without the package to read it."""
+    is_file = source.endswith((".txt", ".jsonl"))
+    if is_file and not Path(source).is_file():
+        raise ValueError(f"there is no file {source}. Give a .txt or .jsonl file, a data set of the hub, or 'self'.")
+    if source.strip() and source != "self" and not is_file:
+        check_datasets(source)
 
 
 def check_datasets(source: str) -> None:

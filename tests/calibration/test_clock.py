@@ -61,7 +61,7 @@ def test_minutes_that_cannot_be_kept_are_said_with_those_that_it_takes(now, is_q
     assert clock.texts(per_text(2.5), lambda: 60.0, room=10**9) == FEWEST
     (said,) = [record.getMessage() for record in caplog.records]
     assert "calibration needs about 2.7 min on this machine: 20 texts and one head are the least; asked were 1 min." in said
-    assert ("quick (--quick)" in said) == (not is_quick)
+    assert ("with `quick`" in said) == (not is_quick)
 
 
 def test_the_plan_and_too_few_minutes_are_said_before_every_start(caplog):

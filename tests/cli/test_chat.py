@@ -267,6 +267,11 @@ def test_settings_are_shown_and_set_within_a_chat(chat):
     assert set_inside["answer"] == given["answer"] and set_inside["seed"] == 5
 
 
+def test_quotation_marks_around_a_value_are_no_part_of_it(chat):
+    lines = [line.split(maxsplit=1) for line in chat('/set stop ". "', "/set").stdout.splitlines()]
+    assert ["stop", "['. ']"] in lines
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -65,6 +65,28 @@ def test_without_a_router_file_the_way_without_one_is_named(command, folder):
     assert f"or make one: tide calibrate {folder}. Or go without: --no-exits." in done.stderr
 
 
+@pytest.mark.parametrize("command", [["generate", "hi", "--model"], ["bench", "hi", "--model"], ["serve"]])
+def test_a_router_file_that_would_not_be_used_is_refused(command, folder, router):
+    done = tide(*command, folder, "--router", router, "--no-exits")
+    assert done.exit_code == 2 and "--no-exits uses no router file. Leave out --router or --no-exits." in done.stderr
+
+
+def test_an_empty_prompt_is_refused(folder):
+    done = tide("generate", " ", "--model", folder)
+    assert done.exit_code == 2 and "expected prompts with words in them, found an empty one." in done.stderr
+
+
+def test_a_file_of_another_kind_is_refused_before_anything_is_loaded(tmp_path):
+    (tmp_path / "junk.gguf").write_text("junk")
+    done = tide("generate", "hi", "--model", tmp_path / "junk.gguf")
+    assert done.exit_code == 2 and "junk.gguf is not a GGUF file" in done.stderr and "exits are off" not in done.stderr
+
+
+def test_a_slow_load_is_said(folder, monkeypatch):
+    monkeypatch.setattr("TIDE.cli.model.PATIENCE", 0.0)
+    assert f"loading {folder}" in tide("generate", "hi", "--model", folder, "--no-exits", "--max-new-tokens", 2).stderr
+
+
 @pytest.mark.parametrize("command", ["certify", "tune"])
 def test_commands_that_need_exits_do_not_name_a_way_without(command, folder):
     done = tide(command, folder, *needed(command, folder))
@@ -79,7 +101,7 @@ def test_bench_without_exits_compares_two_ways(folder):
     assert head.split()[:4] == ["tok/s", "(lowest-highest)", "x", "generate"] and head.endswith("same text")
     assert [row.endswith("1 of 1") for row in rows] == [True, True]
     assert "layers run before a token was decided, of 4" in done.stdout
-    assert done.stderr.splitlines()[0] == f"loading {folder}, to measure generate, off"
+    assert done.stderr.splitlines()[0] == "measuring generate, off"
     assert "warming up: generate\nwarming up: off\n" in done.stderr
     found = json.loads(tide(*asked, "--json").stdout)
     assert found["mode"] == "off" and [own["contender"] for own in found["contenders"]] == ["generate", "off"]
@@ -127,7 +149,7 @@ def test_demo_takes_a_router_file(folder, router, tmp_path):
     assert found["same_text"] == {"exits_off": True, "exits": True}
     assert {name: len(speeds) for name, speeds in found["rounds"].items()} == {"generate": 1, "exits_off": 1, "exits": 1}
     said = done.stderr.splitlines()
-    assert said[0] == f"loading {folder}" and "warming up: TIDE, exact exits" in said
+    assert "warming up: TIDE, exact exits" in said
     assert any(line.startswith("round 1 of 1: model.generate ") for line in said)
 
 

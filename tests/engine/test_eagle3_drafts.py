@@ -141,8 +141,15 @@ def test_first_drafts_in_the_engine_are_those_of_the_reference(llama, tmp_path, 
     ids, seen, places, guess = torch.tensor([[5, 17, 80, 31, 9, 44]]), [], [], HeadMemory.guess
     monkeypatch.setattr(HeadMemory, "guess", lambda self, rows, at: places.append(at) or guess(self, rows, at))
     with TIDE(llama, a_head(tmp_path, layout="speculators"), TIDEConfig(exit_threshold=0.0, max_pending=1)) as engine:
-        judge = engine.policy.judge
-        engine.policy.judge = lambda *given: seen.append(judge(*given)) or seen[-1]
+        start = engine.policy.start
+
+        def started(rows, head):
+            request = start(rows, head)
+            judge = request.judge
+            request.judge = lambda *given: seen.append(judge(*given)) or seen[-1]
+            return request
+
+        engine.policy.start = started
         text = engine.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0]
     assert seen
     parts = [llama(text[None], output_hidden_states=True).hidden_states[depth][0] for depth in (1, 2)]

@@ -44,6 +44,7 @@ from TIDE.calibration.vocabulary import CPU_LARGEST, Choice, choose_vocabulary, 
 from TIDE.calibration.work import Work
 from TIDE.config import TIDEConfig, with_short_names
 from TIDE.engine.runners.check import check_unknown
+from TIDE.hub import check_dataset
 from TIDE.routing import storage
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.exits import EAGLE3, Exit
@@ -109,6 +110,7 @@ def calibrate(
     """
     path, config = Path(save_path), with_short_names(config, settings)
     check_suffix(path)
+    check_dataset(config.calibration_dataset)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in. Create it first.")
     model, effort = unwrapped(model), QUICK if quick else FULL

@@ -56,7 +56,7 @@ class Clock:
         if device == "cpu" and self.minutes < FEW_ON_CPU and not self.is_quick:
             logger.warning(
                 "on a CPU exits hardly get enough texts to learn from in less than %d min, found %g min. Give more minutes, "
-                "calibrate on a GPU, or try the calls with quick (--quick).",
+                "calibrate on a GPU, or only try the calls with `quick`.",
                 *(FEW_ON_CPU, self.minutes),
             )
 
@@ -112,7 +112,7 @@ class Clock:
         """Say what was decided, now or before; older versions kept the number alone."""
         least = kept.get("least_seconds", kept.get("seconds", 0))
         if least > self.seconds:
-            others = "or calibrate on a GPU" if self.is_quick else "calibrate on a GPU, or try the calls with quick (--quick)"
+            others = "or calibrate on a GPU" if self.is_quick else "calibrate on a GPU, or only try the calls with `quick`"
             logger.warning(
                 "calibration needs about %g min on this machine: %d texts and one head are the least; asked were %g min. Give "
                 "more minutes, %s.",

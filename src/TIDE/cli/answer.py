@@ -44,7 +44,7 @@ def tell_if_cut(reason: str | None, tokens: int, most: int, instead: str) -> Non
 def figures(tokens: int, tokens_per_second: float, mean_depth: float | None = None, layers: int = 0) -> str:
     """Return what an answer took, in a short line."""
     depth = "" if mean_depth is None else f", mean depth {mean_depth:.1f} of {layers} layers"
-    return f"{tokens} tokens, {tokens_per_second:.1f} tokens/s{depth}"
+    return f"{tokens} token{'s' * (tokens != 1)}, {tokens_per_second:.1f} tokens/s{depth}"
 
 
 def record(engine: Any, prompt: str, pieces: Pieces) -> dict[str, Any]:

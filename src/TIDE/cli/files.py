@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from TIDE.cli.errors import WrongUsage, checked
-from TIDE.hub import check_datasets
 from TIDE.run import described
 
 ASKING = '"prompt", "question", "turns" or "messages"'
@@ -81,15 +80,6 @@ def decoded(data: bytes, name: str) -> str:
     if found is not None:
         raise WrongUsage(f"expected UTF-8 text in {name}, found {found}. Save it as UTF-8, or convert it with iconv.")
     return text
-
-
-def check_dataset(source: str) -> None:
-    """Raise if a source of texts is a missing file, or a data set without the package to read it."""
-    is_file = source.endswith((".txt", ".jsonl"))
-    if is_file and not Path(source).is_file():
-        raise ValueError(f"there is no file {source}. Give a .txt or .jsonl file, a data set of the hub, or 'self'.")
-    if source.strip() and source != "self" and not is_file:
-        check_datasets(source)
 
 
 Prompts = Annotated[

@@ -92,6 +92,8 @@ def read_prompts(given: list[str], file: Path | None) -> list[str]:
     if file is not None:
         return _from_lines(decoded(file.read_bytes(), str(file)), file.suffix == ".jsonl", str(file))
     if given and given != ["-"]:
+        if not all(prompt.strip() for prompt in given):
+            raise WrongUsage("expected prompts with words in them, found an empty one.")
         return given
     if not given and sys.stdin.isatty():
         raise WrongUsage('expected a prompt. Give one, such as tide generate "Hello", or --file, or pipe one in.')

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +20,7 @@ from TIDE.hub import GIVE, check_model, model_source
 if TYPE_CHECKING:
     from TIDE.models.load import Loaded
 
+PATIENCE = 3.0  # seconds before it is said what takes so long
 HELP = "A hub id, a local path, or 'default'."
 UNLESS_GIVEN = "A hub id, a local path, or 'default', the model used unless given."
 
@@ -67,12 +70,28 @@ def say(text: str, nl: bool = True) -> None:
     typer.echo(text, err=True, nl=nl)
 
 
+@contextmanager
+def said_if_slow(text: str) -> Iterator[None]:
+    """Print what a command is doing, if it takes long."""
+    note = threading.Timer(PATIENCE, say, [text])
+    note.start()
+    try:
+        yield
+    finally:
+        note.cancel()
+
+
 def load(name: str, dtype: str | None = None, trust_remote_code: bool = False, exits: Path | None = None) -> Loaded:
     """Load the model and its tokenizer, without a loading bar. Fail at once if the hub is needed and not reachable.
 
     Args:
         exits: a router file for it; one of another model is refused before the model is loaded.
     """
+    with said_if_slow(f"loading {model_words(name)}"):
+        return _load(name, dtype, trust_remote_code, exits)
+
+
+def _load(name: str, dtype: str | None, trust_remote_code: bool, exits: Path | None) -> Loaded:
     source = name if name == "default" or name.endswith(".gguf") else model_source(name)
     if exits is not None:
         check_fit(exits, name, source)

@@ -65,6 +65,8 @@ def router_path(model: str, router: str | None, otherwise: str = "") -> Path:
 
 def exits_path(model: str, router: str | None, no_exits: bool) -> Path | None:
     """Return the router file of a command that has --no-exits; None with that option."""
+    if no_exits and router is not None:
+        raise WrongUsage("--no-exits uses no router file. Leave out --router or --no-exits.")
     return None if no_exits else router_path(model, router, " Or go without: --no-exits.")
 
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from TIDE.cli.errors import WrongUsage, checked
-from TIDE.cli.files import check_dataset
 from TIDE.config import EXIT_STRATEGIES, KV_CACHE_STRATEGIES, LABELS, MODES, TIDEConfig
+from TIDE.hub import check_dataset
 
 RUNNING = ("mode", "exit_threshold", "min_layers", "kv_cache_strategy", "max_pending", "max_exit_share", "prefill_exits")
 CHOICES = {"mode": MODES, "exit_strategy": EXIT_STRATEGIES, "label": LABELS, "kv_cache_strategy": KV_CACHE_STRATEGIES}
@@ -24,7 +24,7 @@ HELP = {  # if the first clause of a field's description is not enough
     "--kv-cache-strategy propagate or zero_pad, or --prefill-exits.",
     "prefill_exits": "Exits in the prompt, for mode fast: calibrate fits them, other commands use them where they were fitted.",
     "cache_gib": "Most GiB of K/V: on a GPU of all texts, unless given nine tenths of its free memory; on a CPU of texts that "
-    "have ended and may begin others, unless given 1.",
+    "have ended and may begin others, unless given a third of what the weights take, from 0.125 to 1.",
     "kv_cache_strategy": "Treatment of skipped layers: run later, K/V written from the exit state, or K/V of zeros.",
 }
 

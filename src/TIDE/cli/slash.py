@@ -38,13 +38,19 @@ def _set(talk: Talk, argument: str) -> str:
         return talk.sampling.summary()
     name, _, value = argument.partition(" ")
     name = name.removeprefix("--").replace("-", "_")
-    talk.sampling = talk.sampling.with_value(name, value.strip())
+    talk.sampling = talk.sampling.with_value(name, _unquoted(value.strip()))
     return talk.sampling.shown(name)
+
+
+def _unquoted(text: str) -> str:
+    """Return a value without the quotation marks around it, which keep spaces at its ends."""
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
 
 
 def _load(talk: Talk, name: str) -> str:
     path = talk.load(name)
-    return f"loaded: {path}, {len(talk.turns) // 2} turns"
+    turns = len(talk.turns) // 2
+    return f"loaded: {path}, {turns} turn{'s' * (turns != 1)}"
 
 
 def _leave(talk: Talk, _: str) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 LIBRARY = "tide-inference"
 PROMPTS = "exits in the prompt"
+ORIGIN = ("origin", "source", "tried")  # facts of a head that others have trained
 Row = dict[str, Any]
 
 CARD = """---
@@ -67,7 +68,8 @@ def summary_text(file: RouterFile) -> str:
 def brief_text(file: RouterFile) -> str:
     """Return what a user of a file has to know, as text."""
     values = file.as_dict()
-    lines = [*_pairs(_head(file) | _speedup(file)), "", "exits", *_indented(_aligned(_exit_rows(values)))]
+    origin = {name: file.facts[name] for name in ORIGIN if name in file.facts}
+    lines = [*_pairs(_head(file) | origin | _speedup(file)), "", "exits", *_indented(_aligned(_exit_rows(values)))]
     if certified := _certified(values):
         lines += ["", "certificate", *_indented(_pairs(_sorted_out(certified)[0]))]
     if values.get("settling") is not None:

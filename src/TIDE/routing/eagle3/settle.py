@@ -23,7 +23,7 @@ TEMPERATURE = 0.7
 CLEARLY = 0.02  # better, for another reading than that of the configuration
 UNLIKELY = 0.2  # agreement below which a head hardly belongs to its model
 ALIKE = 0.02  # relative difference of embeddings, by rounding
-OTHER = "Use the head that was made for this model, or calibrate one: tide calibrate ..."
+OTHER = "Use the head that was made for this model, or calibrate one: tide calibrate MODEL --strategy eagle3"
 
 
 class Settled(NamedTuple):
