@@ -117,6 +117,8 @@ def bad_files(folder, whole: bytes):
     torch.save({"hidden_dim": 64, "bottleneck_dim": 8, "router_layers": 7}, folder / "kind.pt")
     torch.save({"hidden_dim": "x", "bottleneck_dim": 8, "router_layers": {}}, folder / "word.pt")
     torch.save({"hidden_dim": 64, "bottleneck_dim": 8, "router_layers": {}}, folder / "none.pt")
+    endless = {"down.weight": torch.ones(8, 64), "up.weight": torch.ones(1, 8)}
+    torch.save({"hidden_dim": 64, "bottleneck_dim": float("inf"), "router_layers": {0: endless}}, folder / "endless.pt")
     small = {"down.weight": torch.ones(8, 64), "up.weight": torch.ones(1, 8)}
     broken = dict(small, **{"up.weight": torch.full((1, 8), float("nan"))})
     torch.save({"hidden_dim": 64, "bottleneck_dim": 8, "router_layers": {0: broken}}, folder / "nan.pt")
@@ -138,6 +140,7 @@ BAD = {
     "list.pt": "is not a router file: .* found list",
     "sizes.pt": "is damaged: its routers do not fit its sizes",
     "kind.pt": "is damaged",
+    "endless.pt": "is damaged: its routers do not fit its sizes",
     "word.pt": "is damaged",
     "huge.pt": "is damaged: its routers do not fit its sizes",
     "nan.pt": "is damaged: .*a weight is not a finite number",

@@ -57,7 +57,7 @@ def read_original(content: dict[str, Any], path: object) -> dict[int, Router]:
         if not are_whole([weight for weights in content["router_layers"].values() for weight in weights.values()]):
             raise ValueError("expected weights that have each a number of their own in the file, found others")
         routers = {int(layer) + 1: _router(*sizes, weights) for layer, weights in content["router_layers"].items()}
-    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as problem:
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, OverflowError) as problem:
         raise ValueError(f"{path} is damaged: its routers do not fit its sizes ({shown(problem)}). Make it again.") from problem
     if not routers:
         raise ValueError(f"{path} holds no routers. Make it again.")
