@@ -84,6 +84,7 @@ def test_a_file_of_another_kind_is_refused_before_anything_is_loaded(tmp_path):
 
 def test_a_slow_load_is_said(folder, monkeypatch):
     monkeypatch.setattr("TIDE.cli.model.PATIENCE", 0.0)
+    monkeypatch.setattr("TIDE.cli.model.is_watched", lambda: True)
     assert f"loading {folder}" in tide("generate", "hi", "--model", folder, "--no-exits", "--max-new-tokens", 2).stderr
 
 

@@ -98,7 +98,7 @@ def test_a_command_that_is_not_there_is_wrong_usage():
 
 def test_examples_of_the_help_can_be_typed_as_they_stand(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("TIDE.cli.files.check_datasets", lambda source: None)  # the package need not be here
+    monkeypatch.setattr("TIDE.hub.check_datasets", lambda source: None)  # the package need not be here
     for name in ("my.safetensors", "texts.txt", "texts.jsonl", "questions.txt", "run.json"):
         (tmp_path / name).touch()
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hello."}')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,11 +71,16 @@ def say(text: str, nl: bool = True) -> None:
     typer.echo(text, err=True, nl=nl)
 
 
+def is_watched() -> bool:
+    return sys.stderr.isatty()
+
+
 @contextmanager
 def said_if_slow(text: str) -> Iterator[None]:
-    """Print what a command is doing, if it takes long."""
+    """Tell who sits at a terminal what a command is doing, if it takes long."""
     note = threading.Timer(PATIENCE, say, [text])
-    note.start()
+    if is_watched():
+        note.start()
     try:
         yield
     finally:
