@@ -177,7 +177,7 @@ def other_tensors(chance: random.Random, tensors: dict[str, torch.Tensor]) -> di
         case "renamed":
             return rest | {chance.choice(NAMES): tensors[name]}
         case "more":
-            return tensors | {chance.choice(NAMES): another(chance, tensors[name])}
+            return tensors | {chance.choice(NAMES): another(chance, tensors[name].clone())}
         case "thousands":
             return tensors | {f"exits.{depth}.x": torch.zeros(0) for depth in range(20_000)}
     return rest | {name: another(chance, tensors[name])}
