@@ -70,6 +70,8 @@ class Terminal:
         return shown
 
     def press(self, keys: str) -> None:
+        if keys == "\x03":
+            time.sleep(0.3)  # Python sees a Ctrl-C between prompt and input only after the next line
         os.write(self.keys, keys.encode())
 
     def exit_code(self) -> int:
