@@ -106,6 +106,11 @@ def test_other_models_differ_in_the_fields_that_say_so(llama):
     assert ours.mismatch(fingerprint(build("llama", hidden_size=32, vocab_size=96))) == ["hidden_dim", "vocab_size", "weights"]
 
 
+def test_what_a_file_says_of_its_model_can_be_printed(llama):
+    said = replace(fingerprint(llama), name="x" * 10_000, weights="\ud800", tokenizer="\x1b[31m").describe()
+    assert said.isprintable() and len(said) < 1000
+
+
 def test_a_tokenizer_is_its_words_and_its_chat_template(llama):
     known = fingerprint(llama, Words("a b c", "{{ x }}"))
     assert known == fingerprint(llama, Words("a b c", "{{ x }}"))

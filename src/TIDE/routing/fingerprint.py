@@ -23,6 +23,7 @@ from torch import nn
 
 from TIDE.adapters.weights import holds_numbers
 from TIDE.hub import is_hub_id
+from TIDE.routing.storage import shown
 
 SAMPLES = 4096
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples spread evenly, and along no row or column
@@ -50,9 +51,9 @@ class Fingerprint:
     def describe(self) -> str:
         """Return one line for display."""
         sizes = f"{self.num_layers} layers of {self.hidden_dim}, vocabulary {self.vocab_size}"
-        tokenizer = f", tokenizer {self.tokenizer}" if self.tokenizer else ""
-        weights = self.weights or "not known"
-        return f"{self.name or 'a model without a name'} ({self.architecture}, {sizes}, weights {weights}{tokenizer})"
+        name, architecture, weights, tokenizer = map(shown, (self.name, self.architecture, self.weights, self.tokenizer))
+        known = f"weights {weights if self.weights else 'not known'}" + (f", tokenizer {tokenizer}" if self.tokenizer else "")
+        return f"{name if self.name else 'a model without a name'} ({architecture}, {sizes}, {known})"
 
     def mismatch(self, other: Fingerprint) -> list[str]:
         """Return the fields in which two models differ, without names and fields that one side does not know."""
