@@ -102,7 +102,7 @@ def test_bench_without_exits_compares_two_ways(folder):
     assert head.split()[:4] == ["tok/s", "(lowest-highest)", "x", "generate"] and head.endswith("same text")
     assert [row.endswith("1 of 1") for row in rows] == [True, True]
     assert "layers run before a token was decided, of 4" in done.stdout
-    assert done.stderr.splitlines()[0] == "measuring generate, off"
+    assert done.stderr.splitlines()[0] == f"loading {folder}, to measure generate, off"
     assert "warming up: generate\nwarming up: off\n" in done.stderr
     found = json.loads(tide(*asked, "--json").stdout)
     assert found["mode"] == "off" and [own["contender"] for own in found["contenders"]] == ["generate", "off"]
@@ -150,7 +150,7 @@ def test_demo_takes_a_router_file(folder, router, tmp_path):
     assert found["same_text"] == {"exits_off": True, "exits": True}
     assert {name: len(speeds) for name, speeds in found["rounds"].items()} == {"generate": 1, "exits_off": 1, "exits": 1}
     said = done.stderr.splitlines()
-    assert "warming up: TIDE, exact exits" in said
+    assert said[0] == f"loading {folder}" and "warming up: TIDE, exact exits" in said
     assert any(line.startswith("round 1 of 1: model.generate ") for line in said)
 
 

@@ -11,7 +11,7 @@ import typer
 from TIDE.cli.errors import WrongUsage, checked
 from TIDE.cli.files import PromptFile, check_target
 from TIDE.cli.generate import read_prompts
-from TIDE.cli.model import MaxNewTokens, ModelOption, load, say
+from TIDE.cli.model import MaxNewTokens, ModelOption, load, model_words, say
 from TIDE.cli.router import NoExits, Router, exits_path
 from TIDE.cli.settings import RUNNING, with_settings
 from TIDE.config import TIDEConfig
@@ -78,7 +78,7 @@ def bench(
     source = exits_path(model, router, no_exits)
     mode = "off" if no_exits else config.effective_mode
     names = _names(contender, mode)
-    say(f"measuring {', '.join(names)}")
+    say(f"loading {model_words(model)}, to measure {', '.join(names)}")
 
     import TIDE
     from TIDE.bench.benchmark import Benchmark

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from TIDE.cli.errors import EXPECTED, WrongUsage, told
-from TIDE.cli.model import load, with_model
+from TIDE.cli.model import load_quietly, with_model
 from TIDE.cli.router import NoExits, Router, exits_or_off
 from TIDE.cli.sampling import Sampling, System, with_sampling
 from TIDE.cli.settings import RUNNING, with_settings
@@ -54,7 +54,7 @@ def chat(
         _converse(RemoteTalk(url, model, *settings))
         return
     source = exits_or_off(model, router, no_exits)
-    loaded = load(model, exits=source)
+    loaded = load_quietly(model, source)
     if loaded.tokenizer.chat_template is None:
         raise ValueError(f"{model} has no chat template. Use tide generate --raw, or a model made for chat.")
 

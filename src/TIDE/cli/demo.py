@@ -14,7 +14,7 @@ import typer
 from TIDE.cli.colours import Pieces, has_colours, legend, painted, show
 from TIDE.cli.errors import checked
 from TIDE.cli.interleaved import Rounds, interleaved
-from TIDE.cli.model import MaxNewTokens, ModelOption, load, say
+from TIDE.cli.model import MaxNewTokens, ModelOption, load, model_words, say
 from TIDE.cli.router import Router, router_path
 from TIDE.plots.report import check_report, write_report
 from TIDE.run import Run, prepared
@@ -50,6 +50,7 @@ def demo(
       tide demo --prompt "Add two numbers in Python." -o sums.html
     """
     source = router_path(model, router) if router is not None or model == "default" else None
+    say(f"loading {model_words(model)}")
 
     import TIDE
     from TIDE.integrations.record import last_run

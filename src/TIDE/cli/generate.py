@@ -13,7 +13,7 @@ from TIDE.cli.answer import finish_reason, record, tell_if_cut, write
 from TIDE.cli.colours import Pieces
 from TIDE.cli.errors import WrongUsage, checked
 from TIDE.cli.files import PromptFile, check_target, decoded
-from TIDE.cli.model import ModelOption, load
+from TIDE.cli.model import ModelOption, load_quietly
 from TIDE.cli.router import NoExits, Router, exits_or_off
 from TIDE.cli.sampling import Sampling, System, with_sampling
 from TIDE.cli.settings import RUNNING, with_settings
@@ -64,7 +64,7 @@ def generate(
     if raw and system is not None:
         raise WrongUsage("--system goes into the chat template, which --raw leaves out. Leave one of them out.")
     source = exits_or_off(model, router, no_exits)
-    loaded = load(model, exits=source)
+    loaded = load_quietly(model, source)
 
     import TIDE
     from TIDE.integrations.record import last_run

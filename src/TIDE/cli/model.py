@@ -87,17 +87,18 @@ def said_if_slow(text: str) -> Iterator[None]:
         note.cancel()
 
 
+def load_quietly(name: str, exits: Path | None = None) -> Loaded:
+    """Load a model for a command that says nothing before its answer, unless that takes long."""
+    with said_if_slow(f"loading {model_words(name)}"):
+        return load(name, exits=exits)
+
+
 def load(name: str, dtype: str | None = None, trust_remote_code: bool = False, exits: Path | None = None) -> Loaded:
     """Load the model and its tokenizer, without a loading bar. Fail at once if the hub is needed and not reachable.
 
     Args:
         exits: a router file for it; one of another model is refused before the model is loaded.
     """
-    with said_if_slow(f"loading {model_words(name)}"):
-        return _load(name, dtype, trust_remote_code, exits)
-
-
-def _load(name: str, dtype: str | None, trust_remote_code: bool, exits: Path | None) -> Loaded:
     source = name if name == "default" or name.endswith(".gguf") else model_source(name)
     if exits is not None:
         check_fit(exits, name, source)

@@ -131,8 +131,11 @@ class ThreadCount:
 
     def _change(self, count: int) -> None:
         self.count, self._trial = count, None
-        self._wait = SHORTEST if self._since >= STABLE else min(2 * self._wait, LONGEST)
-        self._next = self.clock() + self._wait
+        if self._since < STABLE:
+            self._delay()
+        else:
+            self._wait = SHORTEST
+            self._next = self.clock() + self._wait
         self._since = 0
 
     def _delay(self) -> None:

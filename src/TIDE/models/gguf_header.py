@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MAGIC, STRING, ARRAY = b"GGUF", 8, 9
+from TIDE.hub import GGUF
+
+STRING, ARRAY = 8, 9
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # type -> of struct
 VERSIONS = (2, 3)  # version 1 counts in 32 bits, and nobody writes it any more
 
@@ -30,7 +32,7 @@ def entries(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             reader = _Reader(data)
-            if data[:4] != MAGIC or reader.number("I") not in VERSIONS:
+            if data[: len(GGUF)] != GGUF or reader.number("I") not in VERSIONS:
                 raise ValueError(f"{path} is no GGUF file of version {' or '.join(map(str, VERSIONS))}")
             reader.number("Q")  # tensors
             for _ in range(reader.number("Q")):
@@ -41,7 +43,7 @@ def entries(path: Path) -> Iterator[tuple[str, Any]]:
 
 class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.place = data, len(MAGIC)
+        self.data, self.place = data, len(GGUF)
 
     def number(self, kind: str) -> Any:
         (value,) = struct.unpack_from(f"<{kind}", self.data, self.place)

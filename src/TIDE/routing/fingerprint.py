@@ -51,9 +51,9 @@ class Fingerprint:
     def describe(self) -> str:
         """Return one line for display."""
         sizes = f"{self.num_layers} layers of {self.hidden_dim}, vocabulary {self.vocab_size}"
-        name, architecture, weights, tokenizer = map(shown, (self.name, self.architecture, self.weights, self.tokenizer))
-        known = f"weights {weights if self.weights else 'not known'}" + (f", tokenizer {tokenizer}" if self.tokenizer else "")
-        return f"{name if self.name else 'a model without a name'} ({architecture}, {sizes}, {known})"
+        tokenizer = f", tokenizer {shown(self.tokenizer)}" if self.tokenizer else ""
+        name, weights = shown(self.name or "a model without a name"), shown(self.weights or "not known")
+        return f"{name} ({shown(self.architecture)}, {sizes}, weights {weights}{tokenizer})"
 
     def mismatch(self, other: Fingerprint) -> list[str]:
         """Return the fields in which two models differ, without names and fields that one side does not know."""
