@@ -30,6 +30,7 @@ from TIDE.config import TIDEConfig
 from TIDE.engine.cache.prefixes import new_salt
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import build_head, head_sizes
+from TIDE.routing.policies import policy_for
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router import SIGNALS, Router
 from TIDE.routing.router_file import RouterFile
@@ -140,7 +141,7 @@ def untrained(
     sizes = head_sizes(strategy, model.config, model.config.hidden_size, depth)
     exit_ = Exit(build_head(strategy, sizes).eval(), Router(sizes.hidden_dim, 128, SIGNALS), 0.5)
     with TIDE.TIDE(model) as engine:
-        return RouterFile(strategy, {depth: exit_}, (depth,), 7, vocabulary).policy(engine.adapter)
+        return policy_for(RouterFile(strategy, {depth: exit_}, (depth,), 7, vocabulary), engine.adapter)
 
 
 def against_exits_off(

@@ -23,6 +23,7 @@ from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_model, timed, un
 from bench_trees import Fixed
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.prefixes import new_salt
+from TIDE.routing.calibrated import CalibratedPolicy
 
 
 def main() -> None:
@@ -51,8 +52,8 @@ def of_shape(name: str, options: argparse.Namespace) -> dict[str, Any]:
     print(f"{name}: a step takes {step:.3f} ms")
     for size in (None, *options.vocabulary):
         policy = untrained(model, "memory", 0, None if size is None else torch.arange(size))
-        assert policy.file is not None
-        head = policy.file.exits[0].head
+        assert isinstance(policy, CalibratedPolicy)
+        head = policy.exits[0].head
         rows = size or model.config.vocab_size
         bytes_ = sum(own.numel() for own in head.parameters()) + rows * model.config.hidden_size
         costs: dict[str, Any] = {}

@@ -27,10 +27,11 @@ def lap(name):
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 lap("import torch and transformers")
-import TIDE, TIDE.cli.app, TIDE.engine.engine, TIDE.routing.calibrated
+import TIDE, TIDE.cli.app, TIDE.engine.engine
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.engine.runners.select import select_runner
 from TIDE.models.default import default_model_path
+from TIDE.routing.policies import policy_for
 from TIDE.run import prepared
 lap("import TIDE")
 model = AutoModelForCausalLM.from_pretrained(default_model_path(), dtype=torch.float32).eval()
@@ -44,7 +45,7 @@ import TIDE.kernels.cpu_exits
 lap("import numba")
 runner = select_runner(adapter)
 lap("load and check compiled layers")
-file.policy(adapter, runner.head)
+policy_for(file, adapter, runner.head)
 lap("exits in 8 bits")
 adapter.close()
 engine = TIDE.TIDE(model, TIDE.default_router())

@@ -15,6 +15,7 @@ from router_files import a_file
 from runners import on_references
 from TIDE.engine.round.device_drafter import exit_of
 from TIDE.engine.round.seats import Seats
+from TIDE.routing.policies import policy_for
 
 LENGTH = dict(eos_token_id=None, pad_token_id=0)
 
@@ -64,7 +65,7 @@ model = functools.cache(a_model)
 @functools.cache
 def exits(strategy: str, depth: int):
     with TIDE.TIDE(model()) as engine:
-        return a_file(model(), strategy, (depth,), 0.0).policy(engine.adapter)
+        return policy_for(a_file(model(), strategy, (depth,), 0.0), engine.adapter)
 
 
 @functools.cache
@@ -72,7 +73,7 @@ def an_engine(strategy: str | None, depth: int) -> TIDE.TIDE:
     """An engine that has answered before."""
     own = a_model()
     with TIDE.TIDE(own) as engine:
-        policy = None if strategy is None else a_file(own, strategy, (depth,), 0.0).policy(engine.adapter)
+        policy = None if strategy is None else policy_for(a_file(own, strategy, (depth,), 0.0), engine.adapter)
     engine = on_references(TIDE.TIDE(own, policy))
     engine.generate(torch.tensor([[5, 6]]), max_new_tokens=4, do_sample=False, **LENGTH)
     return engine

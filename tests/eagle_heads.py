@@ -231,7 +231,8 @@ def fitted(
 def tried(folder: Path, model):
     """The head of a folder as it is read for a model."""
     from TIDE.adapters.adapter import ModelAdapter
+    from TIDE.routing.policies import for_model
     from TIDE.routing.source import load_router
 
     with closing(ModelAdapter(model)) as adapter:
-        return load_router(folder).for_model(adapter)
+        return for_model(load_router(folder), adapter)

@@ -12,6 +12,7 @@ from TIDE.engine.runners.static_modules import StaticModuleRunner
 from TIDE.engine.runners.triton_runner import TritonRunner
 from TIDE.engine.schedule.scheduler import Scheduler, most_drafts
 from TIDE.kernels import reference, sampling
+from TIDE.routing.policies import policy_for
 
 
 def on_references(engine, choice=sampling):
@@ -69,7 +70,7 @@ def in_rounds(model, depth=None, place=on_references, script=(), then=None, stra
     """An engine with rounds as on a GPU, and at a depth a random head; drafts by a script, if there is one."""
     with TIDE.TIDE(model) as engine:
         if depth is not None:
-            policy = a_file(model, strategy, (depth,), 0.0).policy(engine.adapter)
+            policy = policy_for(a_file(model, strategy, (depth,), 0.0), engine.adapter)
     engine = place(TIDE.TIDE(model, policy, TIDE.TIDEConfig(**config)))
     engine.scheduler = Recording(script, then)
     return engine

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from families import build
-from TIDE.models.load import Loaded
+from TIDE.models.gguf import Loaded
 from TIDE.server import ServerSettings, create_app
 from TIDE.server.guard import access
 

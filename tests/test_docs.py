@@ -30,7 +30,7 @@ from characters import TEMPLATE, characters
 from families import build
 from router_files import made
 from TIDE.cli.app import app
-from TIDE.models.load import Loaded
+from TIDE.models.gguf import Loaded
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -26,7 +26,7 @@ from families import FAMILIES, build
 from router_files import original_file
 from TIDE import TIDEConfig
 from TIDE.calibration.calibrate import QUICK
-from TIDE.models.load import Loaded
+from TIDE.models.gguf import Loaded
 
 ROOT = Path(__file__).parent.parent
 FAMILY = {"gpt2": "gpt2", "EleutherAI/pythia-1.4b": "gpt_neox", "microsoft/phi-2": "phi"}

@@ -19,7 +19,7 @@ from eagle_heads import a_head
 from families import build
 from router_files import made
 from TIDE.calibration.calibrate import QUICK
-from TIDE.models.load import Loaded
+from TIDE.models.gguf import Loaded
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")

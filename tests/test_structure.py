@@ -61,6 +61,33 @@ def test_imports_point_one_way():
             assert other == part or LEVEL[other] < LEVEL[part], f"{file.name} of {part} imports {other}"
 
 
+def module_of(file: Path) -> str:
+    name = ".".join(file.relative_to(SOURCE.parent).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+def modules_imported(file: Path) -> set[str]:
+    """The modules of TIDE a file imports, for types or inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "TIDE":
+            inside = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES
+            found |= inside or {node.module or ""}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name in MODULES}
+    return found
+
+
+MODULES = {module_of(file) for file in FILES}
+
+
+def test_no_imports_go_round_in_circles():
+    left = {module_of(file): modules_imported(file) - {module_of(file), "TIDE"} for file in FILES}
+    while leaves := {name for name, others in left.items() if not others & left.keys()}:
+        left = {name: others for name, others in left.items() if name not in leaves}
+    assert not left, f"these import each other, for types too: {sorted(left)}"
+
+
 def test_the_engine_has_few_names_at_its_top():
     names = {path.stem for path in (SOURCE / "engine").iterdir() if not path.name.startswith("__")}
     assert len(names) <= 12, sorted(names)

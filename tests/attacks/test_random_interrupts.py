@@ -29,6 +29,7 @@ from router_files import a_file
 from runners import as_it_is, on_references
 from TIDE import TIDE, TIDEConfig
 from TIDE.engine.row import Row
+from TIDE.routing.policies import policy_for
 
 TRACED = tuple(str(Path(package.__file__).parent / folder) for folder in ("engine", "routing"))
 tiny = functools.cache(build)
@@ -178,7 +179,7 @@ class Case(NamedTuple):
         with TIDE(tiny("llama")) as engine:
             policy = None if depths is None else Everyone(*depths)
             if self.exits in ("identity", "memory"):
-                policy = a_file(tiny("llama"), self.exits, depths, 0.5).policy(engine.adapter)
+                policy = policy_for(a_file(tiny("llama"), self.exits, depths, 0.5), engine.adapter)
         with PLACES[self.place](TIDE(tiny("llama"), policy, TIDEConfig(max_pending=4))) as engine:
             yield engine
 

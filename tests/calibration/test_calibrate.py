@@ -23,6 +23,7 @@ from TIDE.calibration.collect import collecting_seconds
 from TIDE.calibration.timing import measure_costs
 from TIDE.calibration.work import Work
 from TIDE.cli.calibrate import calibrate as command
+from TIDE.routing.policies import for_model
 from TIDE.routing.source import load_router
 
 SMALL = dict(calibration_samples=20, checkpoint_interval=2)
@@ -226,7 +227,7 @@ def test_exits_of_other_sizes_are_timed_again(llama, tmp_path, monkeypatch):
         job = SimpleNamespace(adapter=adapter, key="k", start=SimpleNamespace(strategy="eagle3"))
         for inner in (96, 32):
             tensors, config = tensors_of(inner=inner), config_of("original", eagle_aux_hidden_state_layer_ids=[1, 2, 4])
-            file = load_router(write(tmp_path / str(inner), config, original(tensors))).for_model(adapter)
+            file = for_model(load_router(write(tmp_path / str(inner), config, original(tensors))), adapter)
             module._Job._head_seconds(job, file.exits[0], 0, None)
     assert len(set(keys)) == 2
 

@@ -17,8 +17,10 @@ from TIDE.calibration import calibrate as module
 from TIDE.calibration.fit import Fitted
 from TIDE.calibration.start import Start
 from TIDE.config import TIDEConfig
+from TIDE.routing.eagle3.export import export
 from TIDE.routing.eagle3.fresh import check_model, fresh_depths, fresh_eagle_head
 from TIDE.routing.eagle3.head import EagleHead
+from TIDE.routing.policies import for_model
 from TIDE.routing.router import Router
 from TIDE.routing.source import load_router
 
@@ -48,10 +50,10 @@ def check_it_drafts_and_exports(model, path, tmp_path):
     with TIDE.TIDE(model, path, TIDEConfig(exit_threshold=0.0, max_pending=3)) as engine:
         assert torch.equal(engine.generate(IDS, max_new_tokens=16, do_sample=False), expected)
         assert engine.last_stats.drafted > 0
-        file = engine.policy.file
-    file.export(tmp_path / "exported")
+        file = engine.file
+    export(file, tmp_path / "exported")
     with TIDE.TIDE(model, tmp_path / "exported") as engine:
-        again = engine.policy.file.exits[0]
+        again = engine.file.exits[0]
         assert torch.equal(engine.generate(IDS, max_new_tokens=16, do_sample=False), expected)
     assert again.sizes == file.exits[0].sizes
     for name, tensor in file.exits[0].head.state_dict().items():
@@ -170,7 +172,7 @@ def test_a_saved_eagle3_file_is_compared_with_the_model_before_any_work(other, s
     tensors = with_vocabulary(tensors_of(48), torch.arange(0, 96, 2)) if has_vocabulary else tensors_of()
     write(tmp_path / "head", config_of("original", eagle_aux_hidden_state_layer_ids=[2, 4, 5]), tensors)
     with closing(ModelAdapter(build("llama", num_hidden_layers=8))) as adapter:
-        load_router(tmp_path / "head").for_model(adapter).save(tmp_path / "router.pt")
+        for_model(load_router(tmp_path / "head"), adapter).save(tmp_path / "router.pt")
     with closing(ModelAdapter(build(**{"name": "llama"} | other))) as adapter:
         with pytest.raises(ValueError, match=said) as error:
             Start(adapter, TIDEConfig(), 0, tmp_path / "router.pt")

@@ -13,6 +13,7 @@ from commands import fits, tide
 from eagle_heads import a_head
 from families import build
 from TIDE.adapters.adapter import ModelAdapter
+from TIDE.routing.policies import for_model
 from TIDE.routing.source import load_router
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -67,7 +68,7 @@ def test_what_cannot_be_exported_is_a_line(head, folder, router, tmp_path):
 def test_a_saved_head_is_exported_for_its_own_model_only(head, folder, tmp_path):
     """Its depths and its vocabulary exist in the other model, too."""
     with closing(ModelAdapter(TIDE.load_model(folder).model)) as adapter:
-        load_router(head).for_model(adapter).save(tmp_path / "head.safetensors")
+        for_model(load_router(head), adapter).save(tmp_path / "head.safetensors")
     build("llama", num_hidden_layers=6).save_pretrained(tmp_path / "other")
     characters(TEMPLATE).save_pretrained(tmp_path / "other")
     done = tide("export", tmp_path / "head.safetensors", "--model", tmp_path / "other", "--to", tmp_path / "new")

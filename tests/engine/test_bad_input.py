@@ -202,7 +202,7 @@ def test_a_score_of_the_wrong_shape_is_refused(llama, ids):
 
 
 def test_what_is_no_exit_policy_is_refused(llama):
-    with pytest.raises(TypeError, match="router must be a path, an ExitPolicy, or None"):
+    with pytest.raises(TypeError, match="router must be a path, a RouterFile, an ExitPolicy, or None"):
         TIDE(llama, 3)
 
 

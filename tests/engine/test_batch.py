@@ -37,6 +37,7 @@ from TIDE.engine.round.seats import AHEAD
 from TIDE.engine.runners.select import described_layers
 from TIDE.engine.runners.triton_runner import TritonRunner
 from TIDE.kernels import reference, sampling
+from TIDE.routing.policies import policy_for
 
 texts_of = st.lists(
     st.builds(
@@ -75,7 +76,7 @@ def on_kernels() -> TIDE.TIDE:
     """An engine of one layer whose rounds run the kernels themselves, in Triton's interpreter."""
     own = build("llama", num_hidden_layers=1)
     with TIDE.TIDE(own) as engine:
-        policy = a_file(own, "memory", (0,), 0.0).policy(engine.adapter)
+        policy = policy_for(a_file(own, "memory", (0,), 0.0), engine.adapter)
     engine = TIDE.TIDE(own, policy)
     ops, exits_of_kernels = (pytest.importorskip(f"TIDE.kernels.triton_{name}") for name in ("ops", "exits"))
     layers = described_layers(engine.adapter)

@@ -16,6 +16,7 @@ from policies import Everyone
 from properties import examples
 from router_files import a_file
 from TIDE.engine.cache.texts import LEAST, Copied, Texts, default_gib
+from TIDE.routing.policies import policy_for
 
 NEW = 6
 OPTIONS = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -24,7 +25,7 @@ TEXT = torch.randint(3, 100, (1, 200), generator=torch.Generator().manual_seed(1
 
 def policies(model):
     with TIDE.TIDE(model) as engine:
-        return None, Everyone(2), a_file(model, "memory", (2,), 0.0).policy(engine.adapter)
+        return None, Everyone(2), policy_for(a_file(model, "memory", (2,), 0.0), engine.adapter)
 
 
 @functools.cache

@@ -76,7 +76,7 @@ def test_good_drafts_are_accepted_and_the_text_stays_the_models(good):
         assert torch.equal(engine.generate(start, max_new_tokens=40, do_sample=False, pad_token_id=0), expected[0])
         assert engine.last_stats.accepted > 0
         assert torch.equal(engine.generate(start, **sampled), expected[1])
-        assert engine.policy.file.exits[0].figures["agreement"] > 0.6
+        assert engine.file.exits[0].figures["agreement"] > 0.6
 
 
 def test_a_draft_vocabulary_changes_no_text(llama, prompts, tmp_path):
@@ -102,7 +102,7 @@ def test_a_head_takes_on_the_dtype_of_its_model(of_model, of_head, tmp_path):
         assert torch.equal(engine.generate(ids, **GREEDY), expected)
         assert engine.last_stats.drafted > 0
         assert engine.policy.exits[0].head.fc.weight.dtype == model.dtype
-        engine.policy.file.save(tmp_path / "router.safetensors")
+        engine.file.save(tmp_path / "router.safetensors")
 
 
 def test_a_conversation_goes_on_with_what_the_head_remembers(good):

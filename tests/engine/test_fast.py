@@ -13,6 +13,7 @@ from router_files import a_file
 from TIDE import TIDE, TIDEConfig
 from TIDE.adapters.probe import Store, layer_stores
 from TIDE.engine.plan import make_plan
+from TIDE.routing.policies import policy_for
 
 NEW = 24
 OPTIONS = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -229,7 +230,7 @@ def test_what_leaves_does_not_depend_on_other_rows(llama, samples, compaction):
     options = dict(OPTIONS, max_new_tokens=20, do_sample=samples)
     file = a_file(llama, "memory", (0, 2), 0.5)
     with TIDE(llama, None, config) as engine:
-        policy = file.policy(engine.adapter, engine.runner.head)
+        policy = policy_for(file, engine.adapter, engine.runner.head)
         engine._settings = engine._settings._replace(policy=policy, plan=make_plan(config, policy, engine.adapter))
         together = engine.generate(
             ids, attention_mask=torch.ones_like(ids), **options, **(dict(seed=[1, 2, 3, 4]) if samples else {})
@@ -248,7 +249,7 @@ def test_scores_of_a_row_do_not_depend_on_other_rows_or_on_what_it_begins_with(d
     model = build("llama", num_hidden_layers=3)
     prompts = [torch.randint(3, 128, (1, 5 + 2 * i), generator=torch.Generator().manual_seed(i)) for i in range(8)]
     with TIDE(model) as engine:
-        policy = a_file(model, "memory", (depth,), 0.0).policy(engine.adapter, engine.runner.head)
+        policy = policy_for(a_file(model, "memory", (depth,), 0.0), engine.adapter, engine.runner.head)
 
     def decoded(together: list[torch.Tensor]):
         rows = [engine.add(ids, **OPTIONS, max_new_tokens=16) for ids in together]

@@ -19,6 +19,7 @@ from TIDE.engine.row import RoundResult, Row
 from TIDE.engine.runners.graphs import Graphs
 from TIDE.engine.schedule.costs import Costs
 from TIDE.engine.schedule.draft_length import DraftLength
+from TIDE.routing.policies import policy_for
 
 OPTIONS = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
 
@@ -35,7 +36,7 @@ def test_the_first_token_is_shown_before_the_runner_is_checked(place, depth, ids
     model, policy = build("llama"), None
     with TIDE.TIDE(model) as engine:
         if depth is not None:
-            policy = a_file(model, "memory", (depth,), 0.0).policy(engine.adapter)
+            policy = policy_for(a_file(model, "memory", (depth,), 0.0), engine.adapter)
     with place(TIDE.TIDE(model, policy)) as engine:
         engine.scheduler = Recording(then=2)  # not by seconds: the work of both requests is compared
         stream = engine.stream(ids, **OPTIONS)

@@ -40,6 +40,7 @@ from TIDE.engine.schedule.costs import Costs
 from TIDE.engine.schedule.draft_length import LOOKS, DraftLength
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.kernels import reference
+from TIDE.routing.policies import policy_for
 from TIDE.stats import ExitStats
 
 pytestmark = pytest.mark.invariant(3)
@@ -78,7 +79,7 @@ def policy_of(strategy: str, depth: int, seed: int, runner: str):
     found = runners()[runner]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIDE_BACKEND", "numba" if runner == "on_numba" else "modules")
-        return a_file(found.adapter.model, strategy, (depth,), 0.0, seed=seed).policy(found.adapter, found.head)
+        return policy_for(a_file(found.adapter.model, strategy, (depth,), 0.0, seed=seed), found.adapter, found.head)
 
 
 class Fixed(Everyone):

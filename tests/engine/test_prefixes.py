@@ -16,6 +16,7 @@ from runners import Recording, on_references
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.blocks import BLOCK
 from TIDE.engine.cache.prefixes import Prefixes
+from TIDE.routing.policies import policy_for
 
 pytestmark = pytest.mark.invariant(6)
 
@@ -42,7 +43,7 @@ def opened(strategy: str | None = None, drafts: int = 0, **settings) -> TIDE.TID
     """An engine that has had its first request, so that what follows runs in whole rounds."""
     model = a_model.__wrapped__()
     with TIDE.TIDE(model) as engine:
-        policy = None if strategy is None else a_file(model, strategy, (0,), 0.0).policy(engine.adapter)
+        policy = None if strategy is None else policy_for(a_file(model, strategy, (0,), 0.0), engine.adapter)
     engine = on_references(TIDE.TIDE(model, policy, TIDEConfig(**settings)))
     engine.scheduler = Recording(then=drafts)
     engine.generate(text((0, 5)), **OPTIONS)

@@ -25,6 +25,7 @@ from TIDE import TIDE, TIDEConfig
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.engine.runners.static_modules import StaticModuleRunner
 from TIDE.routing.calibrated import CalibratedPolicy
+from TIDE.routing.policies import policy_for
 
 pytestmark = [pytest.mark.invariant(1), pytest.mark.invariant(3), pytest.mark.invariant(5)]
 
@@ -97,7 +98,7 @@ def by_the_model(family: str, rows: int) -> torch.Tensor:
 def of_a_file(family: str, exits: str, backend: str) -> CalibratedPolicy:
     strategy, checkpoints = HEADS[exits]
     adapter = ModelAdapter(tiny(family))
-    policy = a_file(adapter.model, strategy, checkpoints, 0.0).policy(adapter)
+    policy = policy_for(a_file(adapter.model, strategy, checkpoints, 0.0), adapter)
     adapter.close()
     return policy
 

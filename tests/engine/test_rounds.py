@@ -26,6 +26,7 @@ from TIDE.engine.round.module_prefill import LONGEST, SHORTEST, padded_length
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.runners.snapshot import ModelSnapshot
 from TIDE.kernels import reference
+from TIDE.routing.policies import policy_for
 
 OPTIONS = dict(max_new_tokens=16, do_sample=False, eos_token_id=None)
 
@@ -144,7 +145,7 @@ def test_mode_fast_writes_what_it_writes_without_rounds(strategy, depth, vocabul
     monkeypatch.setenv("TIDE_BACKEND", "modules")  # on a CPU they are in 8 bits
     model, config = build("llama"), TIDEConfig(mode="fast", exit_threshold=threshold, max_pending=3, max_exit_share=share)
     with TIDE.TIDE(model) as engine:
-        policy = a_file(model, strategy, (depth,), 0.0, vocabulary).policy(engine.adapter)
+        policy = policy_for(a_file(model, strategy, (depth,), 0.0, vocabulary), engine.adapter)
         policy.exits[depth].router.temperature.fill_(0.02)  # so that scores differ
     texts = []
     for place in (lambda engine: engine, on_references):
@@ -166,7 +167,7 @@ def test_graphs_of_one_draft_vocabulary_do_not_serve_another(ids, monkeypatch):
     file = a_file(model, "memory", (0,), 0.0, torch.arange(0, 96, 3))
     with in_rounds(model, 0, then=2) as engine:
         policies = [
-            replace(file, vocabulary=own).policy(engine.adapter) for own in (file.vocabulary, torch.arange(0, 96, 2), None)
+            policy_for(replace(file, vocabulary=own), engine.adapter) for own in (file.vocabulary, torch.arange(0, 96, 2), None)
         ]
         seen = []
         for policy in (*policies, policies[0]):
@@ -184,7 +185,7 @@ def test_kv_of_skipped_layers_are_those_the_model_would_make(name, ids, monkeypa
     model, config = build(name), TIDEConfig(mode="fast", exit_threshold=0.0, kv_cache_strategy="propagate", max_exit_share=0.7)
     filled, texts = [], []
     with TIDE.TIDE(model) as engine:
-        policy = a_file(model, "identity", (2,), 0.0).policy(engine.adapter)
+        policy = policy_for(a_file(model, "identity", (2,), 0.0), engine.adapter)
     propagate = reference.propagate
     monkeypatch.setattr(reference, "propagate", lambda *given: (filled.append(len(given[0])), propagate(*given))[1])
     monkeypatch.setenv("TIDE_BACKEND", "modules")

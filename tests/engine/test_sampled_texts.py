@@ -25,6 +25,7 @@ from TIDE import TIDE, TIDEConfig
 from TIDE.engine.plan import make_plan
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.kernels import sampling
+from TIDE.routing.policies import policy_for
 
 pytest.importorskip("triton")
 from TIDE.kernels import triton_sampling
@@ -77,7 +78,7 @@ def engine(name: str) -> TIDE:
         found = TIDE(model, Everyone(*made["policy"]) if "policy" in made else None, TIDEConfig(max_pending=5))
         if "head" in made:
             strategy, depth = made["head"]
-            policy = a_file(model, strategy, (depth,), 0.0).policy(found.adapter, found.runner.head)
+            policy = policy_for(a_file(model, strategy, (depth,), 0.0), found.adapter, found.runner.head)
             config = TIDEConfig(mode=made.get("mode"), max_pending=5, exit_threshold=0.0, max_exit_share=0.7)
             found._settings = type(found._settings)(config, policy, make_plan(config, policy, found.adapter))
         choice = triton_sampling if made.get("interpreted") else sampling

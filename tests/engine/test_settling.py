@@ -21,6 +21,7 @@ from TIDE.engine.plan import settings
 from TIDE.engine.round import prefill
 from TIDE.engine.runners.gathering import why_no_gathering, window_of
 from TIDE.kernels import reference
+from TIDE.routing.policies import policy_for
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router import Router
 from TIDE.routing.settling import SIGNALS, FittedSettling, Settling, StateMap, features
@@ -263,7 +264,7 @@ def test_whole_rounds_settle_as_the_host_does(strategy, tmp_path):
     with TIDE(model, a_head(tmp_path, fc_norm=True) if strategy == "eagle3" else None) as engine:
         checkpoint = {"identity": (3,), "memory": (1,)}.get(strategy)
         policy = Settles(odd) if strategy is None else engine.policy
-        policy = a_file(model, strategy, checkpoint, 0.0).policy(engine.adapter) if checkpoint else policy
+        policy = policy_for(a_file(model, strategy, checkpoint, 0.0), engine.adapter) if checkpoint else policy
     policy.settling = Forced(odd)
     with TIDE(model, policy, replace(FAST, exit_threshold=0.0)) as engine:
         expected = engine.generate(ids, **OPTIONS)
@@ -284,7 +285,7 @@ def test_a_head_sees_the_same_wherever_tokens_settle(exit_, depth, rule, monkeyp
     model = build("phi", max_position_embeddings=1024)
     ids = torch.randint(3, 128, (2, 150), generator=torch.Generator().manual_seed(2))
     with TIDE(model) as engine:
-        policy = a_file(model, "memory", (exit_,), 0.0).policy(engine.adapter)
+        policy = policy_for(a_file(model, "memory", (exit_,), 0.0), engine.adapter)
     policy.settling = Forced(rule, depth)
     with TIDE(model, policy, replace(FAST, exit_threshold=0.0)) as engine:
         expected = engine.generate(ids, **OPTIONS)
@@ -308,7 +309,7 @@ def test_rows_that_settle_together_write_what_they_write_alone(strategy, monkeyp
     """In passes with padding and with parts of several prompts."""
     model = build("llama", max_position_embeddings=1024)
     with TIDE(model) as engine:
-        policy = Settles(odd) if strategy is None else a_file(model, strategy, (1,), 0.0).policy(engine.adapter)
+        policy = Settles(odd) if strategy is None else policy_for(a_file(model, strategy, (1,), 0.0), engine.adapter)
     policy.settling = Forced(odd)
     texts = [torch.randint(3, 128, (1, n), generator=torch.Generator().manual_seed(n)) for n in (1, 70, 17, 130, 40)]
     engine = opened(model, policy, exit_threshold=0.0)

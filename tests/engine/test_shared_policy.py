@@ -10,6 +10,7 @@ import torch
 from families import build
 from router_files import a_file, original_file
 from TIDE import TIDE, TIDEConfig
+from TIDE.routing.policies import policy_for
 from TIDE.routing.router_file import RouterFile
 
 FAST = TIDEConfig(mode="fast", exit_threshold=0.4, min_layers=0)
@@ -36,7 +37,7 @@ def file_for(model, strategy) -> RouterFile:
 
 def made_for(model, strategy):
     with TIDE(model) as engine:
-        return file_for(model, strategy).policy(engine.adapter, engine.runner.head)
+        return policy_for(file_for(model, strategy), engine.adapter, engine.runner.head)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -71,13 +72,13 @@ def test_one_file_serves_engines_of_two_dtypes(strategy, llama, ids):
     alone = []
     for model in models:
         with TIDE(model) as engine:
-            policy = file_for(llama, strategy).policy(engine.adapter, engine.runner.head)
+            policy = policy_for(file_for(llama, strategy), engine.adapter, engine.runner.head)
         with TIDE(model, policy, FAST) as engine:
             alone.append(engine.generate(ids, **OPTIONS))
     policies = []
     for model in models:
         with TIDE(model) as engine:
-            policies.append(file.policy(engine.adapter, engine.runner.head))
+            policies.append(policy_for(file, engine.adapter, engine.runner.head))
     for model, policy, expected in zip(models, policies, alone, strict=True):
         with TIDE(model, policy, FAST) as engine:
             assert torch.equal(engine.generate(ids, **OPTIONS), expected)
@@ -88,11 +89,21 @@ def test_making_a_policy_leaves_the_file_as_it_was(kind, llama, tmp_path):
     file = RouterFile.load(original_file(tmp_path / "router.pt")) if kind == "original" else file_for(llama, kind)
     tensors = {id(part): part.dtype for at in file.exits.values() for part in (*at.head.parameters(), *at.router.parameters())}
     with TIDE(llama.bfloat16()) as engine:
-        policy = file.policy(engine.adapter)
+        policy = policy_for(file, engine.adapter)
     after = {id(part): part.dtype for at in file.exits.values() for part in (*at.head.parameters(), *at.router.parameters())}
     assert after == tensors
     routers = policy.routers if kind == "original" else {depth: at.router for depth, at in policy.exits.items()}
     assert all(router is not file.exits[depth].router for depth, router in routers.items())
+
+
+def test_a_file_serves_engines_of_two_models_and_dtypes(llama, ids):
+    file = file_for(llama, "lens")
+    texts = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        with TIDE(llama.to(dtype), file, FAST) as engine:
+            assert engine.file is file
+            texts.append(engine.generate(ids, **OPTIONS))
+    assert torch.equal(texts[0], texts[2])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -114,7 +125,7 @@ def test_routers_may_be_stored_in_any_dtype(dtype, backend, llama, ids, monkeypa
         for at in file.exits.values():
             at.router.to(dtype).to(last)
         with TIDE(llama) as engine:
-            policy = file.policy(engine.adapter, engine.runner.head)
+            policy = policy_for(file, engine.adapter, engine.runner.head)
         with TIDE(llama, policy, FAST) as engine:
             texts.append(engine.generate(ids, **OPTIONS))
     assert torch.equal(*texts)

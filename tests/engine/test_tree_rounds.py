@@ -19,6 +19,7 @@ from TIDE.engine import batch
 from TIDE.engine.round.device_stage import DeviceStage
 from TIDE.engine.round.tree_round import TreeRound
 from TIDE.kernels import reference, trees
+from TIDE.routing.policies import policy_for
 
 OPTIONS = dict(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
 KINDS = {
@@ -37,7 +38,7 @@ def model():
 @functools.cache
 def policy():
     with TIDE.TIDE(model()) as engine:
-        return a_file(model(), "memory", (0,), 0.0).policy(engine.adapter)
+        return policy_for(a_file(model(), "memory", (0,), 0.0), engine.adapter)
 
 
 def an_engine(script=(), then=7, **config):
@@ -145,7 +146,7 @@ def test_where_there_are_no_trees_it_is_said_and_the_text_is_the_same(place, con
     batch._warn_once.cache_clear()
     text = expected(1)
     with TIDE.TIDE(model()) as engine:
-        own = a_file(model(), strategy, (0 if strategy == "memory" else 1,), 0.0).policy(engine.adapter)
+        own = policy_for(a_file(model(), strategy, (0 if strategy == "memory" else 1,), 0.0), engine.adapter)
     with place(TIDE.TIDE(model(), own, TIDEConfig(draft_tree=7, **config))) as engine:
         assert torch.equal(engine.generate(some_ids(1), **OPTIONS), text)
         assert not engine.last_stats.trees

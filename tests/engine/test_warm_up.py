@@ -14,13 +14,14 @@ from runners import on_modules, on_references
 from TIDE.config import TIDEConfig
 from TIDE.engine.runners.graphs import Graphs
 from TIDE.engine.schedule.costs import Costs
+from TIDE.routing.policies import policy_for
 
 OPTIONS = dict(max_new_tokens=8, eos_token_id=None, pad_token_id=0)
 
 
 def with_exits(model, strategy, **settings):
     with TIDE.TIDE(model) as engine:
-        policy = a_file(model, strategy, (0,), 0.0).policy(engine.adapter)
+        policy = policy_for(a_file(model, strategy, (0,), 0.0), engine.adapter)
     return TIDE.TIDE(model, policy, TIDEConfig(**settings))
 
 

@@ -11,6 +11,7 @@ import TIDE
 from families import build
 from router_files import a_file
 from TIDE.engine import batch
+from TIDE.routing.policies import policy_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -33,7 +34,7 @@ def test_kernels_of_a_first_answer_were_compiled_together(strategy, options, mon
     monkeypatch.setattr(batch, "compile_first", compile_first)
     model = build("llama").to("cuda", torch.bfloat16)
     with TIDE.TIDE(model) as engine:
-        policy = strategy and a_file(model, strategy, (1,), 0.0).policy(engine.adapter)
+        policy = strategy and policy_for(a_file(model, strategy, (1,), 0.0), engine.adapter)
     with TIDE.TIDE(model, policy) as engine:
         ids = torch.arange(3, 20, device="cuda")[None]
         engine.generate(ids, max_new_tokens=40, eos_token_id=None, **{"do_sample": False, **options})

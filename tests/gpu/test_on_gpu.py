@@ -18,6 +18,7 @@ from TIDE.engine.runners.select import checked
 from TIDE.kernels import reference
 from TIDE.kernels.cards import card_of, overlaps
 from TIDE.routing.heads import build_head, head_sizes
+from TIDE.routing.policies import policy_for
 from TIDE.routing.router import SIGNALS, Router
 from TIDE.routing.router_file import Exit, RouterFile
 
@@ -50,7 +51,7 @@ def with_exit(model, depth, strategy="memory", threshold=0.0, vocabulary=None):
     router = Router(config.hidden_size, 8, SIGNALS).requires_grad_(False)
     file = RouterFile(strategy, {depth: Exit(head, router, threshold)}, (depth,), 7, vocabulary)
     with TIDE.TIDE(model) as engine:
-        return file.policy(engine.adapter)
+        return policy_for(file, engine.adapter)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

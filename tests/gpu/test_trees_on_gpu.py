@@ -13,6 +13,7 @@ from families import VOCAB, build
 from router_files import a_file
 from runners import Recording
 from TIDE.config import TIDEConfig
+from TIDE.routing.policies import policy_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -26,7 +27,7 @@ def test_trees_write_the_text_of_exits_off(dtype, rows, how):
     model = build("llama", num_hidden_layers=3).to("cuda", dtype)
     ids = torch.randint(3, VOCAB, (rows, 40), generator=torch.Generator().manual_seed(rows)).cuda()
     with TIDE.TIDE(model) as engine:
-        policy = a_file(model, "memory", (0,), 0.0).policy(engine.adapter)
+        policy = policy_for(a_file(model, "memory", (0,), 0.0), engine.adapter)
     with TIDE.TIDE(model, policy) as engine:
         with engine.using(engine.config, exits=False):
             expected = engine.generate(ids, **OPTIONS, **how)

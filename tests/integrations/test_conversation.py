@@ -14,6 +14,7 @@ from families import build
 from policies import Everyone
 from properties import examples
 from router_files import a_file
+from TIDE.routing.policies import policy_for
 
 OPTIONS = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
 TEXT = torch.randint(3, 100, (1, 90), generator=torch.Generator().manual_seed(0))
@@ -21,7 +22,7 @@ TEXT = torch.randint(3, 100, (1, 90), generator=torch.Generator().manual_seed(0)
 
 def policies(model):
     with TIDE.TIDE(model) as engine:
-        return None, Everyone(2), a_file(model, "memory", (2,), 0.0).policy(engine.adapter)
+        return None, Everyone(2), policy_for(a_file(model, "memory", (2,), 0.0), engine.adapter)
 
 
 @functools.cache

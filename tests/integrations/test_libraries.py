@@ -19,6 +19,7 @@ from router_files import made
 from TIDE.adapters.weights import is_quantized
 from TIDE.engine import engine as engine_module
 from TIDE.engine.runners.snapshot import ModelSnapshot
+from TIDE.routing.policies import policy_for
 
 has_numba = importlib.util.find_spec("numba") is not None
 OPTIONS = dict(max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -253,7 +254,7 @@ def test_exits_follow_an_lm_head(how, llama, prompts):
     config = TIDE.TIDEConfig(mode="fast", exit_threshold=0.0, max_exit_share=1.0)
     other = torch.randn(llama.lm_head.weight.shape, generator=torch.Generator().manual_seed(2))
     with TIDE.TIDE(llama) as engine:
-        policy = made("lens").policy(engine.adapter)
+        policy = policy_for(made("lens"), engine.adapter)
     with TIDE.TIDE(llama, policy, config) as engine:
         before = engine.generate(ids[2:], **OPTIONS)
         if how == "exchanged":
@@ -262,7 +263,7 @@ def test_exits_follow_an_lm_head(how, llama, prompts):
             llama.lm_head.weight.copy_(other)
         after = engine.generate(ids[2:], **OPTIONS)
     with TIDE.TIDE(llama) as engine:
-        policy = made("lens", llama).policy(engine.adapter)
+        policy = policy_for(made("lens", llama), engine.adapter)
     with TIDE.TIDE(llama, policy, config) as engine:
         expected = engine.generate(ids[2:], **OPTIONS)
     assert torch.equal(after, expected) and not torch.equal(after, before)

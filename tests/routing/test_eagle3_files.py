@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from eagle_heads import a_head, config_of, fitted, original, tensors_of, tried, with_vocabulary, write
 from families import build
 from TIDE import TIDE, RouterFile, TIDEConfig
+from TIDE.routing.eagle3.export import export
 from TIDE.routing.eagle3.head import frequencies
 from TIDE.routing.eagle3.imported import read_folder
 from TIDE.routing.source import load_router
@@ -118,7 +119,7 @@ def test_an_exported_head_is_the_one_that_is_read_again(layout, deep, tmp_path):
     tensors = with_vocabulary(tensors_of(40, fc_norm=True), some)
     config = config_of("original", **{IDS: [1, 3, 6]}, norm_output=True)
     file = tried(write(tmp_path / "in", config, original(tensors)), deep)
-    file.export(tmp_path / "out", layout, "my-org/my-model")
+    export(file, tmp_path / "out", layout, "my-org/my-model")
     again = tried(tmp_path / "out", deep)
     assert again.exits[0].sizes == file.exits[0].sizes
     assert torch.equal(again.vocabulary, file.vocabulary)
@@ -149,7 +150,7 @@ def test_an_exported_head_has_the_models_context_unless_its_rope_depends_on_its_
     head = a_head(tmp_path / "head", [2, 4, 5], max_position_embeddings=512, rope_scaling=rope)
     before = frequencies(load_router(head).exits[0].head.sizes)
     file = tried(head, build("llama", num_hidden_layers=8, max_position_embeddings=4096))
-    file.export(tmp_path / "new")
+    export(file, tmp_path / "new")
     assert json.loads((tmp_path / "new" / "config.json").read_text())["max_position_embeddings"] == context
     after = frequencies(load_router(tmp_path / "new").exits[0].head.sizes)
     assert torch.equal(before[0], after[0]) and before[1] == after[1], "it turns as before"
@@ -157,14 +158,14 @@ def test_an_exported_head_has_the_models_context_unless_its_rope_depends_on_its_
 
 def test_names_and_fields_are_those_that_servers_look_for(deep, tmp_path):
     file = tried(a_head(tmp_path / "in", [1, 3, 6]), deep)
-    file.export(tmp_path / "vllm")
+    export(file, tmp_path / "vllm")
     config = json.loads((tmp_path / "vllm" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
     assert config[IDS] == [1, 3, 6], "depths, as vLLM counts"
     assert config["eagle_config"][IDS] == [0, 2, 5], "outputs of layers, as SGLang counts"
     assert config["tie_word_embeddings"] is False and config["draft_vocab_size"] == config["vocab_size"] == 128
     assert set(load_file(tmp_path / "vllm" / "model.safetensors")) == set(original(tensors_of()))
-    file.export(tmp_path / "speculators", "speculators", "my-org/my-model")
+    export(file, tmp_path / "speculators", "speculators", "my-org/my-model")
     config = json.loads((tmp_path / "speculators" / "config.json").read_text())
     assert config["speculators_model_type"] == "eagle3" and config["transformer_layer_config"]["head_dim"] == 16
     assert config["speculators_config"]["verifier"] == dict(name_or_path="my-org/my-model", architectures=["LlamaForCausalLM"])
@@ -184,12 +185,12 @@ def test_speculators_name_the_model_in_full_or_are_refused(name, known, tmp_path
     file = RouterFile.load(tmp_path / "head.safetensors")
     if known is not None:
         with pytest.raises(ValueError, match=rf"of that this file has {known}\. Give its hub id or path \(--model, model=\)"):
-            file.export(tmp_path / "new", "speculators")
+            export(file, tmp_path / "new", "speculators")
         assert not (tmp_path / "new").exists()
-    file.export(tmp_path / "new", "speculators", None if known is None else "a/b")
+    export(file, tmp_path / "new", "speculators", None if known is None else "a/b")
     verifier = json.loads((tmp_path / "new" / "config.json").read_text())["speculators_config"]["verifier"]
     assert verifier["name_or_path"] == (name if known is None else "a/b")
-    file.export(tmp_path / "vllm")  # a layout that does not name it
+    export(file, tmp_path / "vllm")  # a layout that does not name it
 
 
 def test_what_a_layout_cannot_say_is_refused_with_the_reason(deep, tmp_path):
@@ -198,24 +199,24 @@ def test_what_a_layout_cannot_say_is_refused_with_the_reason(deep, tmp_path):
     new = tmp_path / "new"
     for strategy, said in (("memory", "a memory head joins .*, and its exits at depths 1, 2, 3 are inside the model"),):
         with pytest.raises(ValueError, match=f"cannot be exported for vllm: {said}"):
-            made(strategy).export(new)
+            export(made(strategy), new)
     for strategy in ("lens", "identity"):
         with pytest.raises(ValueError, match="Make an EAGLE-3 head: tide calibrate MODEL --strategy eagle3"):
-            made(strategy).export(new)
+            export(made(strategy), new)
     untried = load_router(a_head(tmp_path / "untried", [1, 3, 6]))
     with pytest.raises(ValueError, match="its head was not tried on its model"):
-        untried.export(new)
+        export(untried, new)
     file = tried(a_head(tmp_path / "residual", [1, 3, 6], layout="speculators", norm_before_residual=True), deep)
     with pytest.raises(ValueError, match="SGLang does not know norm_before_residual"):
-        file.export(new, "sglang")
+        export(file, new, "sglang")
     with pytest.raises(ValueError, match="layout must be one of"):
-        file.export(new, "tensorrt")
+        export(file, new, "tensorrt")
     last = tried(a_head(tmp_path / "last", [1, 3, 8]), deep)
     with pytest.raises(ValueError, match="SGLang hands out states between layers only"):
-        last.export(new, "sglang")
+        export(last, new, "sglang")
     assert not new.exists()
     with pytest.raises(FileExistsError, match="expected a folder that is new or empty"):
-        file.export(tmp_path / "residual")
+        export(file, tmp_path / "residual")
 
 
 def of(architecture, deep, folder):
@@ -239,12 +240,12 @@ def test_a_head_is_written_for_servers_that_take_its_model_only(architecture, se
     caplog.clear()
     for layout in ("vllm", "sglang", "speculators"):
         if layout in servers:
-            file.export(tmp_path / layout, layout)
+            export(file, tmp_path / layout, layout)
             continue
         with pytest.raises(
             ValueError, match=f"hands out no states of {architecture} for EAGLE-3 heads. Serve it with"
         ) as error:
-            file.export(tmp_path / layout, layout)
+            export(file, tmp_path / layout, layout)
         assert not (tmp_path / layout).exists()
         other = next(iter(servers & {"vllm", "sglang"}), None)
         assert str(error.value).endswith(f" or use --layout {other}." if other else "tide serve.")
@@ -252,7 +253,7 @@ def test_a_head_is_written_for_servers_that_take_its_model_only(architecture, se
 
 
 def test_a_head_for_a_model_that_the_table_does_not_know_is_written_with_a_warning(deep, tmp_path, caplog):
-    of("OtherForCausalLM", deep, tmp_path / "in").export(tmp_path / "new", "sglang")
+    export(of("OtherForCausalLM", deep, tmp_path / "in"), tmp_path / "new", "sglang")
     assert "it is not known here whether SGLang hands out states of OtherForCausalLM" in caplog.text
     assert (tmp_path / "new" / "config.json").exists()
 

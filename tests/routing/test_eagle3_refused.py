@@ -260,7 +260,7 @@ def test_a_head_of_the_hub_is_fetched_and_a_model_is_not(llama, tmp_path, monkey
     monkeypatch.setattr("TIDE.routing.source.hub_trouble", lambda: None)
     monkeypatch.setattr("TIDE.routing.source.snapshot_download", download)
     with TIDE(llama, "my-org/head") as engine:
-        assert engine.policy.file.facts["source"] == "my-org/head"
+        assert engine.file.facts["source"] == "my-org/head"
     with pytest.raises(ValueError, match="Give the head, not its model"):
         TIDE(llama, "my-org/model")
     assert ["*.bin" in patterns for _, patterns in asked] == [False, True, False]

@@ -21,6 +21,7 @@ from TIDE.models.default import default_router
 from TIDE.routing import storage
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.certificate import Certificate, Settings
+from TIDE.routing.policies import policy_for
 from TIDE.routing.router import Router
 from TIDE.routing.router_file import RouterFile
 from TIDE.routing.settling import FittedSettling
@@ -472,7 +473,7 @@ def test_its_own_model_gets_the_calibrated_policy(adapter):
     file = made("identity", adapter.model)
     for dtype in (torch.float32, torch.bfloat16):
         adapter.model.to(dtype)
-        policy = file.policy(adapter)
+        policy = policy_for(file, adapter)
         assert isinstance(policy, CalibratedPolicy)
         assert policy.checkpoints == file.checkpoints
         assert policy.exit_thresholds == {depth: file.exits[depth].threshold for depth in file.checkpoints}
@@ -494,4 +495,4 @@ def test_without_a_fingerprint_sizes_have_to_do(adapter):
     file = made("identity")
     file.fingerprint, file.exits[4] = None, file.exits[3]
     with pytest.raises(ValueError, match=r"exits at depths \[0, 1, 2, 3, 4\]; this model has states of 64 and 4 layers"):
-        file.policy(adapter)
+        policy_for(file, adapter)

@@ -8,7 +8,7 @@ import pytest
 from test_parsing import CALL, TEMPLATE, TOOL, Writes, parsed
 
 from servers import Running, bytewise, tiny
-from TIDE.models.load import Loaded
+from TIDE.models.gguf import Loaded
 from TIDE.server.parsing import MessageParser, joined
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from servers import bytewise, tiny
-from TIDE.models.load import Loaded
+from TIDE.models.gguf import Loaded
 
 ASKED = dict(model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=12, seed=5)
 TEXT = dict(model="tiny", prompt="Hello", max_tokens=12, temperature=0)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from servers import bytewise, tiny
-from TIDE.models.load import Loaded
+from TIDE.models.gguf import Loaded
 from TIDE.server.parsing import MessageParser, joined
 
 TEMPLATE = {

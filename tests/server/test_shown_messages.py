@@ -7,7 +7,7 @@ import json
 import pytest
 
 from servers import bytewise, tiny
-from TIDE.models.load import Loaded
+from TIDE.models.gguf import Loaded
 from TIDE.server.errors import APIError
 from TIDE.server.prompt import Prompts
 from TIDE.server.requests import ChatRequest

@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from TIDE.adapters.patches import holder_of, original_class, patch, unpatch
+from TIDE.adapters.patches import original_class, owner_of, patch, unpatch
 from TIDE.adapters.probe import Store, input_device, known_family, layer_stores, probe_family, shared_sources
 from TIDE.adapters.rope import rope_of
 from TIDE.adapters.weights import has_no_weights, holds_numbers, version
@@ -135,7 +135,7 @@ class ModelAdapter:
 
     def _patch_all(self) -> None:
         """Patch every layer, and the LM head if it is a module of its own. An idle engine gives its model up."""
-        held = holder_of(self.layers[0])
+        held = owner_of(self.layers[0])
         if held is not None and held._is_idle is not None and held._is_idle():
             held.close()
             held._was_replaced = True
@@ -273,6 +273,14 @@ class ModelAdapter:
                 return self.model(**inputs, return_dict=True)
         finally:
             self._tasks.current = None
+
+    def intercept(self, index: int | None, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a patched layer, or the LM head (index None), as the pass of this thread asks; without one, as it is."""
+        if (task := self._task) is None:
+            return call(*args, **kwargs)
+        if index is None:
+            return self._head(task, call, args, kwargs)
+        return self._layer(index, task, call, args, kwargs)
 
     def _layer(self, index: int, task: _Task, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a decoder layer, or skip it."""

@@ -8,39 +8,45 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from TIDE.adapters.adapter import ModelAdapter
+
+class Owner(Protocol):
+    """An adapter, as its patches know it."""
+
+    model: Any
+
+    def intercept(self, index: int | None, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a patched layer, or the LM head (index None), in place of `call(*args, **kwargs)`."""
 
 
-class LayerPatch:
-    """The patch of a layer (or of the LM head, index None), with a weak reference to its adapter: a dropped engine closes."""
+class Patch:
+    """The patch of a module, with a weak reference to its owner: a dropped engine closes."""
 
-    def __init__(self, adapter: ModelAdapter, index: int | None) -> None:
-        self._adapter = weakref.ref(adapter)
+    def __init__(self, owner: Owner, index: int | None) -> None:
+        self.owner = weakref.ref(owner)
         self._index = index
 
     def __call__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        adapter = self._adapter()
-        task = None if adapter is None else adapter._task
-        if adapter is None or task is None:
-            return call(*args, **kwargs)
-        if self._index is None:
-            return adapter._head(task, call, args, kwargs)
-        return adapter._layer(self._index, task, call, args, kwargs)
+        owner = self.owner()
+        return call(*args, **kwargs) if owner is None else owner.intercept(self._index, call, args, kwargs)
 
 
-def holder_of(module: nn.Module) -> ModelAdapter | None:
+def owner_of(module: nn.Module) -> Any:
     """Return the adapter that has patched a module; None: nobody has, or it was dropped."""
     found = module.__dict__.get("_tide_patch")
-    return None if found is None else found._adapter()
+    return None if found is None else found.owner()
 
 
-def patch(module: nn.Module, adapter: ModelAdapter, index: int | None) -> None:
-    name = type(adapter.model).__name__
+def patch(module: nn.Module, owner: Owner, index: int | None) -> None:
+    """Let `owner` intercept the calls of a module.
+
+    Args:
+        index: of the layer; None: the LM head.
+    """
+    name = type(owner.model).__name__
     if "_tide_patch" in module.__dict__:
         raise RuntimeError(
             f"this {name} already belongs to another TIDE engine, which is at work. Let it finish, or close it "
@@ -53,7 +59,7 @@ def patch(module: nn.Module, adapter: ModelAdapter, index: int | None) -> None:
             f"the {type(module).__name__} of this {name} cannot be wrapped ({problem}). TIDE needs layers that are ordinary "
             f"torch modules: load it unscripted, or quantized by a method that keeps modules."
         ) from problem
-    module.__dict__["_tide_patch"] = LayerPatch(adapter, index)
+    module.__dict__["_tide_patch"] = Patch(owner, index)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -25,6 +25,7 @@ from TIDE.routing.eagle3.fresh import check_model, fresh_depths, fresh_eagle_hea
 from TIDE.routing.exits import EAGLE3, Exit
 from TIDE.routing.fingerprint import fingerprint
 from TIDE.routing.heads import MEMORIES, HeadSizes, MemoryHead, RememberingHead, head_sizes, input_depths, memory_depths
+from TIDE.routing.policies import for_model
 from TIDE.routing.router_file import RouterFile
 from TIDE.routing.source import load_router
 
@@ -126,7 +127,7 @@ def _loaded(source: str | Path, adapter: ModelAdapter, config: TIDEConfig) -> Ro
     file = load_router(source)
     if why := _why_not(file, adapter, config):
         raise ValueError(f"cannot train on from {source}: {why}.")
-    file = file.for_model(adapter)
+    file = for_model(file, adapter)
     if file.fingerprint is not None and (different := file.fingerprint.mismatch(fingerprint(adapter.model))):
         logger.info("%s was made for another model (%s differ): its heads are trained on for this one", source, different)
     return file

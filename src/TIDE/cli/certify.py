@@ -85,8 +85,8 @@ def certify(
     asked = load_prompts(prompts, loaded.tokenizer, limit)
     with TIDE.TIDE(loaded.model, source, config) as engine:
         found = TIDE.certify(engine, asked, risk, confidence, loss=loss, max_new_tokens=max_new_tokens)
-        assert engine.policy is not None and engine.policy.file is not None
-        held = engine.policy.file
+        assert engine.file is not None
+        held = engine.file
     typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else found.summary())
     if target is not None and held.path is not None and held.path.is_file():
         add_certificate(held.path, found, target)

@@ -43,15 +43,18 @@ def export(
       tide export my-org/my-head --model my-org/my-model --to head
     """
     from TIDE.models.default import default_model_path
+    from TIDE.routing.eagle3.export import export as export_head
     from TIDE.routing.source import load_router
 
     held = load_router(router_path("default", file))
     if model is not None:
         from TIDE.adapters.adapter import ModelAdapter
+        from TIDE.routing.policies import check_model as check_made_for
+        from TIDE.routing.policies import for_model
 
         with closing(ModelAdapter(load(model).model)) as adapter:
-            held = held.for_model(adapter)
-            held.check_model(adapter)
-    held.export(to, layout, str(default_model_path()) if model == "default" else model)
+            held = for_model(held, adapter)
+            check_made_for(held, adapter)
+    export_head(held, to, layout, str(default_model_path()) if model == "default" else model)
     written = {"folder": str(to), "layout": layout, "files": sorted(path.name for path in to.iterdir())}
     typer.echo(json.dumps(written) if as_json else f"written: {to} ({', '.join(written['files'])})")

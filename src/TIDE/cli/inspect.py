@@ -71,5 +71,5 @@ def _tried(name: str, file: Path) -> tuple[RouterFile, str]:
         for _ in range(3):  # run eagerly, captured, replayed
             prompt = torch.full((1, 8), 1, device=model.device)
             engine.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
-        assert engine.policy is not None and engine.policy.file is not None
-        return engine.policy.file, engine.backend
+        assert engine.file is not None
+        return engine.file, engine.backend

@@ -19,7 +19,7 @@ from TIDE.cli.router import check_fit
 from TIDE.hub import GIVE, check_model, model_source
 
 if TYPE_CHECKING:
-    from TIDE.models.load import Loaded
+    from TIDE.models.gguf import Loaded
 
 PATIENCE = 3.0  # seconds before it is said what takes so long
 HELP = "A hub id, a local path, or 'default'."

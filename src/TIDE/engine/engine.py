@@ -46,7 +46,9 @@ from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.runners.select import select_runner
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.kernels.dispatch import wrong_dtype
+from TIDE.routing.policies import for_model, policy_for
 from TIDE.routing.policy import ExitPolicy
+from TIDE.routing.router_file import RouterFile
 from TIDE.routing.source import load_router
 from TIDE.stats import ExitStats
 
@@ -67,15 +69,19 @@ class TIDE:
     Args:
         model: a Hugging Face causal LM in eval mode, or PEFT's around one. It is not changed beyond `close`. It has one engine
             at a time: an idle one gives it up.
-        router: a router file, a folder or hub id with one or an EAGLE-3 head, an `ExitPolicy`, or None for no exits.
+        router: the path of a router file, a folder or hub id with one or an EAGLE-3 head, a `RouterFile`, an `ExitPolicy`, or
+            None for no exits.
         config: see `TIDEConfig`.
         router_path: another name for `router`, that of the original system.
+
+    Attributes:
+        file: the router file, an imported head as it is read for this model; None: the engine was made without one.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        router: str | Path | ExitPolicy | None = None,
+        router: str | Path | RouterFile | ExitPolicy | None = None,
         config: TIDEConfig | None = None,
         *,
         router_path: str | Path | None = None,
@@ -83,12 +89,15 @@ class TIDE:
         if router is not None and router_path is not None:
             raise TypeError("expected router or router_path, which mean the same, found both. Leave one out.")
         router = router_path if router is None else router
-        if router is not None and not isinstance(router, str | Path | ExitPolicy):
-            raise TypeError(f"router must be a path, an ExitPolicy, or None (no exits), found {type(router).__name__}.")
+        if router is not None and not isinstance(router, str | Path | RouterFile | ExitPolicy):
+            expected = "a path, a RouterFile, an ExitPolicy, or None (no exits)"
+            raise TypeError(f"router must be {expected}, found {type(router).__name__}.")
         config = checked_config(config)
         self.model = model = unwrapped(model)
-        file, policy = (load_router(router), None) if isinstance(router, str | Path) else (None, router)
+        router = load_router(router) if isinstance(router, str | Path) else router
         own = weakref.ref(self)
+        self.file: RouterFile | None
+        policy: ExitPolicy | None
         self.adapter = ModelAdapter(model, lambda: (engine := own()) is None or engine.is_idle)
         self._context = context_of(model)
         try:
@@ -98,7 +107,11 @@ class TIDE:
                 warn_where_tokens_are_not_alone(self.adapter)
             self.runner = select_runner(self.adapter)
             _warn_of_dtype(self.runner)
-            policy = file.policy(self.adapter, self.runner.head) if file else policy
+            if isinstance(router, RouterFile):
+                self.file = for_model(router, self.adapter)
+                policy = policy_for(self.file, self.adapter, self.runner.head)
+            else:
+                self.file, policy = None, router
             self._settings = _Settings(config, policy, make_plan(config, policy, self.adapter))
         except BaseException:
             self.adapter.give_back()

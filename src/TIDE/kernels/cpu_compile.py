@@ -28,10 +28,8 @@ _running: dict[str, subprocess.Popen[bytes]] = {}  # by function
 
 
 def compile_ahead() -> None:
-    """Begin to compile in other processes, unless numba's cache has everything or they were begun before."""
-    from TIDE.kernels import cpu_products
-
-    if _running or is_cached(cpu_products._float_products, cpu_products._padded) or not sys.executable:
+    """Begin to compile in other processes, unless that was begun before."""
+    if _running or not sys.executable:
         return
     for names in PARTS:
         script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from TIDE.kernels.cpu_compile import run; run({names!r})"

@@ -21,7 +21,7 @@ from numba import njit, prange
 
 from TIDE.kernels import cpu_calls
 from TIDE.kernels.cpu_calls import address_of, call, floats, longs, signed_bytes
-from TIDE.kernels.cpu_compile import wait_for
+from TIDE.kernels.cpu_compile import is_cached, wait_for
 from TIDE.kernels.layer import GELU_TANH, GROUP, SILU, Int8Weight
 
 VERSION = 5  # counts changes of the code compiled here, for modules that compile it into their own
@@ -53,6 +53,11 @@ def int8_products() -> int:
     """Return the address of products with int8 weights."""
     wait_for("cpu_products.int8_products")
     return address_of(_int8_products, "int64, int64, int64, int64, int64, int64, int64")
+
+
+def is_compiled() -> bool:
+    """Return True if numba's cache has the products."""
+    return is_cached(_float_products, _padded)
 
 
 @njit(cache=True)

@@ -23,7 +23,8 @@ NEEDS = {  # by kind of device: the compiler, and the dtypes there is code for
 
 def compiled_ops(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     """Return the module with compiled layers; None if there is none and models run their own modules."""
-    if device.type == "cpu" and why_no_kernels(device, dtype) is None:
+    products = _module(device, dtype, "cpu_products", None)
+    if products is not None and not products.is_compiled():
         compile_ahead()
     return _module(device, dtype, "cpu_ops", "triton_ops")
 

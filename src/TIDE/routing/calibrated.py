@@ -61,8 +61,8 @@ class CalibratedPolicy(ExitPolicy):
         made_for, there = _words(self.dtype, self.device), _words(adapter.model.dtype, adapter.device)
         if made_for != there:
             raise ValueError(
-                f"these exits were made for a model in {made_for}; this one is in {there}. Give the engine the path of their "
-                f"router file, or make a policy for this model: file.policy(engine.adapter)."
+                f"these exits were made for a model in {made_for}; this one is in {there}. Give the engine their router "
+                f"file or its path."
             )
 
     def start(self, rows: int, head: Head) -> _Request:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import ModelCardData
 
-if TYPE_CHECKING:
-    from TIDE.routing.router_file import RouterFile
+from TIDE.routing.fingerprint import Fingerprint
 
 LIBRARY = "tide-inference"
 PROMPTS = "exits in the prompt"
@@ -45,10 +43,13 @@ with TIDE.TIDE(model, router) as engine:  # mode "exact": the text stays the mod
 """
 
 
-def summary_text(file: RouterFile) -> str:
-    """Return everything in a file except its tensors, as text."""
-    values = file.as_dict()
-    lines = _pairs(_head(file))
+def summary_text(values: Row) -> str:
+    """Return everything in a file except its tensors, as text.
+
+    Args:
+        values: of `RouterFile.as_dict`.
+    """
+    lines = _pairs(_head(values))
     lines += ["", "exits", *_indented(_aligned(_exit_rows(values)))]
     for name in ("config", "facts", "figures", "certificate"):
         plain, tables = _sorted_out(_certified(values) if name == "certificate" else values[name])
@@ -65,11 +66,10 @@ def summary_text(file: RouterFile) -> str:
     return "\n".join(lines)
 
 
-def brief_text(file: RouterFile) -> str:
+def brief_text(values: Row) -> str:
     """Return what a user of a file has to know, as text."""
-    values = file.as_dict()
-    origin = {name: file.facts[name] for name in ORIGIN if name in file.facts}
-    lines = [*_pairs(_head(file) | origin | _speedup(file)), "", "exits", *_indented(_aligned(_exit_rows(values)))]
+    origin = {name: values["facts"][name] for name in ORIGIN if name in values["facts"]}
+    lines = [*_pairs(_head(values) | origin | _speedup(values)), "", "exits", *_indented(_aligned(_exit_rows(values)))]
     if certified := _certified(values):
         lines += ["", "certificate", *_indented(_pairs(_sorted_out(certified)[0]))]
     if values.get("settling") is not None:
@@ -77,25 +77,25 @@ def brief_text(file: RouterFile) -> str:
     return "\n".join([*lines, "", "configuration, training facts and all figures: --all"])
 
 
-def card_text(file: RouterFile, repo_id: str | None = None, base_model: str | None = None) -> str:
+def card_text(values: Row, repo_id: str | None = None, base_model: str | None = None) -> str:
     """Return the model card of a file.
 
     Args:
         repo_id: hub id of the repository for the file.
         base_model: hub id of the model it is for.
     """
-    values = file.as_dict()
-    name = file.fingerprint.name if file.fingerprint else ""
+    made_for = _made_for(values)
+    name = made_for.name if made_for else ""
     tags = ["early-exit", "speculative-decoding", "text-generation", "tide"]
     data = ModelCardData(license="apache-2.0", library_name=LIBRARY, tags=tags, base_model=base_model)
     text = CARD.format(
         data=data.to_yaml(),
         title=f"TIDE routers for {name or 'a causal LM'}",
-        model=file.fingerprint.describe() if file.fingerprint else "a model the file does not name",
+        model=made_for.describe() if made_for else "a model the file does not name",
         source=base_model or name or "MODEL",
         repo_id=repo_id or "USER/NAME",
     )
-    sections = {"Contents": _named(_head(file)), "Exits": _exit_rows(values)}
+    sections = {"Contents": _named(_head(values)), "Exits": _exit_rows(values)}
     for title in ("figures", "facts", "config"):
         plain, tables = _sorted_out(values[title])
         sections |= {title: _named(plain)} | tables
@@ -110,11 +110,11 @@ def card_text(file: RouterFile, repo_id: str | None = None, base_model: str | No
     return text
 
 
-def _speedup(file: RouterFile) -> Row:
+def _speedup(values: Row) -> Row:
     """Return the speedup that calibration expected, and the machine it holds for."""
-    if (speedup := file.figures.get("expected_speedup")) is None:
+    if (speedup := values["figures"].get("expected_speedup")) is None:
         return {}
-    return {"expected speedup": f"{_shown(speedup)} on {file.facts.get('machine') or 'the machine of calibration'}"}
+    return {"expected speedup": f"{_shown(speedup)} on {values['facts'].get('machine') or 'the machine of calibration'}"}
 
 
 def _settled(values: Row) -> Row:
@@ -123,20 +123,24 @@ def _settled(values: Row) -> Row:
     return {} if own is None else {"depth": own["depth"], "threshold": own["threshold"], **own["figures"]}
 
 
-def _head(file: RouterFile) -> Row:
-    every = "" if len(file.checkpoints) == len(file.exits) else f" (of {_listed(file.exits)})"
+def _made_for(values: Row) -> Fingerprint | None:
+    return None if values["fingerprint"] is None else Fingerprint(**values["fingerprint"])
+
+
+def _head(values: Row) -> Row:
+    exits, made_for = values["exits"], _made_for(values)
+    every = "" if len(values["checkpoints"]) == len(exits) else f" (of {_listed(exits)})"
     vocabulary = "all tokens"
-    if file.vocabulary is not None:
-        vocabulary = f"{len(file.vocabulary)}" + (f" of {file.fingerprint.vocab_size}" if file.fingerprint else "") + " tokens"
+    if (count := values["vocabulary"]) is not None:
+        vocabulary = f"{count}" + (f" of {made_for.vocab_size}" if made_for else "") + " tokens"
     return {
-        "model": file.fingerprint.describe() if file.fingerprint else "not named in the file",
-        "made by": f"{LIBRARY} {file.version}",
-        "strategy": file.strategy,
-        "heads": _each(asdict(at.sizes) for at in file.exits.values()),
-        "routers": _each(at.describe()["router"] for at in file.exits.values())
-        or "none: a draft's own probability is its score",
-        "checkpoints": (_listed(file.checkpoints) or "none in use") + every,
-        "draft length": file.max_pending,
+        "model": made_for.describe() if made_for else "not named in the file",
+        "made by": f"{LIBRARY} {values['version']}",
+        "strategy": values["strategy"],
+        "heads": _each(at["sizes"] for at in exits.values()),
+        "routers": _each(at["router"] for at in exits.values()) or "none: a draft's own probability is its score",
+        "checkpoints": (_listed(values["checkpoints"]) or "none in use") + every,
+        "draft length": values["max_pending"],
         "vocabulary": vocabulary,
     }
 

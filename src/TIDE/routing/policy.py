@@ -21,7 +21,6 @@ from TIDE.routing.settling import Settling
 
 if TYPE_CHECKING:
     from TIDE.adapters.adapter import ModelAdapter
-    from TIDE.routing.router_file import RouterFile
 
 Head = Callable[..., torch.Tensor]  # (n, hidden) states [, (v,) token ids] -> (n, vocabulary or v) logits
 
@@ -44,7 +43,6 @@ class ExitPolicy(ABC):
         exit_thresholds: by depth, for checkpoints with thresholds of their own.
         fast_threshold: lower bound of all thresholds in mode "fast", which does not verify.
         certificate: gives the threshold of mode "fast" instead, if its settings are those of the engine.
-        file: the router file it is made of, if there is one.
         settling: which tokens of prompts settle, if there is something that decides it: see `TIDEConfig.prefill_exits`.
         watches: depths whose states are passed to `observe`, for all tokens.
         weighs: True if scores are probabilities of agreement, so that mode "exact" may weigh them against time instead of
@@ -58,7 +56,6 @@ class ExitPolicy(ABC):
     exit_thresholds: Mapping[int, float] = MappingProxyType({})
     fast_threshold: float = 0.0
     certificate: Certificate | None = None
-    file: RouterFile | None = None
     settling: Settling | None = None
     min_layers: int = 0
     max_pending: int = 8

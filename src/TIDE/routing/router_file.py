@@ -1,4 +1,4 @@
-"""Router files: the result of calibrating a model, on disk and as an exit policy.
+"""Router files: the result of calibrating a model, on disk.
 
 A file holds an exit head, a router and a threshold for every checkpoint tried, the checkpoints in use, and the evidence:
 the model's fingerprint, the configuration, training facts, measured figures, a certificate if there is one, and the
@@ -8,8 +8,8 @@ version that made it.
     settling.router.{parameter}         settling.maps.{depth}.{parameter}                                  of prompts, if fitted
     everything else                                                                                        one JSON document
 
-`storage.py` reads and writes the bytes, `exits.py` builds an exit. Files of tide-inference 0.2.1 are read into the same class
-(`original.py`).
+`storage.py` reads and writes the bytes, `exits.py` builds an exit, `policies.py` makes an exit policy of a file. Files of
+tide-inference 0.2.1 are read into the same class (`original.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub import ModelCard, ModelHubMixin, hf_hub_download
@@ -30,15 +30,12 @@ from TIDE.routing import storage
 from TIDE.routing.card import LIBRARY, brief_text, card_text, summary_text
 from TIDE.routing.certificate import Certificate
 from TIDE.routing.exits import EAGLE3, KINDS, Exit, build_exit
-from TIDE.routing.fingerprint import Fingerprint, fingerprint
+from TIDE.routing.fingerprint import Fingerprint
 from TIDE.routing.heads import HeadSizes, IdentityHead
-from TIDE.routing.original import ORIGIN, ORIGINAL_KEYS, THRESHOLD, is_original, original_policy, read_original
-from TIDE.routing.policy import ExitPolicy, Head
+from TIDE.routing.original import ORIGIN, ORIGINAL_KEYS, THRESHOLD, is_original, read_original
+from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router import Router
 from TIDE.routing.settling import FittedSettling, build_settling
-
-if TYPE_CHECKING:
-    from TIDE.adapters.adapter import ModelAdapter
 
 FORMAT = 2
 OLDEST_FORMAT = 1  # of 0.3.0, without a checksum
@@ -158,68 +155,6 @@ class RouterFile(ModelHubMixin):
         pending = ExitPolicy.max_pending
         return cls("identity", exits, tuple(exits), pending, facts=facts, version=ORIGIN.split()[-1], path=path)
 
-    def for_model(self, adapter: ModelAdapter) -> RouterFile:
-        """Return the file as it is used with an adapter's model: itself, or an imported head after a trial on that model."""
-        if self.strategy != EAGLE3:
-            return self
-        from TIDE.routing.eagle3.imported import tried
-
-        return tried(self, adapter)
-
-    def policy(self, adapter: ModelAdapter, head: Head | None = None) -> ExitPolicy:
-        """Return the exit policy for an adapter's model; raise unless the file was made for that model.
-
-        Args:
-            head: the final norm and LM head; the adapter's own if None.
-
-        Returns:
-            `policy.file` is this file, or what `for_model` makes of it.
-        """
-        file = self.for_model(adapter)
-        policy = file._policy(adapter, head)
-        policy.certificate, policy.file = file.certificate, file
-        return policy
-
-    def check_model(self, adapter: ModelAdapter) -> None:
-        """Raise if the file names another model than the adapter's as the one it was made for."""
-        if self.fingerprint is None:
-            return
-        found = fingerprint(adapter.model)
-        if different := self.fingerprint.mismatch(found):
-            raise ValueError(
-                f"{self.path or 'this router file'} was made for {self.fingerprint.describe()}; this model is "
-                f"{found.describe()}. They differ in {', '.join(different)}. Use the file of this model, or calibrate this "
-                f"model: tide calibrate {found.name or 'MODEL'}"
-            )
-
-    def _policy(self, adapter: ModelAdapter, head: Head | None) -> ExitPolicy:
-        where = self.path or "this router file"
-        self.check_model(adapter)
-        if self.facts.get("origin") == ORIGIN:
-            routers = {depth: at.router for depth, at in self.exits.items() if isinstance(at.router, Router)}
-            return original_policy(routers, adapter, where)
-        hidden_dim = self.exits[max(self.exits)].sizes.hidden_dim
-        if hidden_dim != adapter.hidden_dim or max(self.exits) >= adapter.num_layers:
-            raise ValueError(
-                f"{where} was made for another model: it has states of {hidden_dim} and exits at depths "
-                f"{list(self.exits)}; this model has states of {adapter.hidden_dim} and {adapter.num_layers} layers. "
-                f"Use the file of this model, or calibrate this model: tide calibrate MODEL"
-            )
-        from TIDE.routing.calibrated import CalibratedPolicy
-
-        return CalibratedPolicy(self, adapter, head)
-
-    def export(self, folder: str | Path, layout: str = "vllm", model: str | None = None) -> None:
-        """Write its EAGLE-3 head to a folder that other servers load; raise with the reason if it has none.
-
-        Args:
-            layout: "vllm", "sglang" or "speculators".
-            model: hub id or path of the model, for layouts that name it; None: the hub id in the fingerprint, if it has one.
-        """
-        from TIDE.routing.eagle3.export import export
-
-        export(self, Path(folder), layout, model)
-
     def as_dict(self) -> dict[str, Any]:
         """Return everything except the tensors, as JSON values."""
         values = {
@@ -246,7 +181,7 @@ class RouterFile(ModelHubMixin):
         Args:
             everything: also configuration, training facts and figures.
         """
-        return summary_text(self) if everything else brief_text(self)
+        return summary_text(self.as_dict()) if everything else brief_text(self.as_dict())
 
     def generate_model_card(self, repo_id: str | None = None, base_model: str | None = None) -> ModelCard:
         """Return the model card of the file for the Hub.
@@ -255,7 +190,7 @@ class RouterFile(ModelHubMixin):
             repo_id: hub id of the repository for the file.
             base_model: hub id of the model it is for.
         """
-        return ModelCard(card_text(self, repo_id, base_model))
+        return ModelCard(card_text(self.as_dict(), repo_id, base_model))
 
     def _save_pretrained(self, save_directory: Path) -> None:
         self.save(save_directory / HUB_FILE)

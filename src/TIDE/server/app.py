@@ -17,7 +17,8 @@ from starlette.routing import Route
 
 from TIDE.config import TIDEConfig
 from TIDE.engine.engine import TIDE
-from TIDE.models.load import Loaded, load_model
+from TIDE.models.gguf import Loaded
+from TIDE.models.load import load_model
 from TIDE.routing.policy import ExitPolicy
 from TIDE.server import answers, requests
 from TIDE.server.chat import chat

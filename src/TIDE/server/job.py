@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from TIDE.engine.engine import TIDE
 from TIDE.engine.row import Row
@@ -20,9 +20,6 @@ from TIDE.server.errors import APIError, of_row
 from TIDE.server.logprobs import Logprob, logprob_of
 from TIDE.server.scoring import PromptScorer
 from TIDE.server.text import Detokenizer, StopStrings
-
-if TYPE_CHECKING:
-    from TIDE.server.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -178,13 +175,17 @@ class Job:
 
 
 class Call:
-    """The answers of one request."""
+    """The answers of one request.
 
-    def __init__(self, worker: Worker, asks: Sequence[Ask]) -> None:
-        self.worker = worker
+    Args:
+        cancel: gives up jobs that have not ended.
+    """
+
+    def __init__(self, cancel: Callable[[Sequence[Job]], None], tokenizer: Any, asks: Sequence[Ask]) -> None:
+        self._cancel = cancel
         self._queue: asyncio.Queue[Burst] = asyncio.Queue()
         self._kept: deque[Burst] = deque()  # that came while prompts were scored
-        self.jobs = [Job(ask, index, self._queue, worker.tokenizer) for index, ask in enumerate(asks)]
+        self.jobs = [Job(ask, index, self._queue, tokenizer) for index, ask in enumerate(asks)]
 
     async def scores(self) -> list[list[Logprob | int]]:
         """Return the scores of prompts, in the order of their jobs, once there are all. What is written meanwhile is kept."""
@@ -213,7 +214,7 @@ class Call:
 
     def cancel(self) -> None:
         """Give up what is not written yet."""
-        self.worker.cancel(self.jobs)
+        self._cancel(self.jobs)
 
     @property
     def completion_tokens(self) -> int:

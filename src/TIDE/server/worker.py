@@ -82,7 +82,7 @@ class Worker:
         if len(asks) > self.settings.most_answers - len(self._open):
             seconds = str(max(1, min(60, round(self._recent))))
             raise APIError(429, f"the queue is full. Ask again in {seconds} s.", headers={"Retry-After": seconds})
-        call = Call(self, asks)
+        call = Call(self.cancel, self.tokenizer, asks)
         self._open.update(call.jobs)
         self._inbox.put(lambda: self._waiting.extend(call.jobs))
         return call

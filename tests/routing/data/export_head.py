@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from eagle_heads import config_of, tensors_of, with_vocabulary, write
 from families import build
 from TIDE.adapters.adapter import ModelAdapter
+from TIDE.routing.eagle3.export import export
 from TIDE.routing.eagle3.files import read_files
 from TIDE.routing.eagle3.read import read_head
+from TIDE.routing.policies import for_model
 from TIDE.routing.source import load_router
 
 FLAGS = [
@@ -29,12 +31,12 @@ FLAGS = [
 ]
 
 
-def export(folder: Path, flags: tuple[str, ...]) -> None:
+def write_head(folder: Path, flags: tuple[str, ...]) -> None:
     model, own = build("llama", num_hidden_layers=8), dict.fromkeys(flags, True)
     model.save_pretrained(folder.with_name("model"))
     tensors = with_vocabulary(tensors_of(40, **own), torch.arange(3, 123, 3))
     source = write(folder.with_name(f"{folder.name}-source"), config_of("speculators", **own), tensors)
-    load_router(source).for_model(ModelAdapter(model)).export(folder, "speculators", str(folder.with_name("model")))
+    export(for_model(load_router(source), ModelAdapter(model)), folder, "speculators", str(folder.with_name("model")))
     given = {"ids": torch.randint(0, 128, (1, 10)), "states": torch.randn(1, 10, 192) * 3}
     save_file(given, folder.with_name(f"{folder.name}-given.safetensors"))
 
@@ -57,4 +59,4 @@ if __name__ == "__main__":
         if there.exists():
             print(flags or "plain", f"{difference(there):.1e}")
         else:
-            export(there, flags)
+            write_head(there, flags)

@@ -184,7 +184,8 @@ class Slots:
     def tree(self, shape: TreeShape, vocabulary: int) -> TreeBuffers:
         """Return room for trees of a shape."""
         if shape not in self._trees:
-            self._trees[shape] = TreeBuffers(shape, self, vocabulary)
+            assert self.memory is not None, "trees are drafted by a memory head"
+            self._trees[shape] = TreeBuffers(shape, self.rows, self.like, self.memory.seen, vocabulary)
         return self._trees[shape]
 
     # ---- rows that come and go ---------------------------------------------------------------------------------------------

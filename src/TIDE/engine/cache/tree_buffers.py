@@ -7,15 +7,12 @@ nodes           the tree, as it runs all layers: (drafts + 1, rows), flattened l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from TIDE.kernels.layer import Ancestors
 from TIDE.kernels.trees import Beam, Candidates, Nodes, TreeShape
-
-if TYPE_CHECKING:
-    from TIDE.engine.cache.slots import Slots
 
 Device = torch.device | str
 
@@ -47,15 +44,16 @@ def nodes_of(shape: TreeShape, rows: int, device: Device) -> Nodes:
 
 
 class TreeBuffers:
-    """Room for a tree of one shape in every row of slots with a memory head.
+    """Buffers for one tree in each of `rows` rows.
 
     Args:
+        like: (hidden,) a state; dtype and device are those of all states.
+        seen: width of the states that the memory head captures for a token.
         vocabulary: tokens that the model has.
     """
 
-    def __init__(self, shape: TreeShape, slots: Slots, vocabulary: int) -> None:
-        assert slots.memory is not None, "trees are drafted by a memory head"
-        rows, like, device = slots.rows, slots.like, slots.like.device
+    def __init__(self, shape: TreeShape, rows: int, like: torch.Tensor, seen: int, vocabulary: int) -> None:
+        device = like.device
         self.shape = shape
         self.beam = beam_of(shape, rows, device)
         self.candidates = candidates_of(shape, rows, device)
@@ -73,7 +71,7 @@ class TreeBuffers:
         self.chosen = torch.zeros(count, dtype=torch.long, device=device)  # after each node, by the full model
         self.best = torch.zeros(count, device=device)
         self.states = like.new_zeros(count, len(like))
-        self.noted = like.new_zeros(count, slots.memory.seen)  # of the nodes, to be remembered
+        self.noted = like.new_zeros(count, seen)  # of the nodes, to be remembered
         self.path = torch.zeros(shape.levels + 1, rows, dtype=torch.long, device=device)
 
     def asked(self, level: int) -> slice:

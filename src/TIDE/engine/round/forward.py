@@ -19,7 +19,7 @@ from TIDE.engine.plan import Plan
 from TIDE.engine.round.host_stage import HostStage
 from TIDE.engine.round.sampler import Sampler
 from TIDE.engine.round.segments import Segments
-from TIDE.engine.round.stop import StopRule
+from TIDE.engine.round.stop import StopRule, Text
 from TIDE.engine.row import Draft, Row
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.schedule.scheduler import Scheduler
@@ -106,7 +106,7 @@ class _Script(StopRule):
         super().__init__()
         self.text = text
 
-    def ends(self, row: Row) -> bool:
+    def ends(self, row: Text) -> bool:
         return len(row.tokens) > len(self.text)
 
 

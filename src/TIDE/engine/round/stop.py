@@ -11,7 +11,8 @@ import logging
 import math
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from transformers import StoppingCriteriaList
@@ -19,10 +20,19 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTime
 
 from TIDE.engine.inputs import Context
 
-if TYPE_CHECKING:
-    from TIDE.engine.row import Row
-
 logger = logging.getLogger(__name__)
+
+
+class Text(Protocol):
+    """What a stop rule reads of a row, and its one mark on it."""
+
+    tokens: list[int]
+    padding: Sequence[int]
+    unseen: int
+    cut_short: bool
+
+    def shown(self) -> list[int]:
+        """Return the text as criteria see it."""
 
 
 class StopRule:
@@ -57,7 +67,7 @@ class StopRule:
         made_for = self.context.made_for if self.context.limit is None else None
         self._warns_past = sys.maxsize if made_for is None else made_for  # tokens
 
-    def ends(self, row: Row) -> bool:
+    def ends(self, row: Text) -> bool:
         """Return True if a row's text ends with its newest final token."""
         size = len(row.tokens)
         if size > self._warns_past:
@@ -71,11 +81,11 @@ class StopRule:
         row.cut_short = self._fills_context(size)
         return row.cut_short
 
-    def is_last(self, row: Row, token: int, size: int) -> bool:
+    def is_last(self, row: Text, token: int, size: int) -> bool:
         """Return True if no token can follow `token`, the last of `size`. Time and the user's own criteria are not asked."""
         return self._is_asked_to_end(row, token, size) or self._fills_context(size)
 
-    def room(self, row: Row) -> int:
+    def room(self, row: Text) -> int:
         """Return how many tokens may follow the final ones; an end token may come before."""
         size, limit = len(row.tokens), self.context.limit
         found = sys.maxsize if limit is None else limit - size
@@ -84,7 +94,7 @@ class StopRule:
             found = left if left < found else found
         return found if found > 0 else 0
 
-    def _is_asked_to_end(self, row: Row, token: int, size: int) -> bool:
+    def _is_asked_to_end(self, row: Text, token: int, size: int) -> bool:
         shown = len(row.padding) + size - row.unseen
         return token in self.end_tokens or (self.max_columns is not None and shown >= self.max_columns)
 
@@ -104,7 +114,7 @@ class StopRule:
     def _is_late(self) -> bool:
         return any(time.time() - one.initial_timestamp > one.max_time for one in self.deadlines)
 
-    def _says_custom(self, row: Row) -> bool:
+    def _says_custom(self, row: Text) -> bool:
         return bool(self.custom(torch.tensor([row.shown()], device=self.device), None).any())
 
 
@@ -117,7 +127,7 @@ class _StopStrings:
         self._has_empty = bool((criterion.target_lens == 0).any())  # which every token completes
         self._can_end: dict[int, bool] = {}  # by token
 
-    def are_complete(self, row: Row) -> bool:
+    def are_complete(self, row: Text) -> bool:
         """Return True if the newest token of a row completes one; its beginning may be in the prompt."""
         token = row.tokens[-1]
         if token not in self._can_end:

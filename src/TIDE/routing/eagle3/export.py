@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -21,11 +21,9 @@ from TIDE.routing.eagle3.head import EagleHead, EagleSizes
 from TIDE.routing.eagle3.read import BLOCK, NAMES, UntriedHead
 from TIDE.routing.eagle3.servers import READ, TITLES, takes
 from TIDE.routing.exits import EAGLE3
+from TIDE.routing.fingerprint import Fingerprint
+from TIDE.routing.router_file import RouterFile
 from TIDE.routing.storage import write_atomically
-
-if TYPE_CHECKING:
-    from TIDE.routing.fingerprint import Fingerprint
-    from TIDE.routing.router_file import RouterFile
 
 logger = logging.getLogger(__name__)
 FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
@@ -40,9 +38,14 @@ OTHER_HEADS = {
 }
 
 
-def export(file: RouterFile, folder: Path, layout: str, model: str | None) -> None:
-    """Write the head of a router file; see `RouterFile.export`."""
-    where = file.path or "this router file"
+def export(file: RouterFile, folder: str | Path, layout: str = "vllm", model: str | None = None) -> None:
+    """Write the EAGLE-3 head of a router file to a folder that other servers load; raise with the reason if it has none.
+
+    Args:
+        layout: "vllm", "sglang" or "speculators".
+        model: hub id or path of the model, for layouts that name it; None: the hub id in the fingerprint, if it has one.
+    """
+    folder, where = Path(folder), file.path or "this router file"
     if layout not in SERVERS:
         raise ValueError(f"layout must be one of {list(SERVERS)}, found {layout!r}.")
     if why := _why_not(file, layout) or _why_nameless(file, layout, model):
