@@ -38,7 +38,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 import TIDE
 from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_model, step_bytes, timed
 from bench_sampling import QUESTIONS
-from TIDE.engine.cache.prefixes import new_salt
+from TIDE.engine.cache.prefix_tree import new_salt
 
 Run = Callable[[int], Any]
 EIGHT = 8  # rows; fewer have as many prompts in all

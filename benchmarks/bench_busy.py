@@ -56,7 +56,7 @@ def serve(options: argparse.Namespace) -> None:
     import torch
 
     import TIDE
-    from TIDE.engine.cache.prefixes import new_salt
+    from TIDE.engine.cache.prefix_tree import new_salt
     from TIDE.run import prepared
 
     model, tokenizer = TIDE.load_model("default")

@@ -27,7 +27,7 @@ import transformers
 
 import TIDE
 from TIDE.config import TIDEConfig
-from TIDE.engine.cache.prefixes import new_salt
+from TIDE.engine.cache.prefix_tree import new_salt
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import build_head, head_sizes
 from TIDE.routing.policies import policy_for

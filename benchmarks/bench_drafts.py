@@ -22,7 +22,7 @@ import TIDE
 from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_model, timed, untrained
 from bench_trees import Fixed
 from TIDE.config import TIDEConfig
-from TIDE.engine.cache.prefixes import new_salt
+from TIDE.engine.cache.prefix_tree import new_salt
 from TIDE.routing.calibrated import CalibratedPolicy
 
 

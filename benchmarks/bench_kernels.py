@@ -20,9 +20,9 @@ import torch
 
 from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_model, timed
 from TIDE.adapters.layer_parts import layer_parts
-from TIDE.kernels import reference
 from TIDE.kernels.dispatch import compiled_ops
 from TIDE.kernels.layer import Layer, Pass, no_norm
+from TIDE.kernels.reference import layers as reference
 
 BLOCK = 64
 WEIGHTS = {

@@ -84,7 +84,7 @@ def main() -> None:
     import transformers
 
     import TIDE
-    from TIDE.engine.cache.prefixes import new_salt
+    from TIDE.engine.cache.prefix_tree import new_salt
 
     threads = torch.get_num_threads()
     model, tokenizer = TIDE.load_model("default")

@@ -25,7 +25,7 @@ import transformers
 
 import TIDE
 from bench_decode import SHAPES, random_model, timed
-from TIDE.engine.cache.prefixes import new_salt
+from TIDE.engine.cache.prefix_tree import new_salt
 from TIDE.routing.router import Router
 from TIDE.routing.settling import SIGNALS, FittedSettling, StateMap
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import TIDE
-from TIDE.engine.cache.prefixes import new_salt
+from TIDE.engine.cache.prefix_tree import new_salt
 
 RUNS = ("model.generate", "exits off", "exact")
 RATIOS = {

@@ -27,7 +27,7 @@ from transformers import LogitsProcessor
 
 import TIDE
 from bench_decode import SHAPES, random_model
-from TIDE.engine.cache.prefixes import new_salt
+from TIDE.engine.cache.prefix_tree import new_salt
 
 QUESTIONS = [
     "Why is the sky blue?",

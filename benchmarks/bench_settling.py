@@ -26,9 +26,9 @@ from TIDE.calibration.collect import Collection, laid_out
 from TIDE.calibration.fit import Split
 from TIDE.calibration.fit_settling import fit_at
 from TIDE.calibration.text import Text
-from TIDE.engine.round.segments import Segments
-from TIDE.engine.round.stop import StopRule
-from TIDE.engine.row import Row
+from TIDE.engine.host.segments import Segments
+from TIDE.engine.rows.row import Row
+from TIDE.engine.rows.stop import StopRule
 from TIDE.routing.settling import FittedSettling, Settling
 
 

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 lap("import torch and transformers")
 import TIDE, TIDE.cli.app, TIDE.engine.engine
 from TIDE.adapters.adapter import ModelAdapter
-from TIDE.engine.runners.select import select_runner
+from TIDE.engine.select import select_runner
 from TIDE.models.default import default_model_path
 from TIDE.routing.policies import policy_for
 from TIDE.run import prepared
@@ -41,7 +41,7 @@ lap("tokenizer")
 file = TIDE.RouterFile.load(TIDE.default_router())
 lap("router file")
 adapter = ModelAdapter(model)
-import TIDE.kernels.cpu_exits
+import TIDE.kernels.cpu.exits
 lap("import numba")
 runner = select_runner(adapter)
 lap("load and check compiled layers")

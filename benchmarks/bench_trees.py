@@ -32,12 +32,13 @@ import transformers
 import TIDE
 from bench_decode import SHAPES, on_gpu, random_model, timed, untrained
 from TIDE.config import TIDEConfig
-from TIDE.engine.cache.prefixes import new_salt
-from TIDE.engine.round.device_stage import DeviceStage
-from TIDE.engine.runners.select import described_layers
-from TIDE.engine.runners.triton_runner import TritonRunner
+from TIDE.engine.cache.prefix_tree import new_salt
+from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.schedule.scheduler import Scheduler, most_drafts
-from TIDE.kernels import reference, sampling
+from TIDE.engine.select import described_layers
+from TIDE.engine.slots.stage import DeviceStage
+from TIDE.kernels.reference import layers as reference
+from TIDE.kernels.reference import sampling
 
 TREES = (7, 15, 31, 63)
 IN_A_ROW = (2, 4, 7)

@@ -60,7 +60,7 @@ def measured(args: argparse.Namespace) -> dict[str, float | str]:
 
     import TIDE
     from bench_decode import SHAPES, on_gpu, random_model, timed
-    from TIDE.engine.cache.prefixes import new_salt
+    from TIDE.engine.cache.prefix_tree import new_salt
 
     is_shape = args.model in SHAPES
     dtype = torch.bfloat16 if on_gpu() else torch.float32

@@ -32,7 +32,7 @@ import torch
 import TIDE
 from bench_batch import answered, continuous, texts
 from bench_decode import on_gpu, timed
-from TIDE.engine.cache.prefixes import new_salt
+from TIDE.engine.cache.prefix_tree import new_salt
 from TIDE.server.job import Ask
 from TIDE.server.metrics import Metrics
 from TIDE.server.settings import ServerSettings

@@ -23,7 +23,7 @@ import torch
 
 import TIDE
 from TIDE.calibration.prompts import load_prompts
-from TIDE.engine.cache.prefixes import new_salt
+from TIDE.engine.cache.prefix_tree import new_salt
 
 SAMPLED = dict(do_sample=True, temperature=1.5, top_k=0, top_p=1.0)
 

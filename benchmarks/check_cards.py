@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/check_cards.py [--dtype bf16] [--dim 128] [--tokens 16] [--cards 75,80,90]
 
 Compiles the products, projection and attention of a layer of Llama-3.1-8B's size (and with --dim 256 of Gemma's) for each
-compute capability that the installed Triton knows, with the tiles of `TIDE.kernels.cards`. Prints the shared memory each
+compute capability that the installed Triton knows, with the tiles of `TIDE.kernels.triton.tiles`. Prints the shared memory each
 kernel uses against the card's limit, and fails if one is above it. bf16 is left out below 8.0.
 """
 
@@ -21,18 +21,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from TIDE.kernels import (
-    cards,
-    triton_attention,
-    triton_exits,
-    triton_ops,
-    triton_products,
-    triton_prompt_attention,
-    triton_propagate,
-)
-from TIDE.kernels.cards import Card
-from TIDE.kernels.triton_launch import NUMBERS as ANY_NUMBERS
-from TIDE.kernels.triton_launch import early, kernel
+from TIDE.kernels.triton import attention as triton_attention
+from TIDE.kernels.triton import exits as triton_exits
+from TIDE.kernels.triton import ops as triton_ops
+from TIDE.kernels.triton import products as triton_products
+from TIDE.kernels.triton import prompt_attention as triton_prompt_attention
+from TIDE.kernels.triton import propagate as triton_propagate
+from TIDE.kernels.triton import tiles as cards
+from TIDE.kernels.triton.launch import NUMBERS as ANY_NUMBERS
+from TIDE.kernels.triton.launch import early, kernel
+from TIDE.kernels.triton.tiles import Card
 
 LIMITS = {  # compute capability -> KB of shared memory for a block, multiprocessors
     70: (96, 80),

@@ -16,7 +16,7 @@ import transformers
 import TIDE
 from families import FAMILIES, build
 from policies import Everyone, Knowing, texts_of
-from TIDE.engine.runners.check import check_unknown
+from TIDE.engine.check import check_unknown
 
 
 def main() -> None:

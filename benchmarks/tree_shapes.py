@@ -19,9 +19,9 @@ import torch
 import TIDE
 from bench_trees import Fixed, an_engine, texts
 from TIDE.config import TIDEConfig
-from TIDE.engine.round import tree_round
-from TIDE.engine.round.tree_round import TreeRound
-from TIDE.kernels.trees import TreeShape, tree_shape
+from TIDE.engine.slots import tree_round
+from TIDE.engine.slots.tree_round import TreeRound
+from TIDE.kernels.reference.trees import TreeShape, tree_shape
 from TIDE.routing.heads import memory_depths, normed
 
 SHAPES = [TreeShape(length, 1, length) for length in (2, 4, 7)] + [tree_shape(drafts) for drafts in (7, 15, 31, 63)]

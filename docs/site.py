@@ -23,7 +23,7 @@ API = [
     "TIDE.routing.policy.ExitPolicy",
     "TIDE.routing.policy.Candidates",
     "TIDE.stats.ExitStats",
-    "TIDE.engine.row.Row",
+    "TIDE.engine.rows.row.Row",
     "TIDE.integrations.huggingface.custom_generate",
     "TIDE.integrations.huggingface.pipeline",
     "TIDE.integrations.conversation.Conversation",

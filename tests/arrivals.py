@@ -13,8 +13,8 @@ import TIDE
 from families import VOCAB, build
 from router_files import a_file
 from runners import on_references
-from TIDE.engine.round.device_drafter import exit_of
-from TIDE.engine.round.seats import Seats
+from TIDE.engine.slots.drafter import exit_of
+from TIDE.engine.slots.seats import Seats
 from TIDE.routing.policies import policy_for
 
 LENGTH = dict(eos_token_id=None, pad_token_id=0)

@@ -10,21 +10,22 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaLi
 
 from TIDE import TIDEConfig
 from TIDE.adapters.adapter import ModelAdapter
+from TIDE.engine.host.sampler import Sampler
+from TIDE.engine.host.stage import HostStage
 from TIDE.engine.loop import Loop
-from TIDE.engine.plan import make_plan
-from TIDE.engine.round.device_stage import DeviceStage
-from TIDE.engine.round.host_stage import HostStage
-from TIDE.engine.round.sampler import Sampler
-from TIDE.engine.round.stop import StopRule
-from TIDE.engine.row import Row
+from TIDE.engine.request.plan import make_plan
+from TIDE.engine.rows.row import Row
+from TIDE.engine.rows.stop import StopRule
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.modules import ModuleRunner
-from TIDE.engine.runners.numba_runner import NumbaRunner
-from TIDE.engine.runners.select import checked, described_layers
-from TIDE.engine.runners.triton_runner import TritonRunner
+from TIDE.engine.runners.numba import NumbaRunner
+from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.schedule.scheduler import Scheduler
-from TIDE.kernels import reference, sampling
+from TIDE.engine.select import checked, described_layers
+from TIDE.engine.slots.stage import DeviceStage
 from TIDE.kernels.dispatch import compiled_ops
+from TIDE.kernels.reference import layers as reference
+from TIDE.kernels.reference import sampling
 
 
 def rows_of(ids, num_layers: int, stop: StopRule | None = None) -> list[Row]:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import TIDE
 from router_files import a_file
-from TIDE.engine.inputs import as_keywords
-from TIDE.engine.runners.select import described_layers
+from TIDE.engine.request.inputs import as_keywords
 from TIDE.engine.runners.static_modules import StaticModuleRunner
-from TIDE.engine.runners.triton_runner import TritonRunner
+from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.schedule.scheduler import Scheduler, most_drafts
-from TIDE.kernels import reference, sampling
+from TIDE.engine.select import described_layers
+from TIDE.kernels.reference import layers as reference
+from TIDE.kernels.reference import sampling
 from TIDE.routing.policies import policy_for
 
 

@@ -118,9 +118,9 @@ def on_the_host(adversary: Adversary, tokens: int) -> Text:
 
 def in_rounds(adversary: Adversary, tokens: int) -> Text:
     """Write a text in rounds that are launched as a whole."""
-    from TIDE.engine.round.round import Launched
-    from TIDE.engine.round.stop import StopRule
-    from TIDE.engine.row import RoundResult, Row
+    from TIDE.engine.round import Launched
+    from TIDE.engine.rows.row import RoundResult, Row
+    from TIDE.engine.rows.stop import StopRule
     from TIDE.engine.schedule.costs import Costs
     from TIDE.engine.schedule.draft_length import DraftLength
 

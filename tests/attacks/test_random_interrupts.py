@@ -28,7 +28,7 @@ from policies import Everyone
 from router_files import a_file
 from runners import as_it_is, on_references
 from TIDE import TIDE, TIDEConfig
-from TIDE.engine.row import Row
+from TIDE.engine.rows.row import Row
 from TIDE.routing.policies import policy_for
 
 TRACED = tuple(str(Path(package.__file__).parent / folder) for folder in ("engine", "routing"))

@@ -72,7 +72,7 @@ def test_a_part_that_fails_or_lacks_data_is_named_and_the_others_go_on(benchmark
 
 
 def test_figures_of_the_models_own_modules_are_not_taken_for_ours(benchmarks, tmp_path, monkeypatch, capfd):
-    from TIDE.engine.runners.select import checked
+    from TIDE.engine.select import checked
 
     _, results = benchmarks
     part = results.Part("slow", ["-c", f"import sys; print('as it is, {results.WITHOUT_LAYERS}', file=sys.stderr); print(1)"])

@@ -17,9 +17,9 @@ from TIDE.calibration.fit_settling import MOST_RISE, fit_settling, is_harmless
 from TIDE.calibration.settled_texts import SettledTexts
 from TIDE.calibration.state_maps import Moments, fit_maps
 from TIDE.calibration.text import Text
-from TIDE.engine.round.segments import Segments
-from TIDE.engine.round.stop import StopRule
-from TIDE.engine.row import Row
+from TIDE.engine.host.segments import Segments
+from TIDE.engine.rows.row import Row
+from TIDE.engine.rows.stop import StopRule
 from TIDE.routing.router_file import RouterFile
 from TIDE.routing.settling import FittedSettling, Settling, StateMap
 

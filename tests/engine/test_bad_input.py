@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from families import CONTEXT, build
 from policies import Everyone, Knowing
 from TIDE import TIDE, TIDEConfig
-from TIDE.engine.round.options import ELSEWHERE, OWN
+from TIDE.engine.request.options import ELSEWHERE, OWN
 
 pytestmark = pytest.mark.invariant(10)
 

@@ -27,16 +27,17 @@ from properties import IS_LONG, examples
 from router_files import a_file
 from runners import Recording, on_references
 from TIDE.config import TIDEConfig
-from TIDE.engine.cache.blocks import BLOCK
-from TIDE.engine.cache.prompts import Prompts
+from TIDE.engine.cache.kv_blocks import BLOCK
+from TIDE.engine.cache.prefill_buffers import Prompts
 from TIDE.engine.cache.slots import AT_ONCE
+from TIDE.engine.host.stage import HostStage
 from TIDE.engine.loop import Loop
-from TIDE.engine.round.device_stage import DeviceStage
-from TIDE.engine.round.host_stage import HostStage
-from TIDE.engine.round.seats import AHEAD
-from TIDE.engine.runners.select import described_layers
-from TIDE.engine.runners.triton_runner import TritonRunner
-from TIDE.kernels import reference, sampling
+from TIDE.engine.runners.triton import TritonRunner
+from TIDE.engine.select import described_layers
+from TIDE.engine.slots.seats import AHEAD
+from TIDE.engine.slots.stage import DeviceStage
+from TIDE.kernels.reference import layers as reference
+from TIDE.kernels.reference import sampling
 from TIDE.routing.policies import policy_for
 
 texts_of = st.lists(

@@ -15,7 +15,7 @@ from families import build
 from policies import Everyone
 from properties import examples
 from router_files import a_file
-from TIDE.engine.cache.texts import LEAST, Copied, Texts, default_gib
+from TIDE.engine.cache.prefix_store import LEAST, Copied, Texts, default_gib
 from TIDE.routing.policies import policy_for
 
 NEW = 6

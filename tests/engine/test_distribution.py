@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from families import build
 from TIDE import TIDE
-from TIDE.engine.round.sampler import Sampler
+from TIDE.engine.host.sampler import Sampler
 
 pytestmark = pytest.mark.invariant(3)
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from TIDE.engine.cache.slots import MOST_ROUND
-from TIDE.engine.round.round import Launched
-from TIDE.engine.round.stop import StopRule
-from TIDE.engine.row import RoundResult, Row
+from TIDE.engine.round import Launched
+from TIDE.engine.rows.row import RoundResult, Row
+from TIDE.engine.rows.stop import StopRule
 from TIDE.engine.schedule.acceptance import FIRST_REST, LONGEST_REST
 from TIDE.engine.schedule.costs import Costs
 from TIDE.engine.schedule.draft_length import DraftLength, lengths_on

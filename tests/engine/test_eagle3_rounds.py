@@ -17,11 +17,12 @@ from families import VOCAB, build
 from policies import texts_of
 from runners import Recording, in_rounds, on_modules, on_references, why_on_the_host
 from TIDE.config import TIDEConfig
-from TIDE.engine.round.device_stage import DeviceStage
-from TIDE.engine.round.tree_round import TreeRound
-from TIDE.engine.runners.select import described_layers
-from TIDE.engine.runners.triton_runner import TritonRunner
-from TIDE.kernels import reference, sampling
+from TIDE.engine.runners.triton import TritonRunner
+from TIDE.engine.select import described_layers
+from TIDE.engine.slots.stage import DeviceStage
+from TIDE.engine.slots.tree_round import TreeRound
+from TIDE.kernels.reference import layers as reference
+from TIDE.kernels.reference import sampling
 from TIDE.routing.router import SIGNALS, Router
 
 FLAGS = [(), ("fc_norm", "norm_output"), ("norm_before_fc", "norm_before_residual")]
@@ -243,7 +244,7 @@ def test_the_likeliest_way_through_a_tree_is_the_drafts_in_a_row(good, monkeypat
 @pytest.mark.parametrize(("flags", "tree"), [(FLAGS[1], 0), (FLAGS[2], 3)], ids=str)
 def test_kernels_draft_what_references_draft(flags, tree, tmp_path, monkeypatch):
     """In Triton's interpreter, with a draft vocabulary: guesses, memories and drafts of a few rounds."""
-    triton_ops, triton_exits = (pytest.importorskip(f"TIDE.kernels.triton_{name}") for name in ("ops", "exits"))
+    triton_ops, triton_exits = (pytest.importorskip(f"TIDE.kernels.triton.{name}") for name in ("ops", "exits"))
     flags, found = dict.fromkeys(flags, True), []
     some = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))[:48]
     head = folder_of(tmp_path, with_vocabulary(tensors_of(48, **flags), some), **flags)

@@ -17,7 +17,7 @@ from router_files import original_file
 from TIDE import TIDE, TIDEConfig
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import unwrapped
-from TIDE.engine.runners.select import described_layers, select_runner
+from TIDE.engine.select import described_layers, select_runner
 from TIDE.kernels import dispatch
 
 
@@ -72,7 +72,7 @@ def test_min_layers_beyond_all_exits_says_which_there_are(llama, caplog):
 
 
 def test_a_missing_compiler_is_named_once_and_in_the_backend(llama, monkeypatch, caplog):
-    from TIDE.engine.runners import select as fused
+    from TIDE.engine import select as fused
 
     fused._warn_once.cache_clear()
     monkeypatch.setattr(dispatch, "_trouble", lambda package: "is not installed")

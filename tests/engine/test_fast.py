@@ -12,7 +12,7 @@ from policies import ByState, Everyone, Where
 from router_files import a_file
 from TIDE import TIDE, TIDEConfig
 from TIDE.adapters.probe import Store, layer_stores
-from TIDE.engine.plan import make_plan
+from TIDE.engine.request.plan import make_plan
 from TIDE.routing.policies import policy_for
 
 NEW = 24

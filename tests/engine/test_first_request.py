@@ -11,14 +11,14 @@ import TIDE
 from families import build
 from router_files import a_file
 from runners import Recording, on_modules, on_references
-from TIDE.engine.round.module_prefill import padded_length
-from TIDE.engine.round.prefill import Prefill
-from TIDE.engine.round.round import Launched
-from TIDE.engine.round.stop import StopRule
-from TIDE.engine.row import RoundResult, Row
+from TIDE.engine.round import Launched
+from TIDE.engine.rows.row import RoundResult, Row
+from TIDE.engine.rows.stop import StopRule
 from TIDE.engine.runners.graphs import Graphs
 from TIDE.engine.schedule.costs import Costs
 from TIDE.engine.schedule.draft_length import DraftLength
+from TIDE.engine.slots.module_prefill import padded_length
+from TIDE.engine.slots.prefill import Prefill
 from TIDE.routing.policies import policy_for
 
 OPTIONS = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)

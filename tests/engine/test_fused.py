@@ -12,8 +12,8 @@ import torch
 import TIDE
 from families import COMPILED, FAMILIES, build
 from TIDE.adapters.layer_parts import LAYERS, layer_parts
+from TIDE.engine import select as fused
 from TIDE.engine.runners import patience
-from TIDE.engine.runners import select as fused
 
 numba = pytest.importorskip("numba")
 
@@ -116,7 +116,7 @@ def test_a_fused_layer_that_differs_is_given_up_and_named(llama, prompts, monkey
 
 
 def test_compiled_code_uses_at_most_as_many_threads_as_torch(llama, prompts, monkeypatch):
-    from TIDE.kernels import cpu_threads
+    from TIDE.kernels.cpu import threads as cpu_threads
 
     counts = []
     with TIDE.TIDE(llama) as engine:

@@ -21,11 +21,11 @@ from properties import examples
 from router_files import a_file
 from TIDE import TIDE, TIDEConfig
 from TIDE.adapters.probe import Store
-from TIDE.engine.round import host_stage
-from TIDE.engine.round.host_stage import HostStage
-from TIDE.engine.round.round import Launched
-from TIDE.engine.round.sampler import Sampler
-from TIDE.engine.row import Row
+from TIDE.engine.host import stage as host_stage
+from TIDE.engine.host.sampler import Sampler
+from TIDE.engine.host.stage import HostStage
+from TIDE.engine.round import Launched
+from TIDE.engine.rows.row import Row
 from TIDE.engine.schedule.costs import Costs
 from TIDE.routing.calibrated import CalibratedPolicy
 

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("numba")
 
 from TIDE.engine.runners.int8_head import LIKELY, Int8LMHead
-from TIDE.kernels import cpu_exits
+from TIDE.kernels.cpu import exits as cpu_exits
 from TIDE.kernels.layer import UNLIKELY, Norm
 from TIDE.routing.router import Router
 

@@ -16,7 +16,7 @@ from families import build
 from policies import Everyone
 from TIDE import TIDE
 from TIDE.engine.batch import Batch
-from TIDE.engine.row import Counts, Row
+from TIDE.engine.rows.row import Counts, Row
 
 NEW = 5
 

@@ -27,19 +27,19 @@ from policies import Everyone
 from properties import examples
 from router_files import a_file
 from TIDE.adapters.adapter import ModelAdapter
-from TIDE.engine.cache.prompts import STEP
+from TIDE.engine.cache.prefill_buffers import STEP
 from TIDE.engine.cache.slots import AT_ONCE
 from TIDE.engine.loop import Loop
-from TIDE.engine.round.device_drafter import DeviceDrafter
-from TIDE.engine.round.device_stage import DeviceStage
-from TIDE.engine.round.round import Launched
-from TIDE.engine.round.stop import StopRule
-from TIDE.engine.row import RoundResult, Row
-from TIDE.engine.runners.triton_runner import TritonRunner
+from TIDE.engine.round import Launched
+from TIDE.engine.rows.row import RoundResult, Row
+from TIDE.engine.rows.stop import StopRule
+from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.schedule.costs import Costs
 from TIDE.engine.schedule.draft_length import LOOKS, DraftLength
 from TIDE.engine.schedule.scheduler import Scheduler
-from TIDE.kernels import reference
+from TIDE.engine.slots.drafter import DeviceDrafter
+from TIDE.engine.slots.stage import DeviceStage
+from TIDE.kernels.reference import layers as reference
 from TIDE.routing.policies import policy_for
 from TIDE.stats import ExitStats
 
@@ -358,7 +358,7 @@ def test_rounds_at_once_stay_within_the_columns_that_attention_is_planned_for(dr
     monkeypatch.setattr(Loop, "_pace", lambda self, is_idle, waited: setattr(self, "at_once", AT_ONCE))
     runner, policy = runners()["on_references"], policy_of("memory", 0, 0, "on_references")
     for columns in range(72, 104, 4):
-        monkeypatch.setattr("TIDE.engine.round.device_stage.MIN_COLUMNS", columns)
+        monkeypatch.setattr("TIDE.engine.slots.stage.MIN_COLUMNS", columns)
         known = dict(device=True, overlap=True, max_pending=drafts or 7, draft_tree=0)
         (row,) = in_a_loop(runner, policy, prompt(), 80, Script([drafts], within=False), **known)
         assert row.tokens == wanted[: PROMPT + 80]

@@ -14,8 +14,8 @@ from families import VOCAB, build
 from router_files import a_file
 from runners import Recording, on_references
 from TIDE.config import TIDEConfig
-from TIDE.engine.cache.blocks import BLOCK
-from TIDE.engine.cache.prefixes import Prefixes
+from TIDE.engine.cache.kv_blocks import BLOCK
+from TIDE.engine.cache.prefix_tree import Prefixes
 from TIDE.routing.policies import policy_for
 
 pytestmark = pytest.mark.invariant(6)

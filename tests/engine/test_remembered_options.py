@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 import TIDE
 from families import build
 from properties import examples
-from TIDE.engine.request import prepare
-from TIDE.engine.round.remembered_options import RememberedOptions
+from TIDE.engine.request.option_cache import RememberedOptions
+from TIDE.engine.request.request import prepare
 
 OPTIONS = dict(
     do_sample=st.booleans(),
@@ -52,7 +52,7 @@ def asked(size):
 def row_of(model, size, options, remembered):
     ids, mask = asked(size)
     request = prepare(model, ids, None, dict(options, attention_mask=mask), 0, remembered)
-    (row,) = request.rows(4, TIDE.engine.inputs.Context())
+    (row,) = request.rows(4, TIDE.engine.request.inputs.Context())
     return row, request
 
 

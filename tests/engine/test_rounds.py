@@ -19,13 +19,13 @@ from families import build
 from properties import examples
 from router_files import a_file
 from runners import Recording, in_rounds, on_modules, on_references, why_on_the_host
+from TIDE.adapters.snapshot import ModelSnapshot
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.slots import Slots
-from TIDE.engine.round.device_drafter import DeviceDrafter
-from TIDE.engine.round.module_prefill import LONGEST, SHORTEST, padded_length
 from TIDE.engine.runners.device import DeviceRunner
-from TIDE.engine.runners.snapshot import ModelSnapshot
-from TIDE.kernels import reference
+from TIDE.engine.slots.drafter import DeviceDrafter
+from TIDE.engine.slots.module_prefill import LONGEST, SHORTEST, padded_length
+from TIDE.kernels.reference import layers as reference
 from TIDE.routing.policies import policy_for
 
 OPTIONS = dict(max_new_tokens=16, do_sample=False, eos_token_id=None)

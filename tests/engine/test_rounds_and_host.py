@@ -8,7 +8,7 @@ import torch
 from families import build
 from policies import Everyone
 from runners import in_rounds, on_modules, why_on_the_host
-from TIDE.engine.round.device_stage import DeviceStage
+from TIDE.engine.slots.stage import DeviceStage
 
 OPTIONS = dict(max_new_tokens=16, do_sample=False, eos_token_id=None)
 

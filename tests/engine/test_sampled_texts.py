@@ -22,13 +22,13 @@ from properties import examples
 from router_files import a_file
 from runners import Recording, on_references
 from TIDE import TIDE, TIDEConfig
-from TIDE.engine.plan import make_plan
+from TIDE.engine.request.plan import make_plan
 from TIDE.engine.schedule.scheduler import Scheduler
-from TIDE.kernels import sampling
+from TIDE.kernels.reference import sampling
 from TIDE.routing.policies import policy_for
 
 pytest.importorskip("triton")
-from TIDE.kernels import triton_sampling
+from TIDE.kernels.triton import sampling as triton_sampling
 
 pytestmark = [
     pytest.mark.invariant(3),

@@ -10,7 +10,7 @@ from families import build
 from policies import Everyone
 from runners import on_references
 from TIDE import TIDE
-from TIDE.kernels.noise import row_seed
+from TIDE.kernels.reference.noise import row_seed
 
 pytestmark = pytest.mark.invariant(9)
 

@@ -16,11 +16,11 @@ from policies import Everyone
 from router_files import a_file, made
 from runners import on_modules, on_references, why_on_the_host
 from TIDE import TIDE, Conversation, TIDEConfig
-from TIDE.engine.cache.prompts import STEP
-from TIDE.engine.plan import settings
-from TIDE.engine.round import prefill
+from TIDE.engine.cache.prefill_buffers import STEP
+from TIDE.engine.request.plan import settings
 from TIDE.engine.runners.gathering import why_no_gathering, window_of
-from TIDE.kernels import reference
+from TIDE.engine.slots import prefill
+from TIDE.kernels.reference import layers as reference
 from TIDE.routing.policies import policy_for
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router import Router

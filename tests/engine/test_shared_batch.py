@@ -18,8 +18,8 @@ from runners import on_references
 from TIDE.config import TIDEConfig
 from TIDE.engine import decoding
 from TIDE.engine.batch import Batch
-from TIDE.engine.round.device_stage import DeviceStage
-from TIDE.engine.round.host_stage import HostStage
+from TIDE.engine.host.stage import HostStage
+from TIDE.engine.slots.stage import DeviceStage
 
 HERE = [on_references, lambda engine: engine]
 

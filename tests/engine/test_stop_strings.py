@@ -14,8 +14,8 @@ from families import build
 from policies import Everyone
 from properties import examples
 from TIDE import TIDE
-from TIDE.engine.round.stop import StopRule
-from TIDE.engine.row import Row
+from TIDE.engine.rows.row import Row
+from TIDE.engine.rows.stop import StopRule
 
 TOKENIZER = characters(None)
 SIZE = len(TOKENIZER)

@@ -16,9 +16,10 @@ from router_files import a_file
 from runners import Recording, as_it_is, on_modules, on_references
 from TIDE.config import TIDEConfig
 from TIDE.engine import batch
-from TIDE.engine.round.device_stage import DeviceStage
-from TIDE.engine.round.tree_round import TreeRound
-from TIDE.kernels import reference, trees
+from TIDE.engine.slots.stage import DeviceStage
+from TIDE.engine.slots.tree_round import TreeRound
+from TIDE.kernels.reference import layers as reference
+from TIDE.kernels.reference import trees
 from TIDE.routing.policies import policy_for
 
 OPTIONS = dict(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)

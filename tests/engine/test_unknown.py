@@ -9,7 +9,7 @@ import transformers
 from families import SPECIAL, VOCAB, WIDE, enliven
 from policies import Everyone, Knowing, texts_of
 from TIDE import TIDE, TIDEConfig
-from TIDE.engine.runners.check import check_unknown
+from TIDE.engine.check import check_unknown
 
 VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
 MAMBA = dict(mamba_d_state=8, mamba_d_conv=4, mamba_expand=2)

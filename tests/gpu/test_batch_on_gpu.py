@@ -16,7 +16,7 @@ from arrivals import KINDS, Text, decoded, gib_of, rows_put_back
 from families import build
 from runners import Recording
 from TIDE.config import TIDEConfig
-from TIDE.engine.round.device_stage import DeviceStage
+from TIDE.engine.slots.stage import DeviceStage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 

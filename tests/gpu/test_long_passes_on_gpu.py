@@ -43,7 +43,7 @@ class Settles(TIDE.ExitPolicy):
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("tokens", [20, 100, 700])
 def test_queries_of_some_tokens_have_the_bits_of_all(tokens, norms, dim):
-    ops = pytest.importorskip("TIDE.kernels.triton_ops")
+    ops = pytest.importorskip("TIDE.kernels.triton.ops")
     generator = torch.Generator().manual_seed(1)
 
     def some(*size):

@@ -13,10 +13,10 @@ from decoding import rows_of
 from families import build
 from layers import COLUMNS, DIM, FEATURES, KV_HEADS, ROWS, a_layer, a_pass, in_dtype
 from TIDE.config import TIDEConfig
-from TIDE.engine.round.segments import Segments
-from TIDE.engine.runners.select import checked
-from TIDE.kernels import reference
-from TIDE.kernels.cards import card_of, overlaps
+from TIDE.engine.host.segments import Segments
+from TIDE.engine.select import checked
+from TIDE.kernels.reference import layers as reference
+from TIDE.kernels.triton.tiles import card_of, overlaps
 from TIDE.routing.heads import build_head, head_sizes
 from TIDE.routing.policies import policy_for
 from TIDE.routing.router import SIGNALS, Router
@@ -35,7 +35,7 @@ OPTIONS = dict(max_new_tokens=40, do_sample=False, eos_token_id=None)
 
 @pytest.fixture
 def ops():
-    return pytest.importorskip("TIDE.kernels.triton_ops")
+    return pytest.importorskip("TIDE.kernels.triton.ops")
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_kernels_that_begin_early_have_the_bits_of_kernels_that_do_not(features,
 
     expected = []
     with monkeypatch.context() as patched:
-        patched.setattr("TIDE.kernels.triton_launch.overlaps", lambda card: False)
+        patched.setattr("TIDE.kernels.triton.launch.overlaps", lambda card: False)
         for own in inputs:
             given.copy_(own)
             expected.append(run())

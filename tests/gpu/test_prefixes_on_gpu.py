@@ -9,13 +9,13 @@ from test_on_gpu import with_exit
 
 import TIDE
 from families import VOCAB, build
-from TIDE.engine.cache.blocks import BLOCK
-from TIDE.engine.cache.prefixes import new_salt
-from TIDE.engine.round import prefill
+from TIDE.engine.cache.kv_blocks import BLOCK
+from TIDE.engine.cache.prefix_tree import new_salt
+from TIDE.engine.slots import prefill
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
-# Long passes of it have products in parts (`gluon_products.py`), where there are such.
+# Long passes of it have products in parts (`hopper/products.py`), where there are such.
 WIDE = dict(hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 OPTIONS = dict(max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
 
@@ -56,8 +56,8 @@ def test_nothing_is_captured_after_a_warm_up():
 
 
 def test_kernels_that_are_compiled_ahead_do_not_run():
-    from TIDE.kernels import triton_products
-    from TIDE.kernels.compile_ahead import compiled_ahead
+    from TIDE.kernels.triton import products as triton_products
+    from TIDE.kernels.triton.compile_ahead import compiled_ahead
 
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=generator).cuda() for shape in ((3, 48), (80, 48)))

@@ -13,7 +13,7 @@ from transformers import LogitsProcessor
 import TIDE
 from families import build
 from runners import Recording
-from TIDE.kernels.noise import noise
+from TIDE.kernels.reference.noise import noise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -47,7 +47,7 @@ def asked(what: str, seed: int) -> dict:
 
 
 def test_noise_has_the_bits_of_a_cpu():
-    triton_noise = pytest.importorskip("TIDE.kernels.triton_noise")
+    triton_noise = pytest.importorskip("TIDE.kernels.triton.noise")
     generator = torch.Generator().manual_seed(0)
     seeds = torch.randint(-(2**63), 2**63 - 1, (10**6,), generator=generator)
     positions = torch.randint(0, 2**20, (10**6,), generator=generator)

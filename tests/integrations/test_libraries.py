@@ -16,9 +16,9 @@ from families import build
 from gguf_files import write_gguf
 from policies import Everyone
 from router_files import made
+from TIDE.adapters.snapshot import ModelSnapshot
 from TIDE.adapters.weights import is_quantized
 from TIDE.engine import engine as engine_module
-from TIDE.engine.runners.snapshot import ModelSnapshot
 from TIDE.routing.policies import policy_for
 
 has_numba = importlib.util.find_spec("numba") is not None

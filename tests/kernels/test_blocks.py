@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from layers import DIM, KV_HEADS, ROWS, a_layer, a_pass, in_blocks, in_dtype, out_of_blocks
-from TIDE.kernels import reference
 from TIDE.kernels.dispatch import arrays
 from TIDE.kernels.layer import dense_tables
+from TIDE.kernels.reference import layers as reference
 
 pytestmark = [pytest.mark.invariant(7), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
@@ -31,11 +31,11 @@ def ran(name, layer, tokens, cache):
     if name == "reference":
         reference.decoder_layer(layer, tokens, cache[0], cache[1])
     elif name == "numba":
-        cpu_ops = pytest.importorskip("TIDE.kernels.cpu_ops")
+        cpu_ops = pytest.importorskip("TIDE.kernels.cpu.ops")
         cpu_ops.decoder_layer(arrays(layer), arrays(tokens), cache[0].numpy(), cache[1].numpy())
     else:
         pytest.importorskip("triton")
-        from TIDE.kernels import triton_ops
+        from TIDE.kernels.triton import ops as triton_ops
 
         triton_ops.decoder_layer(layer, tokens, cache[0], cache[1])
     return tokens.x
@@ -83,7 +83,7 @@ def test_kv_of_skipped_layers_go_into_blocks(name, features):
     propagate = reference.propagate
     if name == "triton":
         pytest.importorskip("triton")
-        from TIDE.kernels.triton_propagate import propagate
+        from TIDE.kernels.triton.propagate import propagate
     propagate([layer], tokens, [(cache[0], cache[1])])
     propagate([layer], tokens._replace(tables=tables), [(paged[0], paged[1])])
     assert_same_cache(cache, tables, paged)

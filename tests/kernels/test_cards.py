@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 
-from TIDE.kernels import cards, dispatch
-from TIDE.kernels.cards import Card
+from TIDE.kernels import dispatch
+from TIDE.kernels.triton import tiles as cards
+from TIDE.kernels.triton.tiles import Card
 
 KB = 1024
 CARDS = {

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from layers import COLUMNS, DIM, FEATURES, KV_HEADS, ROWS, a_layer, a_pass, some_of
 from properties import examples
-from TIDE.kernels import reference
+from TIDE.kernels.reference import layers as reference
 
 pytest.importorskip("numba")
-from TIDE.kernels import cpu_exits, cpu_ops
+from TIDE.kernels.cpu import exits as cpu_exits
+from TIDE.kernels.cpu import ops as cpu_ops
 from TIDE.routing.router import signals_of
 
 pytestmark = pytest.mark.invariant(7)
@@ -132,7 +133,8 @@ import numba, numpy, torch  # start no threads; TIDE's own compiled code does
 for call in ("cpu_ops.linear(x, x)", "cpu_ops.linear(x, cpu_ops.quantize_int8(x))", "cpu_exits.signals(x)"):
     for _ in range(2):  # the second finds it compiled, if the first did not
         if not (child := os.fork()):
-            from TIDE.kernels import cpu_exits, cpu_ops
+            from TIDE.kernels.cpu import exits as cpu_exits
+            from TIDE.kernels.cpu import ops as cpu_ops
 
             x = numpy.ones((3, 64), "float32")
             eval(call)

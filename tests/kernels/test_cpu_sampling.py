@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from properties import examples
-from TIDE.kernels import noise as reference_noise
-from TIDE.kernels import sampling
-from TIDE.kernels.sampling import NEW, NOWHERE, Features, Params, Settings
+from TIDE.kernels.reference import noise as reference_noise
+from TIDE.kernels.reference import sampling
+from TIDE.kernels.reference.sampling import NEW, NOWHERE, Features, Params, Settings
 
 pytest.importorskip("numba")
-from TIDE.kernels import cpu_noise, cpu_sampling
+from TIDE.kernels.cpu import noise as cpu_noise
+from TIDE.kernels.cpu import sampling as cpu_sampling
 
 pytestmark = pytest.mark.invariant(7)
 

@@ -11,7 +11,7 @@ from policies import Everyone
 from TIDE import TIDE
 
 pytest.importorskip("numba")
-from TIDE.kernels import cpu_screen
+from TIDE.kernels.cpu import screen as cpu_screen
 
 pytestmark = pytest.mark.invariant(7)
 

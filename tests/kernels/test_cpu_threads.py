@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("numba")
-from TIDE.kernels.cpu_threads import ThreadCount, torch_threads
+from TIDE.kernels.cpu.threads import ThreadCount, torch_threads
 
 LAYER = 0.001  # seconds on one thread
 
@@ -38,7 +38,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch, request):
     made = Machine(request.param)
-    monkeypatch.setattr("TIDE.kernels.cpu_threads.use", lambda count: setattr(made, "threads", count))
+    monkeypatch.setattr("TIDE.kernels.cpu.threads.use", lambda count: setattr(made, "threads", count))
     return made
 
 

@@ -14,8 +14,8 @@ from test_cards import CARDS
 from layers import in_blocks
 from TIDE.kernels.layer import Attention, Pass
 
-triton_attention = pytest.importorskip("TIDE.kernels.triton_attention")
-prompts = pytest.importorskip("TIDE.kernels.triton_prompt_attention")
+triton_attention = pytest.importorskip("TIDE.kernels.triton.attention")
+prompts = pytest.importorskip("TIDE.kernels.triton.prompt_attention")
 
 IS_THERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 COMPILE = """
@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from TIDE.kernels import gluon_prompt_attention as own
+from TIDE.kernels.hopper import prompt_attention as own
 
 dim, dtype, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 layout = gl.NVMMASharedLayout.get_default_for([64, dim], gl.bfloat16)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from test_cards import CARDS
 
-from TIDE.kernels.cards import PART, PARTS, PartsTile, parts_tile, project_parts_tile
 from TIDE.kernels.layer import MLP, Attention, Pass, no_norm, only_kv
-from TIDE.kernels.triton_launch import knows_gluon
+from TIDE.kernels.triton.launch import knows_gluon
+from TIDE.kernels.triton.tiles import PART, PARTS, PartsTile, parts_tile, project_parts_tile
 
-products = pytest.importorskip("TIDE.kernels.triton_products")
+products = pytest.importorskip("TIDE.kernels.triton.products")
 
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -30,7 +30,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from TIDE.kernels import gluon_products, gluon_project
+from TIDE.kernels.hopper import products as gluon_products
+from TIDE.kernels.hopper import project as gluon_project
 
 parts, rows, stages, kind, dtype, path = *map(int, sys.argv[1:4]), *sys.argv[4:]
 def tiles(count):
@@ -127,7 +128,7 @@ def test_queries_keys_and_values_of_any_tokens_have_tiles_that_a_warm_up_meets(h
 
 
 def test_tiles_hold_no_memory_of_arrays():
-    from TIDE.kernels.gluon_tiles import tiles_of
+    from TIDE.kernels.hopper.tiles import tiles_of
 
     memory = np.zeros((96, 128), np.float16)
     weight, gone = torch.nn.Parameter(torch.from_numpy(memory)), weakref.ref(memory)
@@ -203,7 +204,7 @@ def test_the_bits_of_products_are_those_of_rounds(shape, height, width, tokens, 
 @pytest.mark.parametrize(("shape", "heads", "dtype"), [((2, 64, 6), 32, torch.bfloat16), ((3, 64, 5), 4, torch.float16)])
 def test_the_bits_of_queries_keys_and_values_are_those_of_rounds(shape, heads, dtype, is_dense, some, monkeypatch):
     """Two rows in one pass, of which some tokens ask; in blocks in any order, or each row in one."""
-    ops, asked = pytest.importorskip("TIDE.kernels.triton_ops"), []
+    ops, asked = pytest.importorskip("TIDE.kernels.triton.ops"), []
     kv_heads, dim, width, counts = 3, 128, 264, (300, 330)
     none, sizes = torch.zeros(0, dtype=dtype, device="cuda"), [own * dim for own in (heads, kv_heads, kv_heads)]
     weights = [some(size, width, dtype=dtype) / width**0.5 for size in sizes]

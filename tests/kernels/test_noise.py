@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from TIDE.kernels.noise import MOST, UNIT, WORD, _gumbel, noise, row_seed
+from TIDE.kernels.reference.noise import MOST, UNIT, WORD, _gumbel, noise, row_seed
 
 EULER = 0.5772156649015329
 ENDS = torch.tensor([0, 2**31 - 1, 2**31, WORD])

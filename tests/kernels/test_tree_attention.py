@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from layers import DIM, KV_HEADS, a_layer, in_blocks, in_dtype
-from TIDE.kernels import reference
 from TIDE.kernels.layer import Ancestors, Pass
+from TIDE.kernels.reference import layers as reference
 
-triton_attention = pytest.importorskip("TIDE.kernels.triton_attention")
+triton_attention = pytest.importorskip("TIDE.kernels.triton.attention")
 
 pytestmark = [pytest.mark.invariant(7), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from properties import examples
 from TIDE.engine.cache.tree_buffers import beam_of, candidates_of, nodes_of
-from TIDE.kernels import trees
 from TIDE.kernels.layer import MOST_TOKENS
-from TIDE.kernels.noise import noise
-from TIDE.kernels.sampling import Params, Settings
-from TIDE.kernels.trees import Beam, Candidates, Chain, Nodes, TreeShape, tree_shape
+from TIDE.kernels.reference import trees
+from TIDE.kernels.reference.noise import noise
+from TIDE.kernels.reference.sampling import Params, Settings
+from TIDE.kernels.reference.trees import Beam, Candidates, Chain, Nodes, TreeShape, tree_shape
 
 pytestmark = pytest.mark.invariant(7)
 

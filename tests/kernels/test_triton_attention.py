@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from layers import DIM, KV_HEADS, ROWS, a_layer, a_pass, grouped, in_blocks, in_dtype, some_of
-from TIDE.kernels import reference
+from TIDE.kernels.reference import layers as reference
 
-triton_attention = pytest.importorskip("TIDE.kernels.triton_attention")
+triton_attention = pytest.importorskip("TIDE.kernels.triton.attention")
 
 pytestmark = [pytest.mark.invariant(7), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 

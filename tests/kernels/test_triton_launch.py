@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from TIDE.kernels.cards import Card, overlaps
+from TIDE.kernels.triton.tiles import Card, overlaps
 
-launch = pytest.importorskip("TIDE.kernels.triton_launch")
+launch = pytest.importorskip("TIDE.kernels.triton.launch")
 
 FILES = sorted(Path(launch.__file__).parent.glob("triton_*.py"))
 FUNCTIONS = [node for file in FILES for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
@@ -25,7 +25,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from TIDE.kernels.triton_products import _norm
+from TIDE.kernels.triton.products import _norm
 
 constants = dict(OFFSET=0.0, LAYER_NORM=False, HAS_BIAS=False, HAS_BASE=True, BLOCK=64, PDL=2)
 kinds = {**dict.fromkeys(constants, "constexpr"), "width": "i32", "eps": "fp32", "scale": "fp32"}
@@ -37,7 +37,7 @@ print(made.asm["ptx"])
 READ = """
 import importlib, sys
 from triton.runtime.jit import JITFunction
-from TIDE.kernels.triton_launch import kernel
+from TIDE.kernels.triton.launch import kernel
 
 for name in sys.argv[1:]:
     for own in vars(importlib.import_module(f"TIDE.kernels.{name}")).values():

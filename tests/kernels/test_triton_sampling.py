@@ -9,12 +9,15 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from TIDE.kernels import noise, reference, sampling
+from TIDE.kernels.reference import layers as reference
+from TIDE.kernels.reference import noise, sampling
 
 pytest.importorskip("triton")
-from TIDE.kernels import triton_exits, triton_noise, triton_sampling
+from TIDE.kernels.reference.sampling import FORCED_AT, MIN_P, TOP_K, TOP_P, Features, Params, Settings
 from TIDE.kernels.result import ACCEPTED, FIELDS, TOKENS
-from TIDE.kernels.sampling import FORCED_AT, MIN_P, TOP_K, TOP_P, Features, Params, Settings
+from TIDE.kernels.triton import exits as triton_exits
+from TIDE.kernels.triton import noise as triton_noise
+from TIDE.kernels.triton import sampling as triton_sampling
 
 # the interpreter is numpy, which warns of infinities
 pytestmark = [pytest.mark.invariant(7), pytest.mark.filterwarnings("ignore::RuntimeWarning")]

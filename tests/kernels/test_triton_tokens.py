@@ -7,14 +7,16 @@ import pytest
 import torch
 
 from layers import DIM, HIDDEN, KV_HEADS, ROWS, a_layer, a_pass, in_dtype, some_of
-from TIDE.kernels import reference
+from TIDE.kernels.reference import layers as reference
 
 pytest.importorskip("triton")
 from TIDE.engine.cache.slots import score_params
-from TIDE.kernels import triton_exits, triton_ops, triton_propagate
-from TIDE.kernels.cards import MANY, MANY_TOKENS, card_of, gated_tile, linear_tile
 from TIDE.kernels.layer import MLP, no_norm
 from TIDE.kernels.result import ACCEPTED, FIELDS
+from TIDE.kernels.triton import exits as triton_exits
+from TIDE.kernels.triton import ops as triton_ops
+from TIDE.kernels.triton import propagate as triton_propagate
+from TIDE.kernels.triton.tiles import MANY, MANY_TOKENS, card_of, gated_tile, linear_tile
 from TIDE.routing.heads import EPS
 from TIDE.routing.router import Router
 

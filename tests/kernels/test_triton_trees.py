@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from TIDE.engine.cache.tree_buffers import beam_of, candidates_of, nodes_of
-from TIDE.kernels import trees
 from TIDE.kernels.layer import MOST_TOKENS
-from TIDE.kernels.sampling import Params, Settings
-from TIDE.kernels.trees import Chain, tree_shape
+from TIDE.kernels.reference import trees
+from TIDE.kernels.reference.sampling import Params, Settings
+from TIDE.kernels.reference.trees import Chain, tree_shape
 
-triton_trees = pytest.importorskip("TIDE.kernels.triton_trees")
+triton_trees = pytest.importorskip("TIDE.kernels.triton.trees")
 
 pytestmark = [pytest.mark.invariant(7), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 

@@ -9,7 +9,7 @@ import TIDE
 from runners import Recording
 from TIDE.calibration.self_texts import builtin_prompts
 from TIDE.engine.schedule.scheduler import Scheduler
-from TIDE.kernels.noise import noise
+from TIDE.kernels.reference.noise import noise
 
 PROMPTS = ["Why is the sea salty?", "Write a short email to a friend about a bicycle.", "What is 17 + 25?"]
 

@@ -15,7 +15,7 @@ import TIDE.server.serve as process
 from commands import tide
 from TIDE.cli.serve import serve
 from TIDE.config import MOST_ROWS
-from TIDE.engine.runners.triton_runner import TritonRunner
+from TIDE.engine.runners.triton import TritonRunner
 
 
 def test_the_command_has_the_defaults_of_the_settings():

@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 from TIDE.bench.asked import Asked
 from TIDE.bench.layer_count import counted_layers
 from TIDE.config import TIDEConfig
-from TIDE.engine.cache.prefixes import new_salt
+from TIDE.engine.cache.prefix_tree import new_salt
 from TIDE.engine.engine import TIDE
 
 Run = Callable[[Asked, BaseStreamer | None], torch.Tensor]  # prompts and continuations, as `model.generate` returns them

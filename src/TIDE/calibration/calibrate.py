@@ -43,7 +43,7 @@ from TIDE.calibration.timing import machine, measure_costs, measure_head
 from TIDE.calibration.vocabulary import CPU_LARGEST, Choice, choose_vocabulary, ranked, training_vocabulary
 from TIDE.calibration.work import Work
 from TIDE.config import TIDEConfig, with_short_names
-from TIDE.engine.runners.check import check_unknown
+from TIDE.engine.check import check_unknown
 from TIDE.hub import check_dataset
 from TIDE.routing import storage
 from TIDE.routing.calibrated import CalibratedPolicy

@@ -24,7 +24,7 @@ from TIDE.calibration.bounds import check_enough, p_values
 from TIDE.calibration.losses import Loss, named_loss
 from TIDE.calibration.prompts import Prompts, check_max_new_tokens, continued, most_together, prompt_ids
 from TIDE.engine.engine import TIDE
-from TIDE.engine.plan import settings
+from TIDE.engine.request.plan import settings
 from TIDE.routing.certificate import Certificate, Tested
 
 THRESHOLDS = (0.995, 0.99, 0.97, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)

@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from TIDE.calibration.self_texts import chat_frame
 from TIDE.calibration.texts import _json_lines
-from TIDE.engine.cache.prefixes import new_salt
+from TIDE.engine.cache.prefix_tree import new_salt
 from TIDE.engine.engine import TIDE
-from TIDE.engine.inputs import left_padded
-from TIDE.engine.round.device_drafter import why_not_planned
+from TIDE.engine.request.inputs import left_padded
 from TIDE.engine.runners.device import DeviceRunner
+from TIDE.engine.slots.drafter import why_not_planned
 
 Prompts = Sequence[str] | Sequence[Sequence[int]]
 

@@ -28,10 +28,10 @@ from tqdm import tqdm
 
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration.self_texts import context_length
-from TIDE.engine.round.sampler import Sampler
-from TIDE.engine.round.segments import Segments
-from TIDE.engine.round.stop import StopRule
-from TIDE.engine.row import Row
+from TIDE.engine.host.sampler import Sampler
+from TIDE.engine.host.segments import Segments
+from TIDE.engine.rows.row import Row
+from TIDE.engine.rows.stop import StopRule
 from TIDE.engine.runners.modules import ModuleRunner
 from TIDE.models.default import cache_folder
 from TIDE.routing.calibrated import CalibratedPolicy

@@ -24,19 +24,19 @@ from typing import NamedTuple
 
 import torch
 
-from TIDE.engine.cache.texts import Texts
+from TIDE.engine.cache.prefix_store import Texts
+from TIDE.engine.host.sampler import Sampler
+from TIDE.engine.host.stage import HostStage
 from TIDE.engine.loop import Loop
-from TIDE.engine.plan import Plan
-from TIDE.engine.round.device_drafter import why_not_planned
-from TIDE.engine.round.device_stage import DeviceStage
-from TIDE.engine.round.host_stage import HostStage
-from TIDE.engine.round.sampler import Sampler
-from TIDE.engine.round.warm_up import compile_first
-from TIDE.engine.row import Row
+from TIDE.engine.request.plan import Plan
+from TIDE.engine.rows.row import Row
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.device import DeviceError, DeviceRunner
-from TIDE.engine.runners.select import checked
 from TIDE.engine.schedule.scheduler import Scheduler
+from TIDE.engine.select import checked
+from TIDE.engine.slots.drafter import why_not_planned
+from TIDE.engine.slots.stage import DeviceStage
+from TIDE.engine.warm_up import compile_first
 from TIDE.routing.policy import ExitPolicy
 
 logger = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 from TIDE.engine.batch import Asked, Batch
-from TIDE.engine.cache.texts import Texts
-from TIDE.engine.plan import Plan
-from TIDE.engine.request import Request
-from TIDE.engine.row import Row
+from TIDE.engine.cache.prefix_store import Texts
+from TIDE.engine.request.plan import Plan
+from TIDE.engine.request.request import Request
+from TIDE.engine.rows.row import Row
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.schedule.scheduler import Scheduler

@@ -29,22 +29,23 @@ from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import is_quantized, unwrapped
 from TIDE.config import MOST_ROWS, TIDEConfig, checked_config
 from TIDE.engine.batch import Batch
-from TIDE.engine.cache.texts import Texts, default_gib
+from TIDE.engine.cache.prefix_store import Texts, default_gib
+from TIDE.engine.check import check_unknown, warn_where_tokens_are_not_alone
 from TIDE.engine.decoding import Decoding
-from TIDE.engine.inputs import as_keywords, beside_rounds, check_ids, check_streamer, context_of, left_padding, take_ids
-from TIDE.engine.plan import Plan, make_plan
-from TIDE.engine.request import Request, prepare, refuse_ropes_that_change
-from TIDE.engine.round.device_drafter import why_not_planned
-from TIDE.engine.round.forward import forward, laid_out, output_of, rows_of
-from TIDE.engine.round.remembered_options import RememberedOptions
-from TIDE.engine.round.sampler import columns_of
-from TIDE.engine.round.warm_up import warm_up
-from TIDE.engine.row import Counts, Row, total
+from TIDE.engine.forward import forward, laid_out, output_of, rows_of
+from TIDE.engine.host.sampler import columns_of
+from TIDE.engine.request.inputs import as_keywords, beside_rounds, check_ids, check_streamer, left_padding, take_ids
+from TIDE.engine.request.option_cache import RememberedOptions
+from TIDE.engine.request.plan import Plan, make_plan
+from TIDE.engine.request.request import Request, prepare, refuse_ropes_that_change
+from TIDE.engine.rows.context import context_of
+from TIDE.engine.rows.row import Counts, Row, total
 from TIDE.engine.runners.base import Runner
-from TIDE.engine.runners.check import check_unknown, warn_where_tokens_are_not_alone
 from TIDE.engine.runners.device import DeviceRunner
-from TIDE.engine.runners.select import select_runner
 from TIDE.engine.schedule.scheduler import Scheduler
+from TIDE.engine.select import select_runner
+from TIDE.engine.slots.drafter import why_not_planned
+from TIDE.engine.warm_up import warm_up
 from TIDE.kernels.dispatch import wrong_dtype
 from TIDE.routing.policies import for_model, policy_for
 from TIDE.routing.policy import ExitPolicy

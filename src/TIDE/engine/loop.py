@@ -20,11 +20,11 @@ from itertools import takewhile
 from typing import Protocol
 
 from TIDE.engine.cache.slots import AT_ONCE
-from TIDE.engine.plan import Plan
-from TIDE.engine.round.round import Launched
-from TIDE.engine.row import Row
+from TIDE.engine.request.plan import Plan
+from TIDE.engine.round import Launched
+from TIDE.engine.rows.row import Row
 from TIDE.engine.schedule.scheduler import Scheduler
-from TIDE.kernels.trees import TreeShape
+from TIDE.kernels.reference.trees import TreeShape
 
 
 class Launcher(Protocol):

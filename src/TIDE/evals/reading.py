@@ -25,10 +25,10 @@ from typing import Any, Protocol
 import torch
 
 from TIDE.engine.engine import TIDE
-from TIDE.engine.inputs import left_padded
-from TIDE.engine.round.segments import Segments
-from TIDE.engine.round.stop import StopRule
-from TIDE.engine.row import Row
+from TIDE.engine.host.segments import Segments
+from TIDE.engine.request.inputs import left_padded
+from TIDE.engine.rows.row import Row
+from TIDE.engine.rows.stop import StopRule
 from TIDE.kernels.layer import UNLIKELY
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.heads import RememberingHead

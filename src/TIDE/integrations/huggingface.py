@@ -17,7 +17,7 @@ from transformers import pipeline as transformers_pipeline
 from transformers.generation.streamers import BaseStreamer
 
 from TIDE.engine.engine import TIDE
-from TIDE.engine.request import captured
+from TIDE.engine.request.request import captured
 
 
 def custom_generate(

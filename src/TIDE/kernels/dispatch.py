@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from TIDE.kernels.cards import card_of, why_not
-from TIDE.kernels.cpu_compile import compile_ahead
+from TIDE.kernels.cpu.compile import compile_ahead
+from TIDE.kernels.triton.tiles import card_of, why_not
 
 NEEDS = {  # by kind of device: the compiler, and the dtypes there is code for
     "cpu": ("numba", (torch.float32,)),
@@ -23,31 +23,31 @@ NEEDS = {  # by kind of device: the compiler, and the dtypes there is code for
 
 def compiled_ops(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     """Return the module with compiled layers; None if there is none and models run their own modules."""
-    products = _module(device, dtype, "cpu_products", None)
+    products = _module(device, dtype, "cpu.products", None)
     if products is not None and not products.is_compiled():
         compile_ahead()
-    return _module(device, dtype, "cpu_ops", "triton_ops")
+    return _module(device, dtype, "cpu.ops", "triton.ops")
 
 
 def compiled_exits(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     """Return the module with compiled exits for a CPU, or None."""
-    return _module(device, dtype, "cpu_exits", None)
+    return _module(device, dtype, "cpu.exits", None)
 
 
 def compiled_screen() -> ModuleType:
     """Return the module that finds the best token of a large LM head on a CPU."""
-    return importlib.import_module("TIDE.kernels.cpu_screen")
+    return importlib.import_module("TIDE.kernels.cpu.screen")
 
 
 def compiled_sampling(device: torch.device) -> ModuleType:
     """Return the module that chooses tokens on the host: compiled on a CPU, in torch otherwise."""
-    return _module(device, torch.float32, "cpu_sampling", None) or importlib.import_module("TIDE.kernels.sampling")
+    return _module(device, torch.float32, "cpu.sampling", None) or importlib.import_module("TIDE.kernels.reference.sampling")
 
 
 def compiled_rounds() -> tuple[ModuleType, ModuleType, Any]:
     """Return what a GPU has beside its layers: the modules with exits and acceptance, and with sampling, and `propagate`."""
     names = ("exits", "sampling", "propagate")
-    exits, sampling, propagation = (importlib.import_module(f"TIDE.kernels.triton_{name}") for name in names)
+    exits, sampling, propagation = (importlib.import_module(f"TIDE.kernels.triton.{name}") for name in names)
     return exits, sampling, propagation.propagate
 
 

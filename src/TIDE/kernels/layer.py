@@ -15,7 +15,7 @@ K/V are in blocks, (blocks, kv_heads, size, head_dim), that a table finds for ev
 Rows of a paged cache begin at column 0, so that a column is a position; in a dense one they begin anywhere.
 
 Backends are functions `decoder_layer(layer, tokens, keys, values)` that change `tokens.x`, `keys` and `values` in place:
-`reference.py` defines in torch what they compute, `cpu_ops.py` and `triton_ops.py` do it in compiled code.
+`reference/layers.py` defines in torch what they compute, `cpu/ops.py` and `triton/ops.py` do it in compiled code.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from TIDE.kernels.layer import Begun, Layer, Pass
 
 
 def run_layer(ops: Any, layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor, most: int | None) -> None:
-    """Run a layer with a backend's functions; otherwise like `decoder_layer` of `reference.py`."""
+    """Run a layer with a backend's functions; otherwise like `decoder_layer` of `reference/layers.py`."""
     if begun := begin_layer(ops, layer, tokens, keys, values, most):
         end_layer(ops, layer, tokens.x[: tokens.asking], begun)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from TIDE.engine.engine import TIDE
-from TIDE.engine.row import Row
+from TIDE.engine.rows.row import Row
 from TIDE.server.answers import Details, Reason, Timings, WrittenToken
 from TIDE.server.errors import APIError, of_row
 from TIDE.server.logprobs import Logprob, logprob_of

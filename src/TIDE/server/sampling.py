@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from TIDE.kernels.noise import row_seed
+from TIDE.kernels.reference.noise import row_seed
 from TIDE.server.errors import refused
 from TIDE.server.requests import Sampling
 

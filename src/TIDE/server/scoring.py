@@ -10,9 +10,9 @@ import torch
 
 from TIDE.config import TIDEConfig
 from TIDE.engine.engine import TIDE
-from TIDE.engine.round.segments import Segments
-from TIDE.engine.round.stop import StopRule
-from TIDE.engine.row import Row
+from TIDE.engine.host.segments import Segments
+from TIDE.engine.rows.row import Row
+from TIDE.engine.rows.stop import StopRule
 from TIDE.server.logprobs import Logprob
 
 PIECE = 128  # tokens

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from TIDE.engine.engine import TIDE
-from TIDE.engine.inputs import context_of
+from TIDE.engine.rows.context import context_of
 from TIDE.server.errors import APIError
 from TIDE.server.grammar import Grammars
 from TIDE.server.job import Ask, Call

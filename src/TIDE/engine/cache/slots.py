@@ -1,6 +1,6 @@
 """Slots: static buffers for decoding rows with CUDA graphs. Rows come and go, slots stay.
 
-    tables          (rows + 1, blocks) where kernels find a row's K/V: see `blocks.py`; in the last one, nobody's
+    tables          (rows + 1, blocks) where kernels find a row's K/V: see `kv_blocks.py`; in the last one, nobody's
     tokens          (17, rows) of a round: the newest final token of each row, then its drafts
     starts          (16, rows) the positions they stand at
     limits          (rows,) drafts that each row may have in the round
@@ -24,14 +24,14 @@ import torch
 
 from TIDE.adapters.probe import Store
 from TIDE.adapters.rotary_table import CosSin
-from TIDE.engine.cache.blocks import NOBODY, KVBlocks, remembering_head
+from TIDE.engine.cache.kv_blocks import NOBODY, KVBlocks, remembering_head
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.cache.tree_buffers import TreeBuffers
 from TIDE.kernels.layer import MOST_TOKENS, Ancestors, Pass, only_kv
+from TIDE.kernels.reference.sampling import Settings
+from TIDE.kernels.reference.trees import TreeShape
 from TIDE.kernels.result import FIELDS
-from TIDE.kernels.sampling import Settings
 from TIDE.kernels.transfer import sent, write
-from TIDE.kernels.trees import TreeShape
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import RememberingHead
 from TIDE.routing.router import Router

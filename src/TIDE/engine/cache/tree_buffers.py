@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from TIDE.kernels.layer import Ancestors
-from TIDE.kernels.trees import Beam, Candidates, Nodes, TreeShape
+from TIDE.kernels.reference.trees import Beam, Candidates, Nodes, TreeShape
 
 Device = torch.device | str
 

@@ -21,12 +21,12 @@ import torch
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.probe import Store
 from TIDE.adapters.rope import Rope
+from TIDE.adapters.snapshot import ModelSnapshot
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.runners.passes import PassResult, PassTokens
-from TIDE.engine.runners.snapshot import ModelSnapshot
 
 if TYPE_CHECKING:
-    from TIDE.engine.row import Row
+    from TIDE.engine.rows.row import Row
     from TIDE.engine.runners.int8_head import Int8LMHead
 
 

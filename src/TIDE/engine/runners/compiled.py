@@ -15,11 +15,11 @@ from torch import nn
 
 from TIDE.adapters.adapter import ModelAdapter, PassInputs
 from TIDE.adapters.rotary_table import CosSin, RotaryTable
+from TIDE.adapters.snapshot import ModelSnapshot
 from TIDE.adapters.weights import is_stock
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.runners.modules import ModuleRunner
 from TIDE.engine.runners.passes import PassResult, PassTokens
-from TIDE.engine.runners.snapshot import ModelSnapshot
 from TIDE.kernels.layer import MOST_TOKENS, Layer
 
 

@@ -17,19 +17,19 @@ import torch
 from torch import nn
 
 from TIDE.adapters.adapter import PassInputs
-from TIDE.engine.cache.blocks import KVBlocks
-from TIDE.engine.cache.prompts import ROWS, Prompts
+from TIDE.engine.cache.kv_blocks import KVBlocks
+from TIDE.engine.cache.prefill_buffers import ROWS, Prompts
 from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.graphs import Graphs
-from TIDE.kernels import reference
-from TIDE.kernels import sampling as reference_sampling
-from TIDE.kernels.compile_ahead import compiled_ahead
 from TIDE.kernels.layer import Begun
+from TIDE.kernels.reference import layers as reference
+from TIDE.kernels.reference import sampling as reference_sampling
+from TIDE.kernels.triton.compile_ahead import compiled_ahead
 from TIDE.routing.exits import Exit
 
 if TYPE_CHECKING:
-    from TIDE.engine.row import Row
+    from TIDE.engine.rows.row import Row
 
 
 COLUMNS = 1024  # of the smallest slots; others have twice as many, and so on

@@ -15,13 +15,13 @@ import torch
 
 from TIDE.adapters.adapter import ModelAdapter, PassInputs
 from TIDE.adapters.probe import Store
-from TIDE.engine.cache.blocks import KVBlocks, KVShape, remembering_head
+from TIDE.adapters.snapshot import ModelSnapshot
+from TIDE.engine.cache.kv_blocks import KVBlocks, KVShape, remembering_head
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.cache.slots import Slots, Tokens
-from TIDE.engine.inputs import context_of
+from TIDE.engine.rows.context import context_of
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.runners.modules import ModuleRunner
-from TIDE.engine.runners.snapshot import ModelSnapshot
 from TIDE.routing.exits import Exit
 
 BEFORE, TOGETHER = 40, 3  # tokens of the check: of a text, and of a pass behind it

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from TIDE.engine.cache.slots import MOST_ROUND
-from TIDE.engine.round.round import Launched
-from TIDE.engine.row import RoundResult, Row
+from TIDE.engine.round import Launched
+from TIDE.engine.rows.row import RoundResult, Row
 from TIDE.engine.schedule.acceptance import PRIOR, Acceptance, Rest
 from TIDE.engine.schedule.costs import NEWEST, Costs
 

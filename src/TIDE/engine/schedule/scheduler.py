@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from TIDE.engine.plan import Plan
-from TIDE.engine.round.round import Launched
-from TIDE.engine.row import RoundResult, Row
+from TIDE.engine.request.plan import Plan
+from TIDE.engine.round import Launched
+from TIDE.engine.rows.row import RoundResult, Row
 from TIDE.engine.schedule.costs import Costs, RoundCosts
 from TIDE.engine.schedule.draft_budget import DraftBudget, Experience
 from TIDE.engine.schedule.draft_length import DraftLength
-from TIDE.kernels.trees import TreeShape
+from TIDE.kernels.reference.trees import TreeShape
 
 
 class Scheduler:

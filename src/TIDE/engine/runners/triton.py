@@ -1,0 +1,168 @@
+"""The Triton runner: compiled layers on a GPU, pass by pass or in whole rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from TIDE.adapters.adapter import ModelAdapter
+from TIDE.adapters.layer_parts import norm_parts
+from TIDE.engine.cache.kv_blocks import BLOCK, KVBlocks, KVShape, remembering_head
+from TIDE.engine.cache.segment_cache import SegmentCache
+from TIDE.engine.cache.slots import Slots, Tokens
+from TIDE.engine.runners.compiled import CompiledRunner, rows_of
+from TIDE.engine.runners.device import DeviceRunner
+from TIDE.engine.runners.passes import PassTokens
+from TIDE.kernels.layer import MOST_TOKENS, Begun, Layer, Pass, dense_tables
+from TIDE.kernels.layer_steps import begin_layer, end_layer
+from TIDE.kernels.transfer import sent
+from TIDE.routing.exits import Exit
+
+
+class TritonRunner(CompiledRunner, DeviceRunner):
+    """Runs layers by Triton kernels.
+
+    Args:
+        exits: operations of exits.
+        sampling: the choice of tokens by rows' settings.
+        propagate: writes K/V of skipped layers.
+    """
+
+    name = "triton"
+    has_compiled_layers = True
+    most_rows = 64
+
+    def __init__(self, adapter: ModelAdapter, layers: list[Layer], ops: Any, exits: Any, sampling: Any, propagate: Any) -> None:
+        super().__init__(adapter, layers, ops)
+        self.prepare_rounds(ops, exits, sampling)
+        self.propagate = propagate
+        self._versions: list[int | None] = []
+        self._versions_of_kv = self._versions
+
+    @property
+    def words(self) -> str:
+        layers = f"compiled layers on {self.device.type} (Triton)"
+        without = self.failed or self.without_graphs
+        return f"{layers}, without graphs: {without}" if without else f"{layers}, in CUDA graphs"
+
+    def follow(self) -> None:
+        """Notice weights that have changed in place; any thread may call it."""
+        super().follow()
+        if self.snapshot is not None:
+            self._versions = self.snapshot.versions()
+
+    def forget_old_kv(self) -> None:
+        if self._versions != self._versions_of_kv:
+            for _, store in self._stores:
+                store.forget_prefixes()
+        self._versions_of_kv = self._versions
+
+    def why_not(self, row: Any) -> str | None:
+        if not self.rotary.is_constant:
+            return "the model's rotary embedding changes with the length of the text"
+        return super().why_not(row)
+
+    def is_ragged(self, tokens: PassTokens, writes_only: bool = False) -> bool:
+        return super().is_ragged(tokens)
+
+    def make_store(self, exit_: Exit | None) -> KVBlocks:
+        parts = [layer.attention for layer in self.layers]
+        shapes = [KVShape(len(own.k) // own.head_dim, own.head_dim, own.head_dim) for own in parts]
+        return KVBlocks(parts[0].q[0], shapes, 2, BLOCK, remembering_head(exit_))
+
+    def make_slots(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
+        store = self.store(exit_)
+        angles = {kind: self.rotary.tables(kind, columns) for kind in self.rotary.kinds}
+        return Slots(store.like, store, angles, rows, columns, exit_)
+
+    def layers_on_slots(
+        self, slots: Slots, span: range, states: torch.Tensor, tokens: Tokens, most: int, taps: tuple[int, ...]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        assert slots.angles is not None
+        passes = {kind: slots.pass_of(states, tokens, angles) for kind, angles in slots.angles.items()}
+        for index in span:
+            layer = self.layers[index]
+            self.ops.decoder_layer(layer, passes[layer.rope], slots.store.keys[index], slots.store.values[index], most)
+            if index + 1 in taps:
+                yield index + 1, states[: tokens.asking]
+
+    def begin_layer_on_slots(self, slots: Slots, index: int, states: torch.Tensor, tokens: Tokens, most: int) -> Begun:
+        assert slots.angles is not None and tokens.asking is None
+        layer, store = self.layers[index], slots.store
+        pass_ = slots.pass_of(states, tokens, slots.angles[layer.rope])
+        begun = begin_layer(self.ops, layer, pass_, store.keys[index], store.values[index], most)
+        assert begun is not None, "all tokens ask"
+        return begun
+
+    def end_layer_on_slots(self, index: int, states: torch.Tensor, begun: Begun) -> None:
+        end_layer(self.ops, self.layers[index], states, begun)
+
+    def choose(
+        self,
+        states: torch.Tensor,
+        token: torch.Tensor,
+        best: torch.Tensor,
+        signals: torch.Tensor | None = None,
+        vocabulary: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+    ) -> None:
+        if not self.has_plain_logits:
+            super().choose(states, token, best, signals, vocabulary, logits)
+            return
+        normed = self.ops.norm(states, norm_parts(self.norm, states))
+        self.exits.best_tokens(normed, self.lm_head, best, token, signals, vocabulary, logits)
+
+    def write_logits(self, states: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
+        if not self.has_plain_logits:
+            super().write_logits(states, vocabulary, logits)
+            return
+        self.exits.write_logits(self.ops.norm(states, norm_parts(self.norm, states)), self.lm_head, vocabulary, logits)
+
+    def _through(
+        self, span: range, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache, taps: tuple[int, ...]
+    ) -> dict[int, torch.Tensor]:
+        passes = {kind: self._pass(kind, x, tokens, cache) for kind in self.rotary.kinds}
+        most = max(cache.view.starts) + tokens.width
+        tapped: dict[int, torch.Tensor] = {}
+        with self.device_guard():
+            for index in span:
+                if index in taps:
+                    tapped[index] = x.clone()
+                layer = self.layers[index]
+                self.ops.decoder_layer(layer, passes[layer.rope], *self._kv(index, x, cache), most)
+        return tapped
+
+    def write_skipped_kv(
+        self,
+        span: range,
+        tokens: PassTokens,
+        states: torch.Tensor,
+        cache: SegmentCache,
+        predict: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        if not self.is_ragged(tokens):
+            super().write_skipped_kv(span, tokens, states, cache, predict)
+            return
+        assert predict is None, "tokens that settle together are not those of a ragged pass"
+        x = states.contiguous()
+        caches = [self._kv(index, x, cache) for index in span]
+        for kind in self.rotary.kinds:
+            places = [place for place, index in enumerate(span) if self.layers[index].rope == kind]
+            layers = [self.layers[span[place]] for place in places]
+            with self.device_guard():
+                self.propagate(layers, self._pass(kind, x, tokens, cache), [caches[place] for place in places])
+
+    def _pass(self, kind: str, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache) -> Pass:
+        (cos, sin), angles = self._angles(kind, tokens.positions())
+        places = torch.tensor([rows_of(tokens), self._columns(tokens, cache), tokens.positions(), angles], dtype=torch.int32)
+        rows, columns, positions, which = sent(places, x.device)
+        return Pass(x, cos, sin, rows, columns, positions, which, dense_tables(cache.rows, x.device))
+
+    def _linear(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if len(states) > MOST_TOKENS or not self.is_checked:
+            return torch.nn.functional.linear(states, weight)
+        with self.device_guard():
+            found: torch.Tensor = self.ops.linear(states.contiguous(), weight)
+            return found
