@@ -16,7 +16,7 @@ from TIDE.kernels.triton.tiles import Card, overlaps
 
 launch = pytest.importorskip("TIDE.kernels.triton.launch")
 
-FILES = sorted(Path(launch.__file__).parent.glob("triton_*.py"))
+FILES = sorted(Path(launch.__file__).parent.glob("*.py"))
 FUNCTIONS = [node for file in FILES for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
 KERNELS = {node.name: node for node in FUNCTIONS if any(ast.unparse(own) == "kernel" for own in node.decorator_list)}
 MEMORY = {"tl.load", "tl.store", "tl.atomic_add"}
@@ -95,7 +95,8 @@ def test_every_program_waits_before_it_reads_writes_or_returns(name):
 
 def test_triton_can_read_every_kernel():
     """What its oldest version cannot read, such as `a, (b, c) = …`, fails when a kernel is launched for the first time."""
-    files = [file.stem for file in (*FILES, *FILES[0].parent.glob("gluon_*.py"))]
+    both = (*FILES, *(FILES[0].parents[1] / "hopper").glob("*.py"))
+    files = [f"{file.parent.name}.{file.stem}" for file in both]
     names = {line.split()[0] for line in compiling(READ, *files)}
     assert names > KERNELS.keys() | DEVICE.keys()
 
