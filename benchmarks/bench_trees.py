@@ -136,7 +136,7 @@ def an_engine(model: Any, router: Any, config: TIDEConfig | None = None) -> Any:
     if not on_gpu():
         layers = described_layers(engine.adapter)
         assert isinstance(layers, list), layers
-        engine.runner = TritonRunner(engine.adapter, layers, reference, reference, sampling, reference.propagate)
+        engine.runner = TritonRunner(engine.adapter, layers, reference, reference, sampling)
         engine.runner.is_checked = True
     return engine
 

@@ -26,7 +26,6 @@ from TIDE.kernels.triton import exits as triton_exits
 from TIDE.kernels.triton import ops as triton_ops
 from TIDE.kernels.triton import products as triton_products
 from TIDE.kernels.triton import prompt_attention as triton_prompt_attention
-from TIDE.kernels.triton import propagate as triton_propagate
 from TIDE.kernels.triton import tiles as cards
 from TIDE.kernels.triton.launch import NUMBERS as ANY_NUMBERS
 from TIDE.kernels.triton.launch import early, kernel
@@ -115,7 +114,6 @@ def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[k
     tall = cards.linear_tile(card, 28672, WIDTH, size, tokens)
     gated, head = cards.gated_tile(card, 14336, WIDTH, size, tokens), cards.head_tile(card, 128256, WIDTH, size, tokens)
     project = cards.project_tile(card, HEIGHT, WIDTH, dim, size, tokens)
-    spread = cards.propagate_tile(card, dim // 2, WIDTH, size, tokens)
     seen = cards.attention_tile(card, dim, queries, size)
     long = cards.prompt_tile(card, dim)
     no_bias = {"HAS_BIAS": False}
@@ -145,14 +143,6 @@ def launches(card: Card, dtype: str, dim: int, tokens: int) -> dict[str, tuple[k
                 CHUNK=triton_attention.CHUNK,
             ),
             long,
-        ),
-        "propagate": (
-            triton_propagate._propagate,
-            dict(
-                no_bias, **rotated, OFFSET=0.0, HEAD_OFFSET=0.0, LAYER_NORM=False, SHIFTED=False, HAS_NORM=False,
-                FACTS=triton_propagate.FACTS, HALF=spread.rows, BK=spread.columns,
-            ),
-            spread,
         ),
     }  # fmt: skip
 

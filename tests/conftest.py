@@ -16,7 +16,8 @@ import torch
 
 import properties  # noqa: F401  hypothesis' profiles
 from characters import TEMPLATE, characters
-from families import FAMILIES, VOCAB, build
+from families import FAMILIES, KINDS, VOCAB, build
+from levels import some_of
 
 torch.set_num_threads(1)
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
@@ -68,6 +69,12 @@ family = functools.cache(build)
 @pytest.fixture(params=sorted(FAMILIES))
 def any_model(request):
     """A tiny model of each family in turn. It is used again: tests leave it as it was, as engines do."""
+    return family(request.param)
+
+
+@pytest.fixture(params=some_of(sorted(FAMILIES), KINDS))
+def each_kind(request):
+    """A tiny model of each kind of layer in turn; of all families in `make test-all`. It is used again, too."""
     return family(request.param)
 
 

@@ -62,7 +62,7 @@ def on_numba(adapter: ModelAdapter) -> Runner:
 
 def on_references(adapter: ModelAdapter) -> Runner:
     """The Triton runner, with the references in place of kernels."""
-    return checked(TritonRunner(adapter, described_layers(adapter), reference, reference, sampling, reference.propagate))
+    return checked(TritonRunner(adapter, described_layers(adapter), reference, reference, sampling))
 
 
 class Script(Scheduler):

@@ -38,6 +38,22 @@ GEMMA4 = dict(
     num_global_key_value_heads=2,
 )
 
+# one of each way in which layers differ; other families differ in norms, biases and sizes
+KINDS = {
+    "llama": "rotary angles, norms before, a gated MLP",
+    "qwen2-sliding": "windows that slide",
+    "gemma2": "norms after too, capped logits",
+    "gemma4-shared": "K/V of another layer, embeddings in every layer",
+    "llama4": "chunks, layers without angles, experts in some",
+    "gpt2": "learned positions, Conv1D",
+    "bloom": "ALiBi",
+    "phi": "attention and MLP side by side, angles of a part",
+    "mixtral": "experts",
+    "deepseek_v3": "K/V of low rank",
+    "qwen3_next": "a running state",
+    "lfm2": "convolutions",
+}
+
 # name -> (config class, what differs from the base of its kind)
 FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("LlamaConfig", {}),

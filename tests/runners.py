@@ -24,7 +24,7 @@ def on_references(engine, choice=sampling):
     """
     layers = described_layers(engine.adapter)
     assert isinstance(layers, list), layers
-    engine.runner = TritonRunner(engine.adapter, layers, reference, reference, choice, reference.propagate)
+    engine.runner = TritonRunner(engine.adapter, layers, reference, reference, choice)
     return engine
 
 

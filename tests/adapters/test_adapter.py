@@ -58,16 +58,16 @@ def test_spans_one_after_the_other_are_the_whole_model(any_model, text):
     adapter.close()
 
 
-def test_logits_are_computed_only_where_asked(any_model, text):
-    expected = any_model(text).logits
-    adapter = ModelAdapter(any_model)
+def test_logits_are_computed_only_where_asked(each_kind, text):
+    expected = each_kind(text).logits
+    adapter = ModelAdapter(each_kind)
     keep = torch.tensor([[3, 9], [0, 5]])
-    _, _, logits = run_spans(adapter, [0, any_model.config.num_hidden_layers], text, keep)
+    _, _, logits = run_spans(adapter, [0, each_kind.config.num_hidden_layers], text, keep)
     assert logits.shape[:2] == (2, 2)
     torch.testing.assert_close(
         logits, expected.gather(1, keep[..., None].expand(-1, -1, expected.shape[-1])), atol=1e-4, rtol=1e-4
     )
-    _, _, none = run_spans(adapter, [0, any_model.config.num_hidden_layers], text)
+    _, _, none = run_spans(adapter, [0, each_kind.config.num_hidden_layers], text)
     assert none is None
     adapter.close()
 
@@ -84,19 +84,19 @@ def test_logits_are_picked_afterwards_where_the_head_cannot_have_a_door(llama, t
         adapter.close()
 
 
-def test_the_head_is_final_norm_and_lm_head(any_model, text):
+def test_the_head_is_final_norm_and_lm_head(each_kind, text):
     """Shown on the deepest state, where the identity exit is the model itself."""
-    expected = any_model(text).logits
-    adapter = ModelAdapter(any_model)
-    _, states, _ = run_spans(adapter, [0, any_model.config.num_hidden_layers], text)
+    expected = each_kind(text).logits
+    adapter = ModelAdapter(each_kind)
+    _, states, _ = run_spans(adapter, [0, each_kind.config.num_hidden_layers], text)
     torch.testing.assert_close(adapter.head(states[-1][:, 4]), expected[:, 4], atol=1e-4, rtol=1e-4)
     adapter.close()
 
 
-def test_a_kv_only_run_stores_what_the_layer_would_have_stored(any_model, text):
+def test_a_kv_only_run_stores_what_the_layer_would_have_stored(each_kind, text):
     """For the first layer of a span: given the same states, the same K/V, and nothing after them is computed."""
-    depth = any_model.config.num_hidden_layers
-    adapter = ModelAdapter(any_model)
+    depth = each_kind.config.num_hidden_layers
+    adapter = ModelAdapter(each_kind)
     if Store.STATE in adapter.stores:
         adapter.close()
         pytest.skip("layers with a running state have no K/V to store")
@@ -163,23 +163,23 @@ def anatomy(model: nn.Module) -> list[tuple]:
 
 
 @pytest.mark.invariant(8)
-def test_the_model_is_as_before_after_close(any_model, text):
+def test_the_model_is_as_before_after_close(each_kind, text):
     """Same classes, attributes, hooks, parameters, output; and it can still be trained."""
-    before = anatomy(any_model)
-    weights = {name: value.clone() for name, value in any_model.state_dict().items()}
-    expected = any_model(text).logits
-    with TIDE(any_model, Everyone(2)) as engine:
+    before = anatomy(each_kind)
+    weights = {name: value.clone() for name, value in each_kind.state_dict().items()}
+    expected = each_kind(text).logits
+    with TIDE(each_kind, Everyone(2)) as engine:
         engine.generate(text, max_new_tokens=4, do_sample=False)
-        during = any_model(text).logits
-        assert list(any_model.state_dict()) == list(weights)
+        during = each_kind(text).logits
+        assert list(each_kind.state_dict()) == list(weights)
     assert torch.equal(during, expected)
-    assert torch.equal(any_model(text).logits, expected)
-    assert anatomy(any_model) == before
-    assert all(torch.equal(value, weights[name]) for name, value in any_model.state_dict().items())
-    any_model(text, labels=text).loss.backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in any_model.parameters())
-    assert any(p.grad is not None for p in any_model.parameters())
-    any_model.zero_grad()
+    assert torch.equal(each_kind(text).logits, expected)
+    assert anatomy(each_kind) == before
+    assert all(torch.equal(value, weights[name]) for name, value in each_kind.state_dict().items())
+    each_kind(text, labels=text).loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in each_kind.parameters())
+    assert any(p.grad is not None for p in each_kind.parameters())
+    each_kind.zero_grad()
 
 
 @pytest.mark.invariant(8)
@@ -349,8 +349,8 @@ def test_a_layer_list_that_is_not_there_is_refused_with_the_next_step(llama):
         TIDE(llama)
 
 
-def test_logits_of_some_tokens_are_those_columns_of_all_logits(any_model):
-    adapter = ModelAdapter(any_model)
+def test_logits_of_some_tokens_are_those_columns_of_all_logits(each_kind):
+    adapter = ModelAdapter(each_kind)
     try:
         torch.manual_seed(0)
         states = torch.randn(3, adapter.hidden_dim)
@@ -362,9 +362,9 @@ def test_logits_of_some_tokens_are_those_columns_of_all_logits(any_model):
         adapter.close()
 
 
-def test_taps_are_the_states_between_spans(any_model, prompts):
+def test_taps_are_the_states_between_spans(each_kind, prompts):
     ids = prompts[0][2:]
-    adapter = ModelAdapter(any_model)
+    adapter = ModelAdapter(each_kind)
     try:
         last = adapter.num_layers
         feed = PassInputs(ids, torch.arange(ids.shape[1])[None], None, None)

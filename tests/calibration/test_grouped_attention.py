@@ -14,11 +14,11 @@ def written(model, prompts):
     return model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0).tolist()
 
 
-def test_every_family_writes_the_same_with_it(any_model, prompts):
-    alone, before = written(any_model, prompts), any_model.config._attn_implementation
-    with grouped(any_model):
-        assert written(any_model, prompts) == alone
-    assert any_model.config._attn_implementation == before
+def test_every_family_writes_the_same_with_it(each_kind, prompts):
+    alone, before = written(each_kind, prompts), each_kind.config._attn_implementation
+    with grouped(each_kind):
+        assert written(each_kind, prompts) == alone
+    assert each_kind.config._attn_implementation == before
 
 
 def test_single_tokens_attend_to_keys_that_were_not_copied(llama, prompts, monkeypatch):

@@ -36,7 +36,6 @@ from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.select import described_layers
 from TIDE.engine.slots.seats import AHEAD
 from TIDE.engine.slots.stage import DeviceStage
-from TIDE.kernels.reference import layers as reference
 from TIDE.kernels.reference import sampling
 from TIDE.routing.policies import policy_for
 
@@ -56,7 +55,7 @@ MANY = [Text(60 + index, MOST_NEW, kind, index // 2) for index, kind in enumerat
 
 
 @pytest.mark.parametrize(("strategy", "depth"), [(None, 0), ("memory", 0), ("memory", 2), ("lens", 2)])
-@examples(75)
+@examples(10)
 @given(texts=texts_of, drafts=st.integers(0, 5), blocks=st.sampled_from([5, 7, 12, 100]), at_once=st.integers(1, AT_ONCE))
 @example(texts=MANY, drafts=2, blocks=7, at_once=1)
 @example(texts=MANY, drafts=2, blocks=7, at_once=4)
@@ -81,7 +80,7 @@ def on_kernels() -> TIDE.TIDE:
     engine = TIDE.TIDE(own, policy)
     ops, exits_of_kernels = (pytest.importorskip(f"TIDE.kernels.triton_{name}") for name in ("ops", "exits"))
     layers = described_layers(engine.adapter)
-    engine.runner = TritonRunner(engine.adapter, layers, ops, exits_of_kernels, sampling, reference.propagate)
+    engine.runner = TritonRunner(engine.adapter, layers, ops, exits_of_kernels, sampling)
     engine.generate(torch.tensor([[5, 6]]), max_new_tokens=1, do_sample=False, **LENGTH)
     return engine
 

@@ -108,13 +108,13 @@ def test_a_failed_pass_changes_no_length():
     assert cache.segments[0].length == [4, 3]
 
 
-def test_static_shapes_do_not_change_and_give_the_same_logits(any_model):
-    if any_model.config.model_type == "gpt_neo":
+def test_static_shapes_do_not_change_and_give_the_same_logits(each_kind):
+    if each_kind.config.model_type == "gpt_neo":
         pytest.skip("its attention counts the columns it is handed instead of using the mask")
     ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
-    expected = any_model(ids).logits
-    depth = any_model.config.num_hidden_layers
-    adapter = ModelAdapter(any_model)
+    expected = each_kind(ids).logits
+    depth = each_kind.config.num_hidden_layers
+    adapter = ModelAdapter(each_kind)
     cache = SegmentCache(2, [range(depth)], adapter.stores, capacity=24, static=True)
     columns = set()
     update = cache.update

@@ -16,6 +16,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from families import build
+from levels import some_of
 from TIDE import TIDE
 from TIDE.engine.host.sampler import Sampler
 
@@ -199,7 +200,7 @@ def chi_square(tables: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(distance / 2).double()))
 
 
-@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize("name", some_of(SAMPLING, {"pieces", "penalties of the text", "the user's own"}))
 def test_exits_off_draws_what_transformers_processors_leave(name):
     values = p_values(drawn(name), expected(name))
     assert min(values.values()) > RIGHT, values

@@ -21,7 +21,6 @@ from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.select import described_layers
 from TIDE.engine.slots.stage import DeviceStage
 from TIDE.engine.slots.tree_round import TreeRound
-from TIDE.kernels.reference import layers as reference
 from TIDE.kernels.reference import sampling
 from TIDE.routing.router import SIGNALS, Router
 
@@ -251,7 +250,7 @@ def test_kernels_draft_what_references_draft(flags, tree, tmp_path, monkeypatch)
 
     def on_kernels(engine):
         layers = described_layers(engine.adapter)
-        engine.runner = TritonRunner(engine.adapter, layers, triton_ops, triton_exits, sampling, reference.propagate)
+        engine.runner = TritonRunner(engine.adapter, layers, triton_ops, triton_exits, sampling)
         return engine
 
     carry = TreeRound.deep_pass

@@ -71,12 +71,12 @@ def test_filled_in_kv_are_what_the_strategy_says(llama, ids, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["propagate", "zero_pad"])
-def test_every_family_fills_in_the_layers_it_skips(any_model, ids, strategy):
+def test_every_family_fills_in_the_layers_it_skips(each_kind, ids, strategy):
     """After tokens that all left, the deeper layers have K/V of their own for each, and have run for none."""
-    if Store.STATE in layer_stores(any_model):
+    if Store.STATE in layer_stores(each_kind):
         pytest.skip("refused for layers with a running state: see test_bad_input")
-    stage = decode(any_model, Everyone(1), ids, 6, mode="fast", kv_cache_strategy=strategy)
-    depth = any_model.config.num_hidden_layers
+    stage = decode(each_kind, Everyone(1), ids, 6, mode="fast", kv_cache_strategy=strategy)
+    depth = each_kind.config.num_hidden_layers
     assert stage.rows[0].stats.exits_per_layer == {0: 5}
     assert stage.rows[0].stats.layers_run == depth * ids.shape[1] + 5
     assert stage.segments.cache.lengths(0) == [12, 12]
@@ -89,13 +89,13 @@ def test_every_family_fills_in_the_layers_it_skips(any_model, ids, strategy):
 
 
 @pytest.mark.invariant(2)
-def test_caught_up_layers_change_no_later_token(any_model, ids):
+def test_caught_up_layers_change_no_later_token(each_kind, ids):
     """With exits at odd positions only, the full-depth tokens are those of the model given the same text."""
     policy = Where(lambda depth, row, position: position % 2 == 1, 2)
-    with TIDE(any_model, policy, TIDEConfig(mode="fast")) as engine:
+    with TIDE(each_kind, policy, TIDEConfig(mode="fast")) as engine:
         text = engine.generate(ids, max_new_tokens=12, **OPTIONS)
         assert 0 < engine.last_stats.exit_rate < 1
-    best = any_model(text).logits[0].argmax(-1)
+    best = each_kind(text).logits[0].argmax(-1)
     for position in range(ids.shape[1] - 1, text.shape[1] - 1):
         if position % 2 == 0 or position == ids.shape[1] - 1:
             assert text[0, position + 1] == best[position]

@@ -53,19 +53,19 @@ def test_without_a_prompt_the_text_begins_with_the_models_first_token(llama):
         assert torch.equal(engine.generate(**GREEDY), llama.generate(**GREEDY))
 
 
-def test_prompts_may_be_embeddings(any_model, prompts):
+def test_prompts_may_be_embeddings(each_kind, prompts):
     ids, mask = prompts
-    embeds, options = any_model.get_input_embeddings()(ids).detach(), dict(ENDLESS, attention_mask=mask)
-    if any_model.config.model_type.startswith("gemma4"):
-        with TIDE(any_model) as engine, pytest.raises(ValueError, match="looks up token ids in every layer"):
+    embeds, options = each_kind.get_input_embeddings()(ids).detach(), dict(ENDLESS, attention_mask=mask)
+    if each_kind.config.model_type.startswith("gemma4"):
+        with TIDE(each_kind) as engine, pytest.raises(ValueError, match="looks up token ids in every layer"):
             engine.generate(inputs_embeds=embeds, **options)
         return
     options["max_new_tokens"] = 6
-    expected = any_model.generate(inputs_embeds=embeds, **options)
+    expected = each_kind.generate(inputs_embeds=embeds, **options)
     for policy in (None, Everyone(0, 2)):
-        with TIDE(any_model, policy) as engine:
+        with TIDE(each_kind, policy) as engine:
             assert torch.equal(engine.generate(inputs_embeds=embeds, **options), expected)
-    with TIDE(any_model, Everyone(1, 3)) as engine:
+    with TIDE(each_kind, Everyone(1, 3)) as engine:
         assert torch.equal(engine.generate(ids, inputs_embeds=embeds, **options), torch.cat([ids, expected], 1))
 
 
@@ -218,26 +218,26 @@ def test_what_skipped_layers_never_made_is_refused(llama, prompts, asked):
 TABLES = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt")  # families whose positions are a table
 
 
-def test_texts_go_on_past_the_context_where_the_model_can(any_model, caplog):
+def test_texts_go_on_past_the_context_where_the_model_can(each_kind, caplog):
     """As far as `model.generate` goes, with a warning; a model that would fail stops, or refuses the prompt."""
-    kind = any_model.config.model_type
+    kind = each_kind.config.model_type
     ids = torch.randint(3, 128, (1, CONTEXT - 3), generator=torch.Generator().manual_seed(0))
     options = dict(ENDLESS, max_new_tokens=6)
-    with TIDE(any_model, Everyone(2)) as engine, caplog.at_level(logging.WARNING, logger="TIDE"):
+    with TIDE(each_kind, Everyone(2)) as engine, caplog.at_level(logging.WARNING, logger="TIDE"):
         found = engine.generate(ids, **options)
         if kind in TABLES:
             with pytest.raises((IndexError, RuntimeError)):
-                any_model.generate(ids, **options)
-            expected = any_model.generate(ids, **options | dict(max_new_tokens=3))
+                each_kind.generate(ids, **options)
+            expected = each_kind.generate(ids, **options | dict(max_new_tokens=3))
             assert f"stopped at the model's context of {CONTEXT} tokens" in caplog.text
             with pytest.raises(ValueError, match=f"the model's context holds {CONTEXT}"):
                 engine.generate(found, **options)
         else:
-            expected = any_model.generate(ids, **options)
+            expected = each_kind.generate(ids, **options)
             warned = [record for record in caplog.records if f"the {CONTEXT} tokens this model was made for" in record.message]
             assert len(warned) == (0 if kind == "bloom" else 1)
             options |= dict(attention_mask=torch.ones_like(found), max_new_tokens=2)
-            assert torch.equal(engine.generate(found, **options), any_model.generate(found, **options))
+            assert torch.equal(engine.generate(found, **options), each_kind.generate(found, **options))
     assert torch.equal(found, expected)
 
 

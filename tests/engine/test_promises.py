@@ -6,7 +6,8 @@
     rows      one · three, left-padded
     exits     none · heads of a router file · an `ExitPolicy` of the user's own
 
-Every case also says who decoded, and whether in whole rounds or on the host: a silent fallback fails it.
+`make test` runs every pair of these, `make test-all` the whole table. Every case also says who decoded, and whether in whole
+rounds or on the host: a silent fallback fails it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from families import COMPILED, VOCAB, build
+from levels import pairwise, some_of
 from policies import Knowing, texts_of
 from router_files import a_file
 from runners import RUNNERS, Recording
@@ -125,7 +127,7 @@ def by_modules(case: Case) -> torch.Tensor:
         return written(engine, case.rows)
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("case", some_of(cases(), pairwise([*cases()])), ids=lambda case: "-".join(map(str, case)))
 def test_the_text_is_the_models(case, monkeypatch):
     backend = "numba" if case.runner == "numba" else "modules"
     monkeypatch.setenv("TIDE_BACKEND", "modules")

@@ -180,21 +180,6 @@ def test_graphs_of_one_draft_vocabulary_do_not_serve_another(ids, monkeypatch):
     assert not first & second and not first & whole and not second & whole
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma", "smollm3"])
-def test_kv_of_skipped_layers_are_those_the_model_would_make(name, ids, monkeypatch):
-    model, config = build(name), TIDEConfig(mode="fast", exit_threshold=0.0, kv_cache_strategy="propagate", max_exit_share=0.7)
-    filled, texts = [], []
-    with TIDE.TIDE(model) as engine:
-        policy = policy_for(a_file(model, "identity", (2,), 0.0), engine.adapter)
-    propagate = reference.propagate
-    monkeypatch.setattr(reference, "propagate", lambda *given: (filled.append(len(given[0])), propagate(*given))[1])
-    monkeypatch.setenv("TIDE_BACKEND", "modules")
-    for place in (lambda engine: engine, on_references):
-        with place(TIDE.TIDE(model, policy, config)) as engine:
-            texts.append(engine.generate(ids, **OPTIONS)[0].tolist())
-    assert texts[0] == texts[1] and set(filled) == {2}
-
-
 def test_a_threshold_in_mode_exact_decides_what_is_drafted(ids):
     model = build("llama")
     with in_rounds(model, 0, exit_threshold=1.0) as engine:

@@ -216,18 +216,18 @@ def test_a_long_prompt_settles_alike_in_parts():
     assert row.stats.settled_tokens == 349
 
 
-def test_every_family_settles_or_says_why_not(any_model, ids, monkeypatch):
+def test_every_family_settles_or_says_why_not(each_kind, ids, monkeypatch):
     monkeypatch.setenv("TIDE_BACKEND", "modules")
     policy, ids = Settles(odd), ids[:, :8]
-    with TIDE(any_model) as engine:
+    with TIDE(each_kind) as engine:
         reason, window = why_no_gathering(engine.adapter), window_of(engine.adapter)
         expected = engine(ids).logits
     if reason is not None:
         with pytest.raises(ValueError, match="prefill_exits=True cannot be used with this model"):
-            TIDE(any_model, policy, FAST)
+            TIDE(each_kind, policy, FAST)
         return
     assert window is None or window >= 8
-    with TIDE(any_model, policy, FAST) as engine:
+    with TIDE(each_kind, policy, FAST) as engine:
         engine.generate(ids, **OPTIONS)
         assert engine.last_stats.settled_tokens == 3
         policy.settling.rule = nobody

@@ -103,6 +103,6 @@ def test_a_model_that_cannot_be_run_in_spans_is_refused_with_what_happened(monke
         TIDE(model)
 
 
-def test_the_check_passes_every_known_family(any_model):
-    with TIDE(any_model) as engine:
+def test_the_check_passes_every_known_family(each_kind):
+    with TIDE(each_kind) as engine:
         check_unknown(engine.adapter)

@@ -76,19 +76,6 @@ def test_a_layer_on_blocks_is_that_of_the_reference(name, features):
     torch.testing.assert_close(found, expected.x, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("features", [dict(), dict(head_norms=True), dict(head_norms="all")], ids=str)
-@pytest.mark.parametrize("name", ["reference", "triton"])
-def test_kv_of_skipped_layers_go_into_blocks(name, features):
-    layer, tokens, cache, tables, paged = a_case(name, torch.float32, **features)
-    propagate = reference.propagate
-    if name == "triton":
-        pytest.importorskip("triton")
-        from TIDE.kernels.triton.propagate import propagate
-    propagate([layer], tokens, [(cache[0], cache[1])])
-    propagate([layer], tokens._replace(tables=tables), [(paged[0], paged[1])])
-    assert_same_cache(cache, tables, paged)
-
-
 @pytest.mark.parametrize("name", ["reference", "numba"])
 def test_rows_in_blocks_begin_at_column_0(name):
     layer, tokens, _, tables, paged = a_case(name, torch.float32)

@@ -38,7 +38,6 @@ def test_tiles_fit_into_shared_memory_and_registers(name, size):
         one = [tile(card, height, width, size, tokens) for tile in (cards.linear_tile, cards.head_tile)]
         two = [cards.gated_tile(card, height, width, size, tokens)]
         two += [cards.project_tile(card, height, width, dim, size, tokens) for dim in (16, 64, 128, 256)]
-        two += [cards.propagate_tile(card, rows, width, size, tokens) for rows in (16, 32, 64, 128)]
         for tile, weights in [*((tile, 1) for tile in one), *((tile, 2) for tile in two)]:
             used = cards.product_memory(tile.rows, tile.columns, tile.stages, size, weights, tile.tokens)
             assert used <= card.shared_memory
@@ -81,10 +80,9 @@ def test_an_h200_has_the_tiles_that_were_measured_on_it(size):
         for dim in (16, 64, 128):
             rows = 32 if height >= 2048 and dim >= 64 else 16
             project = cards.project_tile(card, height, width, dim, size, tokens)
-            propagate = cards.propagate_tile(card, max(16, dim // 2), width, size, tokens)
-            assert project[:3] == (rows, 512 // size, 4) and propagate[1:3] == (128 // size, 2)
+            assert project[:3] == (rows, 512 // size, 4)
             assert cards.attention_tile(card, dim, 16, size) == (64 if size == 2 else 16, 3, 4)
-            assert {own[4:] for own in (linear, gated, head, project, propagate)} == {(16, 1, 4)}
+            assert {own[4:] for own in (linear, gated, head, project)} == {(16, 1, 4)}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from TIDE.kernels.result import ACCEPTED, FIELDS, IS_NAN, NOTHING_LEFT
 from TIDE.kernels.triton import attention as triton_attention
 from TIDE.kernels.triton import exits as triton_exits
 from TIDE.kernels.triton import ops as triton_ops
-from TIDE.kernels.triton import propagate as triton_propagate
 from TIDE.routing.heads import EPS
 from TIDE.routing.router import Router, signals_of
 
@@ -57,30 +56,6 @@ def test_part_of_a_head_is_rotated():
 
 
 OF_KV = {"bias", "head_norms", "offset", "rotary", "eps", "layer_norm", "in_norms", "parallel"}  # all that keys and values see
-
-
-@pytest.mark.parametrize("features", [own for own in FEATURES if not own or OF_KV & own.keys()], ids=str)
-def test_kv_of_skipped_layers_in_one_launch(features):
-    generator = torch.Generator().manual_seed(8)
-    layers, tokens = [a_layer(generator, **features) for _ in range(3)], a_pass(generator, {2: 3, 0: 1}, {2: 9, 0: 14})
-    layers[1] = layers[1]._replace(attention=layers[1].attention._replace(rotary=False))
-    found = torch.randn(3, 2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator)
-    expected = found.clone()
-    triton_propagate.propagate(layers, in_dtype(tokens, torch.float32), [(own[0], own[1]) for own in found])
-    reference.propagate(layers, tokens, [(own[0], own[1]) for own in expected])
-    assert_close(found, expected)
-
-
-@pytest.mark.parametrize("features", [dict(), dict(bias=True), dict(head_norms=True), dict(head_norms="all")], ids=str)
-def test_kv_of_layers_that_many_tokens_skip(features):
-    """More than a launch for all layers is made for: each layer has its own."""
-    generator = torch.Generator().manual_seed(9)
-    layers, tokens = [a_layer(generator, **features) for _ in range(2)], a_pass(generator, {2: 20, 0: 7}, {2: 9, 0: 14})
-    found = torch.randn(2, 2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator)
-    expected = found.clone()
-    triton_propagate.propagate(layers, in_dtype(tokens, torch.float32), [(own[0], own[1]) for own in found])
-    reference.propagate(layers, tokens, [(own[0], own[1]) for own in expected])
-    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("features", [own for own in FEATURES if not own or OF_KV & own.keys()], ids=str)

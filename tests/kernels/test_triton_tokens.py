@@ -15,7 +15,6 @@ from TIDE.kernels.layer import MLP, no_norm
 from TIDE.kernels.result import ACCEPTED, FIELDS
 from TIDE.kernels.triton import exits as triton_exits
 from TIDE.kernels.triton import ops as triton_ops
-from TIDE.kernels.triton import propagate as triton_propagate
 from TIDE.kernels.triton.tiles import MANY, MANY_TOKENS, card_of, gated_tile, linear_tile
 from TIDE.routing.heads import EPS
 from TIDE.routing.router import Router
@@ -101,18 +100,6 @@ def test_queries_and_kv(count):
         found.append(queries if ops is reference else queries.view(len(tokens.x), -1))
     assert_close(*found)
     assert_close(*caches)
-
-
-@pytest.mark.parametrize("count", FEW)
-def test_kv_of_skipped_layers(count):
-    generator = torch.Generator().manual_seed(3)
-    layers = [in_dtype(a_layer(generator, head_norms=True), torch.float32, DEVICE) for _ in range(2)]
-    tokens = in_dtype(tokens_of(count), torch.float32, DEVICE)
-    found = random(2, 2, ROWS, KV_HEADS, ROOM, DIM)
-    expected = found.clone()
-    triton_propagate.propagate(layers, tokens, [(own[0], own[1]) for own in found])
-    reference.propagate(layers, tokens, [(own[0], own[1]) for own in expected])
-    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -23,11 +23,11 @@ class Words:
         return {word: index for index, word in enumerate(self.words)}
 
 
-def test_a_fingerprint_says_what_the_model_is(any_model):
-    found = fingerprint(any_model)
-    assert found.architecture == type(any_model).__name__
+def test_a_fingerprint_says_what_the_model_is(each_kind):
+    found = fingerprint(each_kind)
+    assert found.architecture == type(each_kind).__name__
     assert found.hidden_dim == 64
-    assert found.num_layers == any_model.config.num_hidden_layers
+    assert found.num_layers == each_kind.config.num_hidden_layers
     assert found.vocab_size == VOCAB
     assert found.tokenizer is None
 

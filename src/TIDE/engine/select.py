@@ -71,7 +71,7 @@ def _fastest(adapter: ModelAdapter) -> Runner:
         with saying_what_takes_so_long("layers"):
             return checked(NumbaRunner(adapter, layers, ops))
     if on_gpu and not any(map(has_hooks, adapter.model.modules())) and StaticModuleRunner.why_not_for(adapter) is None:
-        return StaticModuleRunner(adapter, ops, *compiled_rounds()[:2])
+        return StaticModuleRunner(adapter, ops, *compiled_rounds())
     runner = ModuleRunner(adapter, layers)
     runner.snapshot = ModelSnapshot(adapter.model)  # hooks and adapters may go
     return runner

@@ -44,11 +44,9 @@ def compiled_sampling(device: torch.device) -> ModuleType:
     return _module(device, torch.float32, "cpu.sampling", None) or importlib.import_module("TIDE.kernels.reference.sampling")
 
 
-def compiled_rounds() -> tuple[ModuleType, ModuleType, Any]:
-    """Return what a GPU has beside its layers: the modules with exits and acceptance, and with sampling, and `propagate`."""
-    names = ("exits", "sampling", "propagate")
-    exits, sampling, propagation = (importlib.import_module(f"TIDE.kernels.triton.{name}") for name in names)
-    return exits, sampling, propagation.propagate
+def compiled_rounds() -> tuple[ModuleType, ModuleType]:
+    """Return what a GPU has beside its layers: the modules with exits and acceptance, and with sampling."""
+    return importlib.import_module("TIDE.kernels.triton.exits"), importlib.import_module("TIDE.kernels.triton.sampling")
 
 
 def why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,17 +27,15 @@ class TritonRunner(CompiledRunner, DeviceRunner):
     Args:
         exits: operations of exits.
         sampling: the choice of tokens by rows' settings.
-        propagate: writes K/V of skipped layers.
     """
 
     name = "triton"
     has_compiled_layers = True
     most_rows = 64
 
-    def __init__(self, adapter: ModelAdapter, layers: list[Layer], ops: Any, exits: Any, sampling: Any, propagate: Any) -> None:
+    def __init__(self, adapter: ModelAdapter, layers: list[Layer], ops: Any, exits: Any, sampling: Any) -> None:
         super().__init__(adapter, layers, ops)
         self.prepare_rounds(ops, exits, sampling)
-        self.propagate = propagate
         self._versions: list[int | None] = []
         self._versions_of_kv = self._versions
 
@@ -63,9 +61,6 @@ class TritonRunner(CompiledRunner, DeviceRunner):
         if not self.rotary.is_constant:
             return "the model's rotary embedding changes with the length of the text"
         return super().why_not(row)
-
-    def is_ragged(self, tokens: PassTokens, writes_only: bool = False) -> bool:
-        return super().is_ragged(tokens)
 
     def make_store(self, exit_: Exit | None) -> KVBlocks:
         parts = [layer.attention for layer in self.layers]
@@ -133,26 +128,6 @@ class TritonRunner(CompiledRunner, DeviceRunner):
                 layer = self.layers[index]
                 self.ops.decoder_layer(layer, passes[layer.rope], *self._kv(index, x, cache), most)
         return tapped
-
-    def write_skipped_kv(
-        self,
-        span: range,
-        tokens: PassTokens,
-        states: torch.Tensor,
-        cache: SegmentCache,
-        predict: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
-        if not self.is_ragged(tokens):
-            super().write_skipped_kv(span, tokens, states, cache, predict)
-            return
-        assert predict is None, "tokens that settle together are not those of a ragged pass"
-        x = states.contiguous()
-        caches = [self._kv(index, x, cache) for index in span]
-        for kind in self.rotary.kinds:
-            places = [place for place, index in enumerate(span) if self.layers[index].rope == kind]
-            layers = [self.layers[span[place]] for place in places]
-            with self.device_guard():
-                self.propagate(layers, self._pass(kind, x, tokens, cache), [caches[place] for place in places])
 
     def _pass(self, kind: str, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache) -> Pass:
         (cos, sin), angles = self._angles(kind, tokens.positions())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from TIDE.kernels.layer import GELU, GELU_TANH, MLP, SILU, Ancestors, Attention, Layer, Norm, Pass, only_kv
+from TIDE.kernels.layer import GELU, GELU_TANH, MLP, SILU, Ancestors, Attention, Layer, Norm, Pass
 from TIDE.kernels.layer_steps import run_layer
 from TIDE.kernels.reference.trees import choose_nodes as choose_nodes
 from TIDE.kernels.reference.trees import few_best as few_best
@@ -89,12 +89,6 @@ def _normed_heads(states: torch.Tensor, own: Norm, dim: int) -> torch.Tensor:
     if len(own.weight) and heads:
         states = norm(states.unflatten(1, (-1, len(own.weight))), own)
     return states.reshape(len(states), heads, dim)
-
-
-def propagate(layers: list[Layer], tokens: Pass, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write keys and values of tokens in layers that they skip, made of the states they left with."""
-    for layer, (keys, values) in zip(layers, caches, strict=True):
-        project(only_kv(layer.attention), tokens, norm(tokens.x, layer.attention_norm), keys, values)
 
 
 def attend(

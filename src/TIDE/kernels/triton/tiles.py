@@ -211,12 +211,6 @@ def project_tile(card: Card, height: int, width: int, dim: int, size: int, token
     return _tile(card, shape, rows, width, size, tokens, weights=2, wide=wide)
 
 
-def propagate_tile(card: Card, rows: int, width: int, size: int, tokens: int) -> Tile:
-    """Return the tile of K/V of skipped layers: two sets of rows of one head."""
-    columns, stages = _fit(card, rows, 128 // size, 2, size, 2, SMALLEST)
-    return Tile(rows, columns, stages, width % columns == 0, SMALLEST, -(-tokens // SMALLEST), 4)
-
-
 def tile_width(tokens: int) -> int:
     """Return how many tokens a tile has: as few as hold all of them, or MOST."""
     return min(MOST, max(SMALLEST, 1 << (tokens - 1).bit_length()))
