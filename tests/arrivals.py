@@ -14,7 +14,7 @@ from families import VOCAB, build
 from router_files import a_file
 from runners import on_references
 from TIDE.engine.slots.drafter import exit_of
-from TIDE.engine.slots.seats import Seats
+from TIDE.engine.slots.residents import Residents
 from TIDE.routing.policies import policy_for
 
 LENGTH = dict(eos_token_id=None, pad_token_id=0)
@@ -103,14 +103,14 @@ def gib_of(engine: TIDE.TIDE, blocks: int) -> float:
 
 def rows_put_back(monkeypatch) -> Counter:
     """Count the rows that have to leave when blocks run out, from now on."""
-    found, reserve = Counter(), Seats.reserve
+    found, reserve = Counter(), Residents.reserve
 
     def noting(self):
         rows = reserve(self)
         found.update(rows)
         return rows
 
-    monkeypatch.setattr(Seats, "reserve", noting)
+    monkeypatch.setattr(Residents, "reserve", noting)
     return found
 
 

@@ -34,7 +34,7 @@ from TIDE.engine.host.stage import HostStage
 from TIDE.engine.loop import Loop
 from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.select import described_layers
-from TIDE.engine.slots.seats import AHEAD
+from TIDE.engine.slots.residents import AHEAD
 from TIDE.engine.slots.stage import DeviceStage
 from TIDE.kernels.reference import sampling
 from TIDE.routing.policies import policy_for

@@ -32,7 +32,7 @@ def scores(monkeypatch):
     def noting(self, drafted):
         starts, best = self.slots.starts.tolist(), self.slots.best.tolist()
         accept(self, drafted)
-        for row in self.seats.running:
+        for row in self.residents.running:
             accepted = int(self.slots.result[row.slot, 0])
             for step in range(accepted + 1):
                 found[tuple(row.tokens[: row.prompt]), row.sampling.seed][starts[step][row.slot]] = best[step][row.slot]

@@ -75,9 +75,9 @@ def compile_first(runner: Runner, plan: Plan, policy: ExitPolicy | None, rows: S
     tokens, features = max(row.size for row in rows), features_of(rows)
 
     def works(stage: DeviceStage) -> list[Callable[[], object]]:
-        width = slots_for(min(len(rows), stage.seats.most_rows))
-        stage.seats.grow(width, tokens)
-        stage.seats.make_room(1, tokens)
+        width = slots_for(min(len(rows), stage.residents.most_rows))
+        stage.residents.blocks.grow(width, tokens)
+        stage.residents.allocator.make_room_for(1, tokens)
         columns, texts = stage.levels(tokens)[-1], stage.texts()
         found = list[Callable[[], object]]()
         if not isinstance(texts, ModulePrefill):
@@ -124,14 +124,14 @@ def _stage(runner: DeviceRunner, plan: Plan, policy: ExitPolicy | None) -> Itera
 
 def _works(stage: DeviceStage, rows: int, tokens: int, compiles: bool = False) -> list[Callable[[], object]]:
     """Return everything that up to `rows` rows of up to `tokens` tokens need captured, or only compiled."""
-    rows = min(rows, stage.seats.most_rows)
-    stage.seats.grow(rows, tokens)
+    rows = min(rows, stage.residents.most_rows)
+    stage.residents.blocks.grow(rows, tokens)
     return [*_prompts(stage, tokens, compiles), *_rounds(stage, rows, tokens)]
 
 
 def _prompts(stage: DeviceStage, tokens: int, compiles: bool) -> list[Callable[[], object]]:
     """Return the passes of prompts."""
-    stage.seats.make_room(1, tokens)
+    stage.residents.allocator.make_room_for(1, tokens)
     texts = stage.texts()
     if isinstance(texts, ModulePrefill):
         lengths = sorted({padded_length(count) for count in range(1, min(tokens, LONGEST) + 1)})

@@ -34,13 +34,17 @@ class Entering:
         target: tokens that have to.
     """
 
-    def __init__(self, row: Row, place: int, blocks: list[int]) -> None:
+    def __init__(self, row: Row, blocks: list[int]) -> None:
         self.row = row
-        self.place = place
         self.blocks = blocks
         self.text = row.tokens[:-1]
         self.takes_newest = False
         self.done = 0
+
+    @property
+    def place(self) -> int:
+        """Its slot, which may change."""
+        return self.row.slot
 
     @property
     def target(self) -> int:

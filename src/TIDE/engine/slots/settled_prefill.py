@@ -5,7 +5,7 @@
     layers behind c     those that stay; the products of q, k and v also write K/V of the settled ones, from predicted states
 
 Who settles is known on the host only when a pass runs, so such passes are not captured. K/V of these rows are never shared:
-see `Seats`.
+see `Residents`.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from TIDE.engine.schedule.draft_length import lengths_on
 from TIDE.engine.slots.drafter import DeviceDrafter, exit_of
 from TIDE.engine.slots.module_prefill import ModulePrefill
 from TIDE.engine.slots.prefill import Prefill
+from TIDE.engine.slots.residents import AHEAD, Residents
 from TIDE.engine.slots.sampler import DeviceChoice
-from TIDE.engine.slots.seats import AHEAD, Seats
 from TIDE.engine.slots.settled_prefill import SettledPrefill
 from TIDE.engine.slots.tree_round import TreeRound, shape_for, why_no_tree
 from TIDE.kernels.layer import MOST_TOKENS
@@ -64,7 +64,7 @@ class DeviceStage:
         ahead, trees = (AHEAD + plan.draft_tree, plan.trees) if has_trees else (AHEAD, {})
         self.settling: Settling | None = None if plan.settles_at is None else getattr(policy, "settling", None)
         most = runner.most_rows if plan.exact else min(runner.most_rows, most_slots(plan.most_drafts))
-        self.seats = Seats(runner, exit_, plan.cache_gib, ahead, self.settling is None, trees, most)
+        self.residents = Residents(runner, exit_, plan.cache_gib, ahead, self.settling is None, trees, most)
         self._launched = 0
         self._most = MIN_COLUMNS  # columns that attention is planned for
         self._limits: list[int] = []
@@ -82,15 +82,15 @@ class DeviceStage:
     @property
     def rows(self) -> list[Row]:
         """Rows in the stage, those included whose texts have not run yet."""
-        return self.seats.rows
+        return self.residents.rows
 
     @property
     def is_short(self) -> bool:
-        return self.seats.is_short
+        return self.residents.is_short
 
     @property
     def slots(self) -> Slots:
-        return self.seats.slots
+        return self.residents.slots
 
     @property
     def width(self) -> int:
@@ -115,16 +115,16 @@ class DeviceStage:
     def admit(self, rows: Sequence[Row]) -> int:
         """Let the first of these rows take part as soon as their texts have run, as many as there is room for."""
         if not rows:
-            self.seats.is_short = False
+            self.residents.is_short = False
             return 0
         with device_errors(), self.runner.grad_off(), self.runner.device_guard():
-            count = self.seats.fitting(rows)
+            count = self.residents.fitting(rows)
             if count:
                 self._catch_up()
-                self.seats.join([rows[place] for place in range(count)])
+                self.residents.join([rows[place] for place in range(count)])
                 self._compose()
-            elif not self.seats.can_ever_fit(rows[0]):
-                rows[0].fail(ValueError(self.seats.too_long(rows[0])))
+            elif (why := self.residents.blocks.why_never(rows[0])) is not None:
+                rows[0].fail(ValueError(why))
         return count
 
     def leave(self, *rows: Row) -> None:
@@ -132,10 +132,10 @@ class DeviceStage:
         with device_errors(), self.runner.grad_off(), self.runner.device_guard():
             for row in rows:
                 self._keep(row)
-                self.seats.leave(row)
-            if self.seats.rows and self.seats.is_wide:
+                self.residents.leave(row)
+            if self.residents.rows and self.residents.allocator.is_oversized:
                 self._catch_up()
-                self.seats.shrink()
+                self.residents.allocator.shrink()
             self._compose()
 
     def close(self) -> None:
@@ -143,35 +143,35 @@ class DeviceStage:
         with device_errors(), self.runner.grad_off(), self.runner.device_guard():
             for row in self.rows:
                 self._keep(row)
-            self.seats.close()
+            self.residents.close()
 
     def _keep(self, row: Row) -> None:
         """Let texts that begin with that of a row find its K/V, where the full model made all of them."""
-        if self.plan.exact and row.error is None and self.seats.has_more_to_keep(row):
+        if self.plan.exact and row.error is None and self.residents.has_more_to_keep(row):
             self._catch_up()
-            self.seats.keep(row)
+            self.residents.keep(row)
 
     def forget(self) -> None:
         """Give the slots up after an error: what is in them, and in graphs of them, may be half done."""
-        self.seats.forget()
+        self.residents.forget()
 
     def _catch_up(self) -> None:
         """Feed a memory head, so that rows that move to other slots have nothing waiting."""
-        if self.drafter is not None and self.seats.rows:
+        if self.drafter is not None and self.residents.rows:
             self.drafter.catch_up()
 
     def _compose(self) -> None:
         """Serve the rows that are there now."""
         self._limits = []
-        if self.seats.rows:
-            self.choice.serve(self.slots, self.seats.places)
+        if self.residents.rows:
+            self.choice.serve(self.slots, self.residents.allocator.places)
 
     def launch(self) -> Launched:
         """Hand work to the device: texts of rows that joined, then a round that starts from what the one before left."""
         with self.runner.grad_off(), self.runner.device_guard():
-            is_prefill = bool(self.seats.entering)
+            is_prefill = bool(self.residents.entering)
             is_typical, have_run = self._prefill()
-            running = self.seats.running
+            running = self.residents.running
             if not running:
                 return Launched(list, is_prefill=True, is_typical=False)
             if have_run.issuperset(running) and not self.choice.on_host:
@@ -193,16 +193,16 @@ class DeviceStage:
             is_typical: nothing was compiled or captured for it.
             have_run: rows whose newest tokens have run too.
         """
-        is_typical, entering = True, self.seats.entering
-        while self.seats.entering:
-            others_wait = bool(self.seats.running)
+        is_typical, entering = True, self.residents.entering
+        while self.residents.entering:
+            others_wait = bool(self.residents.running)
             with device_errors():
                 self._plan_columns(max(row.size for row in self.rows))
-                if ready := self.seats.ready():
+                if ready := self.residents.ready():
                     for own in ready:
                         own.takes_newest |= self.may_choose_first and not others_wait
                     is_typical &= self.texts().run(ready, self._most, others_wait)
-                self.seats.seat()
+                self.residents.start_ready()
             if others_wait:
                 break
         return is_typical, {own.row for own in entering if own.takes_newest and own.is_done}
@@ -221,7 +221,7 @@ class DeviceStage:
         """Return what runs texts of rows that joined."""
         if not self.runner.has_compiled_layers:
             return ModulePrefill(self.runner, self.slots, self.depth)
-        prompts = self.runner.prompts(self.seats.exit, self.slots.columns)
+        prompts = self.runner.prompts(self.residents.exit, self.slots.columns)
         if self.settling is not None:
             return SettledPrefill(self.runner, prompts, self.depth, self.drafter, self.slots, self.settling)
         return Prefill(self.runner, prompts, self.depth, self.drafter, self.slots)
@@ -232,11 +232,11 @@ class DeviceStage:
     def reserve(self) -> list[Row]:
         """Take the blocks that the next rounds may need; return the rows, newest first, that had to leave for it."""
         with device_errors(), self.runner.grad_off(), self.runner.device_guard():
-            moved = self.seats.widen()
-            put_back = self.seats.reserve()
+            moved = self.residents.allocator.widen()
+            put_back = self.residents.reserve()
             if moved or put_back:
                 self._compose()
-            if self.seats.rows:
+            if self.residents.rows:
                 self._plan_columns(max(row.size for row in self.rows))
         return put_back
 
@@ -267,12 +267,12 @@ class DeviceStage:
         self._launch_first()
 
     def _serve_nobody(self, rows: int, tokens: int, features: Features | None) -> None:
-        self.seats.make_room(rows, tokens)
+        self.residents.allocator.make_room_for(rows, tokens)
         self.choice.serve(self.slots, {}, features)
 
     def _write_limits(self, drafts: int) -> None:
         limits = [MOST_TOKENS] * self.slots.rows
-        for place, row in self.seats.places.items():
+        for place, row in self.residents.allocator.places.items():
             if (row.wanted or 0) < drafts:
                 limits[place] = row.wanted or 0
         if limits != self._limits:

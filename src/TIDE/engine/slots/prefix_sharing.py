@@ -1,0 +1,83 @@
+"""Prefix sharing: whole blocks of texts that begin alike are shared (`cache/prefix_tree.py`).
+
+A row finds those that are there when it joins, and waits for those that a row before it is about to make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from TIDE.engine.cache.kv_blocks import BLOCK
+from TIDE.engine.cache.prefix_tree import Held, Prefixes
+from TIDE.engine.rows.row import Row
+from TIDE.engine.slots.block_manager import BlockManager
+from TIDE.engine.slots.prefill import Entering
+
+
+class PrefixSharing:
+    """The blocks that rows share, the first ones of each."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self.blocks = blocks
+        self._held: dict[Row, Held] = {}
+
+    @property
+    def prefixes(self) -> Prefixes:
+        return self.blocks.store.prefixes
+
+    def begin(self, own: Entering) -> None:
+        """Let a row that joins have the blocks that are there."""
+        self._held[own.row] = self.prefixes.begin(own.row.salt)
+        self.find_more(own)
+
+    def find_more(self, own: Entering) -> None:
+        """Hold the blocks behind those that a row holds, as far as they are there and it has not run them itself.
+
+        What a memory head remembers of a token lies with the place behind it, in the next block: so the last token of a block
+        that was found runs again.
+        """
+        held, count = self._held[own.row], len(self._held[own.row].nodes)
+        while own.done <= BLOCK * len(held.nodes) and (node := self.prefixes.hold_next(held, own.text)) is not None:
+            self.blocks.put(own.row, len(held.nodes) - 1, node.block)
+            own.done = BLOCK * len(held.nodes) - (self.blocks.store.head is not None)
+        own.row.stats.reused_tokens += BLOCK * (len(held.nodes) - count)
+
+    def ready(self, entering: Sequence[Entering]) -> list[Entering]:
+        """Return the rows whose texts can run now: those that do not wait for a block that one before them makes."""
+        found, promised = [], set()
+        for own in entering:
+            self.find_more(own)
+            if own.is_done:
+                continue
+            held = self._held[own.row]
+            key = self.prefixes.key(held, own.text)
+            next_block = id(self.prefixes.behind(held)), key
+            if len(key) < BLOCK or next_block not in promised:
+                found.append(own)
+            promised.add(next_block)
+        return found
+
+    def has_more_to_keep(self, row: Row) -> bool:
+        """Return True if a row has whole blocks of final tokens that it does not share yet."""
+        held = self._held[row]
+        return self.prefixes.is_shared(held) and (len(row.tokens) - 1) // BLOCK > len(held.nodes)
+
+    def keep(self, row: Row, text: Sequence[int], done: int) -> None:
+        """Let others find the whole blocks of a text whose first `done` tokens have run."""
+        held = self._held[row]
+        if not self.prefixes.is_shared(held):
+            return
+        while BLOCK * (len(held.nodes) + 1) <= done:
+            number = len(held.nodes)
+            if (node := self.prefixes.hold_next(held, text)) is None:
+                self.prefixes.add(held, text, self.blocks.of[row][number])
+            else:  # another row has made the same
+                self.blocks.put(row, number, node.block)
+
+    def release(self, row: Row) -> None:
+        """Let go the blocks that a row holds; of its own ones those are left that nobody can find."""
+        held, blocks = self._held.pop(row, None), self.blocks.of[row]
+        if held is None:  # it was about to join
+            return
+        shared = len(held.nodes)
+        blocks[:shared] = self.prefixes.release(held)
