@@ -36,7 +36,7 @@ from TIDE.engine.cache.prefix_tree import new_salt
 from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.schedule.scheduler import Scheduler, most_drafts
 from TIDE.engine.select import described_layers
-from TIDE.engine.slots.stage import DeviceStage
+from TIDE.engine.slots.round import SlotRound
 from TIDE.kernels.reference import layers as reference
 from TIDE.kernels.reference import sampling
 
@@ -204,9 +204,9 @@ class Replay:
         self.at.zero_()
 
     def patch(self) -> None:
-        accept, own = DeviceStage.accept, self
+        accept, own = SlotRound.accept, self
 
-        def accept_so_many(stage: DeviceStage, drafted: int) -> None:
+        def accept_so_many(stage: SlotRound, drafted: int) -> None:
             slots = stage.slots
             drafts = slots.tokens[1 : drafted + 1]
             places = (own.at + own.apart[: drafts.shape[1]]) % len(own.kept)
@@ -215,7 +215,7 @@ class Replay:
             own.at.add_(1)
             accept(stage, drafted)
 
-        DeviceStage.accept = accept_so_many  # type: ignore[method-assign]
+        SlotRound.accept = accept_so_many  # type: ignore[method-assign]
 
 
 def replayed(

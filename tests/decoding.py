@@ -22,7 +22,7 @@ from TIDE.engine.runners.numba import NumbaRunner
 from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.engine.select import checked, described_layers
-from TIDE.engine.slots.stage import DeviceStage
+from TIDE.engine.slots.stage import SlotStage
 from TIDE.kernels.dispatch import compiled_ops
 from TIDE.kernels.reference import layers as reference
 from TIDE.kernels.reference import sampling
@@ -104,7 +104,7 @@ def in_a_loop(runner, policy, ids, new_tokens, scheduler, *, device=False, overl
     for row in rows:
         scheduler.admit(row, plan)
     if device:
-        stage = DeviceStage(runner, plan, policy, Sampler(rows))
+        stage = SlotStage(runner, plan, policy, Sampler(rows))
     else:
         stage = HostStage(runner, plan, policy, Sampler(), scheduler.costs, len(rows))
     loop = Loop(stage, plan, scheduler, overlap)

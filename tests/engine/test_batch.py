@@ -35,7 +35,8 @@ from TIDE.engine.loop import Loop
 from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.select import described_layers
 from TIDE.engine.slots.residents import AHEAD
-from TIDE.engine.slots.stage import DeviceStage
+from TIDE.engine.slots.round import SlotRound
+from TIDE.engine.slots.stage import SlotStage
 from TIDE.kernels.reference import sampling
 from TIDE.routing.policies import policy_for
 
@@ -260,7 +261,7 @@ def test_a_step_that_is_broken_off_loses_nothing(place, at, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(HostStage, "sample", interrupted)
-            patch.setattr(DeviceStage, "sample", interrupted)
+            patch.setattr(SlotRound, "sample", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
         if place is on_references:
@@ -328,8 +329,8 @@ def test_many_requests_through_sixteen_slots_and_few_blocks():
 
 def test_rows_that_end_together_leave_together(monkeypatch):
     """Those that stay are looked at once, and not once for each that leaves."""
-    left, leave = [], DeviceStage.leave
-    monkeypatch.setattr(DeviceStage, "leave", lambda stage, *rows: [left.append(len(rows)), leave(stage, *rows)])
+    left, leave = [], SlotStage.leave
+    monkeypatch.setattr(SlotStage, "leave", lambda stage, *rows: [left.append(len(rows)), leave(stage, *rows)])
     texts = [Text(20 + index, 3 if index < 4 else MOST_NEW, "greedy") for index in range(6)]
     with on_references(TIDE.TIDE(model())) as engine:
         check(texts, decoded(engine, texts))

@@ -19,7 +19,7 @@ from runners import Recording, in_rounds, on_modules, on_references, why_on_the_
 from TIDE.config import TIDEConfig
 from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.select import described_layers
-from TIDE.engine.slots.stage import DeviceStage
+from TIDE.engine.slots.round import SlotRound
 from TIDE.engine.slots.tree_round import TreeRound
 from TIDE.kernels.reference import sampling
 from TIDE.routing.router import SIGNALS, Router
@@ -66,13 +66,13 @@ def expected(rows: int, kind: str) -> torch.Tensor:
 
 def noted_drafts(monkeypatch) -> list[tuple[int, list[int]]]:
     """Position of the newest final token and drafts of every round of the first row."""
-    found, run = [], DeviceStage.deep_pass
+    found, run = [], SlotRound.deep_pass
 
     def deep_pass(self, drafted):
         found.append((int(self.slots.starts[0, 0]), self.slots.tokens[1 : drafted + 1, 0].tolist()))
         run(self, drafted)
 
-    monkeypatch.setattr(DeviceStage, "deep_pass", deep_pass)
+    monkeypatch.setattr(SlotRound, "deep_pass", deep_pass)
     return found
 
 

@@ -38,7 +38,7 @@ from TIDE.engine.schedule.costs import Costs
 from TIDE.engine.schedule.draft_length import LOOKS, DraftLength
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.engine.slots.drafter import DeviceDrafter
-from TIDE.engine.slots.stage import DeviceStage
+from TIDE.engine.slots.launcher import RoundLauncher
 from TIDE.kernels.reference import layers as reference
 from TIDE.routing.policies import policy_for
 from TIDE.stats import ExitStats
@@ -309,9 +309,9 @@ class Pretended:
 
 @pytest.mark.parametrize("is_over", [True, False])
 def test_a_device_that_would_wait_for_the_host_gets_some_rounds_at_once(is_over, monkeypatch):
-    seen, read_later, needed = [], DeviceStage._read_later, Loop._needed
+    seen, read_later, needed = [], RoundLauncher.read_later, Loop._needed
     event = Pretended(is_over)
-    monkeypatch.setattr(DeviceStage, "_read_later", lambda self, *given: replace(read_later(self, *given), event=event))
+    monkeypatch.setattr(RoundLauncher, "read_later", lambda self, *given: replace(read_later(self, *given), event=event))
     monkeypatch.setattr(Loop, "_needed", lambda self, *given: seen.append(needed(self, *given)) or seen[-1])
     (row,) = in_a_loop(runners()["on_references"], None, prompt(), NEW, Script([0]), device=True, overlap=True)
     assert row.tokens == text()[: PROMPT + NEW]
@@ -320,7 +320,7 @@ def test_a_device_that_would_wait_for_the_host_gets_some_rounds_at_once(is_over,
 
 @pytest.mark.parametrize("is_over", [True, False])
 def test_rounds_take_as_long_as_the_device_says(is_over, monkeypatch):
-    clock, seen, read_later, saw = itertools.count(), [], DeviceStage._read_later, Scheduler.saw
+    clock, seen, read_later, saw = itertools.count(), [], RoundLauncher.read_later, Scheduler.saw
 
     def launched(self, *given):
         return replace(read_later(self, *given), event=Pretended(is_over, 100.0 * next(clock)))
@@ -329,7 +329,7 @@ def test_rounds_take_as_long_as_the_device_says(is_over, monkeypatch):
         seen.append(seconds)
         saw(self, row, plan, result, round_, seconds)
 
-    monkeypatch.setattr(DeviceStage, "_read_later", launched)
+    monkeypatch.setattr(RoundLauncher, "read_later", launched)
     monkeypatch.setattr(Scheduler, "saw", noted)
     in_a_loop(runners()["on_references"], None, prompt(), NEW, Script([0]), device=True, overlap=True)
     assert set(seen) == {None, 100.0}

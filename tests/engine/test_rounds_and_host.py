@@ -8,7 +8,7 @@ import torch
 from families import build
 from policies import Everyone
 from runners import in_rounds, on_modules, why_on_the_host
-from TIDE.engine.slots.stage import DeviceStage
+from TIDE.engine.slots.round import SlotRound
 
 OPTIONS = dict(max_new_tokens=16, do_sample=False, eos_token_id=None)
 
@@ -69,7 +69,7 @@ def test_what_a_row_cannot_do_in_rounds_is_done_on_the_host_and_said(what, ids):
 
 def refusing_after(good, monkeypatch):
     """Let the device refuse after so many good rounds; return the drafts of the rounds that were begun."""
-    run, ran = DeviceStage.deep_pass, []
+    run, ran = SlotRound.deep_pass, []
 
     def fails(self, drafted):
         ran.append(drafted)
@@ -77,7 +77,7 @@ def refusing_after(good, monkeypatch):
             raise RuntimeError("the card refuses")
         run(self, drafted)
 
-    monkeypatch.setattr(DeviceStage, "deep_pass", fails)
+    monkeypatch.setattr(SlotRound, "deep_pass", fails)
     return ran
 
 

@@ -19,7 +19,7 @@ from TIDE.config import TIDEConfig
 from TIDE.engine import decoding
 from TIDE.engine.batch import Batch
 from TIDE.engine.host.stage import HostStage
-from TIDE.engine.slots.stage import DeviceStage
+from TIDE.engine.slots.stage import SlotStage
 
 HERE = [on_references, lambda engine: engine]
 
@@ -39,7 +39,7 @@ def test_a_row_that_is_removed_while_a_round_runs_has_ended(place, monkeypatch):
         row = engine.add(text.ids, **text.options)
         for _ in range(3):
             engine.step()
-        stage = DeviceStage if place is on_references else HostStage
+        stage = SlotStage if place is on_references else HostStage
         sample = stage.sample
 
         def removing(self, *given):

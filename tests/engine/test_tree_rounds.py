@@ -16,7 +16,7 @@ from router_files import a_file
 from runners import Recording, as_it_is, on_modules, on_references
 from TIDE.config import TIDEConfig
 from TIDE.engine import batch
-from TIDE.engine.slots.stage import DeviceStage
+from TIDE.engine.slots.stage import SlotStage
 from TIDE.engine.slots.tree_round import TreeRound
 from TIDE.kernels.reference import layers as reference
 from TIDE.kernels.reference import trees
@@ -178,8 +178,8 @@ def test_unless_told_otherwise_few_rows_have_trees_and_many_have_none(rows, draf
 @pytest.fixture
 def widths(monkeypatch):
     """The slots of every round from now on."""
-    found, launch = [], DeviceStage.launch
-    monkeypatch.setattr(DeviceStage, "launch", lambda stage: found.append(stage.width) or launch(stage))
+    found, launch = [], SlotStage.launch
+    monkeypatch.setattr(SlotStage, "launch", lambda stage: found.append(stage.width) or launch(stage))
     return found
 
 

@@ -16,7 +16,8 @@ from arrivals import KINDS, Text, decoded, gib_of, rows_put_back
 from families import build
 from runners import Recording
 from TIDE.config import TIDEConfig
-from TIDE.engine.slots.stage import DeviceStage
+from TIDE.engine.slots.round import SlotRound
+from TIDE.engine.slots.stage import SlotStage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -27,18 +28,19 @@ SHOWN = [kind for kind in KINDS if kind != "processed"]  # whose scores the devi
 @pytest.fixture
 def scores(monkeypatch):
     """The full model's best score at every position of every row, as rounds find them; without graphs, to look inside."""
-    found, accept = defaultdict(dict), DeviceStage.accept
+    found, accept, launch, stages = defaultdict(dict), SlotRound.accept, SlotStage.launch, []
 
     def noting(self, drafted):
         starts, best = self.slots.starts.tolist(), self.slots.best.tolist()
         accept(self, drafted)
-        for row in self.residents.running:
+        for row in stages[-1].residents.running:
             accepted = int(self.slots.result[row.slot, 0])
             for step in range(accepted + 1):
                 found[tuple(row.tokens[: row.prompt]), row.sampling.seed][starts[step][row.slot]] = best[step][row.slot]
 
     monkeypatch.setenv("TIDE_NO_GRAPHS", "1")
-    monkeypatch.setattr(DeviceStage, "accept", noting)
+    monkeypatch.setattr(SlotRound, "accept", noting)
+    monkeypatch.setattr(SlotStage, "launch", lambda stage: [stages.append(stage), launch(stage)][1])
     return found
 
 

@@ -35,7 +35,7 @@ from TIDE.engine.runners.device import DeviceError, DeviceRunner
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.engine.select import checked
 from TIDE.engine.slots.drafter import why_not_planned
-from TIDE.engine.slots.stage import DeviceStage
+from TIDE.engine.slots.stage import SlotStage
 from TIDE.engine.warm_up import compile_first
 from TIDE.routing.policy import ExitPolicy
 
@@ -54,7 +54,7 @@ class Group(NamedTuple):
     """Rows by one plan in one place."""
 
     loop: Loop
-    stage: HostStage | DeviceStage
+    stage: HostStage | SlotStage
     plan: Plan
     policy: ExitPolicy | None
 
@@ -224,11 +224,11 @@ class Batch:
             if group.is_on_device == on_device and group.policy is asked.policy and group.plan == asked.plan:
                 return group
         sampler = Sampler(device=self.device)
-        stage: HostStage | DeviceStage
+        stage: HostStage | SlotStage
         if on_device:
             assert isinstance(self.runner, DeviceRunner)
-            stage = DeviceStage(self.runner, asked.plan, asked.policy, sampler)
-            self._warn_without_tree(asked.plan, stage.without_tree)
+            stage = SlotStage(self.runner, asked.plan, asked.policy, sampler)
+            self._warn_without_tree(asked.plan, stage.launcher.without_tree)
         else:
             self._warn_without_tree(asked.plan, self.reason and f"rounds are on the host: {self.reason}")
             costs, most = self.scheduler.costs, max(rows, self.most_rows)
@@ -272,7 +272,7 @@ class Batch:
         """Let the rows of a group start over from their texts."""
         rows = group.loop.rows
         self._groups.remove(group)
-        if isinstance(group.stage, DeviceStage):
+        if isinstance(group.stage, SlotStage):
             group.stage.forget()
         for row in rows:
             row.drafts = []

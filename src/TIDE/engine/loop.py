@@ -28,7 +28,7 @@ from TIDE.kernels.reference.trees import TreeShape
 
 
 class Launcher(Protocol):
-    """A stage that launches rounds: `HostStage` or `DeviceStage`."""
+    """A stage that launches rounds: `HostStage` or `SlotStage`."""
 
     is_planned: bool  # drafts are chosen before a round runs
 

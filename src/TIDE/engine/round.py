@@ -71,7 +71,7 @@ class Launched:
 
 
 class Stage(Protocol):
-    """The parts of a round: `HostStage` decides on the host, `DeviceStage` launches kernels on fixed buffers."""
+    """The parts of a round: `HostStage` decides on the host, `SlotStage` launches kernels on fixed buffers."""
 
     def draft(self, step: int) -> bool:
         """Make draft number `step`. Return False if there is none, because a row has to go to full depth now."""

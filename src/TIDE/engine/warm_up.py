@@ -29,20 +29,51 @@ from TIDE.engine.runners.device import DeviceError, DeviceRunner, device_errors
 from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.select import checked
 from TIDE.engine.slots.drafter import why_not_planned
+from TIDE.engine.slots.launcher import levels
 from TIDE.engine.slots.module_prefill import LONGEST, ModulePrefill, padded_length
 from TIDE.engine.slots.sampler import features_of
-from TIDE.engine.slots.stage import DeviceStage
+from TIDE.engine.slots.stage import SlotStage
 from TIDE.kernels.reference.sampling import Features
 from TIDE.kernels.triton.tiles import PART
 from TIDE.routing.policy import ExitPolicy
 
 logger = logging.getLogger(__name__)
-Works = Callable[[DeviceStage], Iterable[Callable[[], object]]]
+Works = Callable[[SlotStage], Iterable[Callable[[], object]]]
 
 TIMES = 2  # a graph is captured the second time its work is asked for
 # passes that are not captured; kernels have tiles by their tokens, in such steps
 LONG = range(CAPTURED + PART, CHUNK + 1, PART)
 CHOICES = (None, Features(filters=True))  # greedy rows, and rows that sample among the likeliest tokens
+
+
+class EmptyRounds:
+    """Rounds without any row, which compile and capture what requests will need."""
+
+    def __init__(self, stage: SlotStage) -> None:
+        self.stage = stage
+
+    def run(self, rows: int, tokens: int, columns: int, drafts: int, features: Features | None) -> None:
+        """Run a round on `rows` empty slots, planned for texts of `tokens` tokens.
+
+        Args:
+            columns: that attention is planned for: one of `levels`.
+        """
+        self._serve_nobody(rows, tokens, features)
+        stage = self.stage
+        stage.launcher.round.most = columns
+        if stage.drafter is not None:
+            stage.drafter.waiting = 1
+            stage.drafter.catch_up()
+        stage.launcher.launch(stage.residents.slots, drafts)
+
+    def choose(self, rows: int, tokens: int, features: Features | None) -> None:
+        """Choose first tokens on such slots."""
+        self._serve_nobody(rows, tokens, features)
+        self.stage.launcher.launch_first(self.stage.residents.slots)
+
+    def _serve_nobody(self, rows: int, tokens: int, features: Features | None) -> None:
+        self.stage.residents.allocator.make_room_for(rows, tokens)
+        self.stage.choice.serve(self.stage.residents.slots, {}, features)
 
 
 def warm_up(engine: Any, rows: int, tokens: int, shows: bool) -> None:
@@ -74,16 +105,17 @@ def compile_first(runner: Runner, plan: Plan, policy: ExitPolicy | None, rows: S
     prompt as long as theirs, and their rounds."""
     tokens, features = max(row.size for row in rows), features_of(rows)
 
-    def works(stage: DeviceStage) -> list[Callable[[], object]]:
+    def works(stage: SlotStage) -> list[Callable[[], object]]:
         width = slots_for(min(len(rows), stage.residents.most_rows))
         stage.residents.blocks.grow(width, tokens)
         stage.residents.allocator.make_room_for(1, tokens)
-        columns, texts = stage.levels(tokens)[-1], stage.texts()
+        columns, texts, rounds = levels(tokens)[-1], stage.prompts.passes(), EmptyRounds(stage)
         found = list[Callable[[], object]]()
         if not isinstance(texts, ModulePrefill):
             found.append(partial(texts.run_nothing, min(CHUNK, texts.prompts.padded(tokens)), columns))
-        found += [partial(stage.run_nothing, width, tokens, columns, drafts, features) for drafts in stage.lengths(width)]
-        return [*found, partial(stage.choose_nothing, width, tokens, features)] if stage.may_choose_first else found
+        lengths = stage.launcher.lengths(width)
+        found += [partial(rounds.run, width, tokens, columns, drafts, features) for drafts in lengths]
+        return [*found, partial(rounds.choose, width, tokens, features)] if stage.prompts.may_choose_first else found
 
     _compile(runner, plan, policy, works, shows=False)
 
@@ -107,9 +139,9 @@ def _compile(runner: Runner, plan: Plan, policy: ExitPolicy | None, works: Works
 
 
 @contextmanager
-def _stage(runner: DeviceRunner, plan: Plan, policy: ExitPolicy | None) -> Iterator[DeviceStage]:
+def _stage(runner: DeviceRunner, plan: Plan, policy: ExitPolicy | None) -> Iterator[SlotStage]:
     """Open a stage on slots that nobody has. What a device refuses there ends the warm-up, and nothing else."""
-    stage = DeviceStage(runner, plan, policy, Sampler(device=runner.device))
+    stage = SlotStage(runner, plan, policy, Sampler(device=runner.device))
     try:
         with runner.grad_off(), runner.device_guard():
             yield stage
@@ -122,31 +154,31 @@ def _stage(runner: DeviceRunner, plan: Plan, policy: ExitPolicy | None) -> Itera
         stage.close()
 
 
-def _works(stage: DeviceStage, rows: int, tokens: int, compiles: bool = False) -> list[Callable[[], object]]:
+def _works(stage: SlotStage, rows: int, tokens: int, compiles: bool = False) -> list[Callable[[], object]]:
     """Return everything that up to `rows` rows of up to `tokens` tokens need captured, or only compiled."""
     rows = min(rows, stage.residents.most_rows)
     stage.residents.blocks.grow(rows, tokens)
     return [*_prompts(stage, tokens, compiles), *_rounds(stage, rows, tokens)]
 
 
-def _prompts(stage: DeviceStage, tokens: int, compiles: bool) -> list[Callable[[], object]]:
+def _prompts(stage: SlotStage, tokens: int, compiles: bool) -> list[Callable[[], object]]:
     """Return the passes of prompts."""
     stage.residents.allocator.make_room_for(1, tokens)
-    texts = stage.texts()
+    texts = stage.prompts.passes()
     if isinstance(texts, ModulePrefill):
         lengths = sorted({padded_length(count) for count in range(1, min(tokens, LONGEST) + 1)})
         return [partial(texts.run_nothing, count) for count in lengths]
     longest = texts.prompts.padded(tokens)
     short, long = range(STEP, min(CAPTURED, longest) + 1, STEP), [count for count in LONG if count < longest + PART]
     counts = [*short, *(long if compiles else long[-1:])]
-    return [partial(texts.run_nothing, count, columns) for columns in stage.levels(tokens) for count in counts]
+    return [partial(texts.run_nothing, count, columns) for columns in levels(tokens) for count in counts]
 
 
-def _rounds(stage: DeviceStage, rows: int, tokens: int) -> list[Callable[[], object]]:
+def _rounds(stage: SlotStage, rows: int, tokens: int) -> list[Callable[[], object]]:
     """Return the rounds on slots for 1, 2, 4, … rows."""
-    works = list[Callable[[], object]]()
+    works, rounds = list[Callable[[], object]](), EmptyRounds(stage)
     for width in [1 << power for power in range(slots_for(rows).bit_length())]:
-        for columns, drafts, choice in itertools.product(stage.levels(tokens), stage.lengths(width), CHOICES):
-            works.append(partial(stage.run_nothing, width, tokens, columns, drafts, choice))
-        works += [partial(stage.choose_nothing, width, tokens, choice) for choice in CHOICES if stage.may_choose_first]
+        for columns, drafts, choice in itertools.product(levels(tokens), stage.launcher.lengths(width), CHOICES):
+            works.append(partial(rounds.run, width, tokens, columns, drafts, choice))
+        works += [partial(rounds.choose, width, tokens, choice) for choice in CHOICES if stage.prompts.may_choose_first]
     return works
