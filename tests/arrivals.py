@@ -98,7 +98,7 @@ def alone(prompt: int, new: int, kind: str) -> list[int]:
 
 def gib_of(engine: TIDE.TIDE, blocks: int) -> float:
     exit_ = None if engine.policy is None else exit_of(engine.plan, engine.policy)
-    return blocks * engine.runner.store(exit_).block_bytes / 2**30
+    return blocks * engine.runner.pool.store(exit_).block_bytes / 2**30
 
 
 def rows_put_back(monkeypatch) -> Counter:

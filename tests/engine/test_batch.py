@@ -68,7 +68,7 @@ def test_a_row_among_others_writes_what_it_writes_alone(strategy, depth, texts, 
         patch.setattr(Loop, "_pace", lambda self, is_idle, waited: setattr(self, "at_once", at_once))
         found = decoded(engine, texts, config=TIDEConfig(cache_gib=gib_of(engine, blocks), max_pending=7))
     check(texts, found)
-    for _, store in engine.runner._stores:
+    for _, store in engine.runner.pool.stores:
         assert store.free == store.blocks - 1  # every block was given back
 
 
@@ -265,7 +265,7 @@ def test_a_step_that_is_broken_off_loses_nothing(place, at, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
         if place is on_references:
-            assert not engine.runner._graphs and engine.cache_use[0] == 0.0  # nothing half done is kept
+            assert not engine.runner.graphs.of and engine.cache_use[0] == 0.0  # nothing half done is kept
         while any(not row.finished for row in rows):
             engine.step()
         assert [row.tokens for row in rows] == [alone(*text[:3])] * 2
@@ -322,9 +322,10 @@ def test_many_requests_through_sixteen_slots_and_few_blocks():
             gc.collect()
             in_use.append(resident_mib())
         assert in_use[1] - in_use[0] < 32, in_use
-        store = engine.runner.store(None)
+        store = engine.runner.pool.store(None)
         assert store.blocks <= 20 and store.free == store.blocks - 1
-        assert sorted(slots.rows for slots in engine.runner._free) == sorted({slots.rows for slots in engine.runner._free})
+        free = [slots.rows for slots in engine.runner.pool.free]
+        assert len(free) == len(set(free))
 
 
 def test_rows_that_end_together_leave_together(monkeypatch):
@@ -354,20 +355,20 @@ def test_slots_that_long_texts_had_stand_at_their_beginning_again():
 def test_a_row_that_fails_while_it_joins_is_decoded_once(monkeypatch):
     with on_references(TIDE.TIDE(model())) as engine:
         engine.generate(Text(3, 4, "greedy").ids, **Text(3, 4, "greedy").options)
-        text, grow = Text(1500, 4, "greedy"), engine.runner.grow
+        text, grow = Text(1500, 4, "greedy"), engine.runner.pool.grow
         row = engine.add(text.ids, **text.options)
 
         def interrupted(*given):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(engine.runner, "grow", interrupted)
+        monkeypatch.setattr(engine.runner.pool, "grow", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-        monkeypatch.setattr(engine.runner, "grow", grow)
+        monkeypatch.setattr(engine.runner.pool, "grow", grow)
         assert engine._batch.rows == [row]
         while not row.finished:
             engine.step()
-        store = engine.runner.store(None)
+        store = engine.runner.pool.store(None)
         assert len(row.new_tokens) == 4 and store.free == store.blocks - 1
 
 
@@ -400,7 +401,7 @@ def test_the_use_of_blocks_is_stated():
     size = gib_of(engine, 1)
     used, there = engine.cache_use
     assert used == pytest.approx(size * -(-(100 + AHEAD) // BLOCK)) and there == pytest.approx(
-        size * engine.runner.store(None).blocks
+        size * engine.runner.pool.store(None).blocks
     )
     while not row.finished:
         engine.step()

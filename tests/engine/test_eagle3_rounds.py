@@ -261,7 +261,7 @@ def test_kernels_draft_what_references_draft(flags, tree, tmp_path, monkeypatch)
         nodes: list = []
         with in_rounds(model(), policy=head, place=place, then=2, max_pending=2, draft_tree=tree) as engine:
             text = engine.generate(some_ids(1, 5), **OPTIONS | dict(max_new_tokens=4))
-            (_, store), *_ = [own for own in engine.runner._stores if own[0] is not None]
+            (_, store), *_ = [own for own in engine.runner.pool.stores if own[0] is not None]
             found.append((text.tolist(), nodes, store.before[64:73], store.keys[-1][1, :, :8], engine.last_stats.drafted))
     ours, theirs = found
     assert ours[:2] == theirs[:2] and ours[4] == theirs[4] > 0 and bool(tree) == bool(nodes)

@@ -161,21 +161,21 @@ def test_a_round_that_fails_leaves_nothing_to_find(monkeypatch):
         while not row.finished:
             engine.step()
         assert row.tokens == expected((1, 200))
-        store = engine.runner.store(None)
+        store = engine.runner.pool.store(None)
         assert store.free == store.blocks - 1 and not store.prefixes.idle
 
 
 def test_blocks_are_forgotten_in_the_order_of_their_last_use():
     with opened() as engine:
-        size = engine.runner.store(None).block_bytes / 2**30
+        size = engine.runner.pool.store(None).block_bytes / 2**30
     with opened(cache_gib=9 * size) as engine:  # a text of 200 tokens takes four, and three can be kept
         for seed, runs in [(1, 199), (2, 199), (1, 199 - 3 * BLOCK), (3, 199), (1, 199 - 3 * BLOCK), (2, 199 - BLOCK)]:
             assert answered(engine, (seed, 200)) == runs, seed
-        assert engine.runner.store(None).blocks == 9
+        assert engine.runner.pool.store(None).blocks == 9
 
 
 def all_blocks_are_there(engine) -> bool:
-    store = engine.runner._stores[-1][1]
+    store = engine.runner.pool.stores[-1][1]
     return store.free == store.blocks - 1 and len(set(store._free)) == len(store._free)
 
 
@@ -194,7 +194,7 @@ def test_rows_that_are_alike_from_their_first_tokens_on_and_end_one_after_the_ot
 
 def test_rows_that_began_before_everything_was_forgotten_share_nothing():
     with opened() as engine:
-        store = engine.runner.store(None)
+        store = engine.runner.pool.store(None)
         answered(engine, (1, 200))
         rows = [engine.add(text((1, 200), (5, 70 + 9 * place)), **(OPTIONS | {"max_new_tokens": 9})) for place in range(3)]
         engine.step()
@@ -210,7 +210,7 @@ def test_salts_that_nobody_uses_are_forgotten():
     with opened() as engine:
         for number in range(5):
             answered(engine, (1, 20), cache_salt=str(number))
-        assert not engine.runner.store(None).prefixes._roots
+        assert not engine.runner.pool.store(None).prefixes._roots
 
 
 pieces = st.lists(st.tuples(st.integers(1, 3), st.sampled_from([64, 64, 64, 30, 1])), min_size=1, max_size=4)
@@ -225,7 +225,7 @@ pieces = st.lists(st.tuples(st.integers(1, 3), st.sampled_from([64, 64, 64, 30, 
 def test_any_texts_in_any_order_with_any_budget(asked, blocks, strategy):
     """Prefix trees, evictions, rows that are put back: the texts are those of the model, and no block is lost."""
     engine = shared_engine(strategy, blocks)
-    store, rows, step = engine.runner._stores[-1][1], [], 0
+    store, rows, step = engine.runner.pool.stores[-1][1], [], 0
     for parts, wait, salt in asked:
         for _ in range(wait):
             engine.step()
@@ -243,7 +243,7 @@ def test_any_texts_in_any_order_with_any_budget(asked, blocks, strategy):
 def shared_engine(strategy, blocks):
     drafts = 2 if strategy else 0
     with opened(strategy, drafts) as engine:
-        size = engine.runner._stores[-1][1].block_bytes / 2**30
+        size = engine.runner.pool.stores[-1][1].block_bytes / 2**30
     return opened(strategy, drafts, cache_gib=blocks * size)
 
 

@@ -22,7 +22,7 @@ from runners import Recording, in_rounds, on_modules, on_references, why_on_the_
 from TIDE.adapters.snapshot import ModelSnapshot
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.slots import Slots
-from TIDE.engine.runners.device import DeviceRunner
+from TIDE.engine.runners.graphs import GraphPool
 from TIDE.engine.slots.drafter import DeviceDrafter
 from TIDE.engine.slots.module_prefill import LONGEST, SHORTEST, padded_length
 from TIDE.kernels.reference import layers as reference
@@ -113,7 +113,7 @@ def test_a_memory_head_is_fed_every_token_once_it_is_asked_again(lengths, depth,
         with pytest.MonkeyPatch.context() as patch, in_rounds(model, depth, **how) as engine:
             patch.setattr(Slots, "clear", noting)
             text = engine.generate(ids, do_sample=False, eos_token_id=None, **options)
-            (slots,) = engine.runner._free
+            (slots,) = engine.runner.pool.free
             store, fed = slots.store, seen[-1]
             first = int(store._free[-1])  # the block the row had first is the next to be taken
             assert first == 1 and fed < store.size
@@ -160,10 +160,8 @@ def test_mode_fast_writes_what_it_writes_without_rounds(strategy, depth, vocabul
 def test_graphs_of_one_draft_vocabulary_do_not_serve_another(ids, monkeypatch):
     """Same runner, slots and exit: a graph has the addresses of one vocabulary, so its key has to name it."""
     model, keys = build("llama"), []
-    launch = DeviceRunner.launch
-    monkeypatch.setattr(
-        DeviceRunner, "launch", lambda self, slots, key, work: keys.append(key) or launch(self, slots, key, work)
-    )
+    launch = GraphPool.launch
+    monkeypatch.setattr(GraphPool, "launch", lambda self, slots, key, work: keys.append(key) or launch(self, slots, key, work))
     file = a_file(model, "memory", (0,), 0.0, torch.arange(0, 96, 3))
     with in_rounds(model, 0, then=2) as engine:
         policies = [
@@ -251,8 +249,8 @@ def test_streams_that_are_left_give_their_slots_back(ids):
         engine.generate(ids, **OPTIONS)
         for _ in range(3):
             next(engine.stream(ids, **OPTIONS))
-        assert len(engine.runner._free) == 1
-        assert engine.runner.store(None).free == engine.runner.store(None).blocks - 1
+        assert len(engine.runner.pool.free) == 1
+        assert engine.runner.pool.store(None).free == engine.runner.pool.store(None).blocks - 1
 
 
 def test_a_text_ends_where_the_models_does(ids):

@@ -375,7 +375,7 @@ def test_blocks_with_settled_tokens_are_never_shared():
     for _ in range(2):
         engine.generate(ids, **OPTIONS)
         assert engine.last_stats.reused_tokens == 0
-        assert engine.runner.store(None).prefixes.idle == 0
+        assert engine.runner.pool.store(None).prefixes.idle == 0
     with engine.using(TIDEConfig(mode="fast")):  # others find nothing either, and what they leave is not found
         for found in (0, 192):
             engine.generate(ids, **OPTIONS)

@@ -152,8 +152,8 @@ def test_kv_that_rows_of_another_exit_left_are_given_up_for_rows_that_need_them(
         finish(engine, *rows)
         assert [row.error for row in rows] == [None] * len(rows)
         assert [row.tokens for row in rows] == [alone(*text[:3]) for text in texts]
-        taken = sum(store.blocks * store.block_bytes for _, store in engine.runner._stores)
-        assert taken <= budget + 2 * max(store.block_bytes for _, store in engine.runner._stores)
+        taken = sum(store.blocks * store.block_bytes for _, store in engine.runner.pool.stores)
+        assert taken <= budget + 2 * max(store.block_bytes for _, store in engine.runner.pool.stores)
 
 
 class NoNumbers(Everyone):

@@ -88,7 +88,7 @@ def test_a_budget_is_left_for_rows_without_exits(exits):
 def test_a_device_that_refuses_is_told_and_requests_are_answered(monkeypatch, caplog):
     model = build("llama", num_hidden_layers=2)
     with on_references(TIDE.TIDE(model)) as engine:
-        monkeypatch.setattr(engine.runner, "launch", lambda *given: 1 / 0)
+        monkeypatch.setattr(engine.runner.graphs, "launch", lambda *given: 1 / 0)
         engine.warm_up(progress=False)
         assert "the warm-up ended early" in caplog.text
         (ids,) = prompts(1)
@@ -129,7 +129,7 @@ def test_where_there_are_no_rounds_a_text_is_written(caplog, llama):
 def test_a_warm_up_that_is_broken_off_leaves_the_engine_usable(monkeypatch):
     model = build("llama", num_hidden_layers=2)
     with on_references(TIDE.TIDE(model)) as engine:
-        run, left = engine.runner.launch, [20]
+        run, left = engine.runner.graphs.launch, [20]
 
         def interrupted(*given):
             left[0] -= 1
@@ -137,7 +137,7 @@ def test_a_warm_up_that_is_broken_off_leaves_the_engine_usable(monkeypatch):
                 raise KeyboardInterrupt
             return run(*given)
 
-        monkeypatch.setattr(engine.runner, "launch", interrupted)
+        monkeypatch.setattr(engine.runner.graphs, "launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.warm_up(progress=False)
         (ids,) = prompts(1)

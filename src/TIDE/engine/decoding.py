@@ -79,8 +79,8 @@ class Decoding:
         if not isinstance(runner, DeviceRunner) or not self.batch.is_waiting:
             self._waiting = None
             return
-        if self._waiting is None or self._waiting[0] != runner.launched:
-            self._waiting = runner.launched, time.monotonic()
+        if self._waiting is None or self._waiting[0] != runner.graphs.launched:
+            self._waiting = runner.graphs.launched, time.monotonic()
         if time.monotonic() - self._waiting[1] > PATIENCE:
             raise RuntimeError(
                 f"all K/V there are for rows belong to others, none of which was decoded for {PATIENCE:g} s. Finish or close "

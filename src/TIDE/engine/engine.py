@@ -167,19 +167,19 @@ class TIDE:
     @property
     def capture_seconds(self) -> float:
         """Seconds spent so far on capturing CUDA graphs."""
-        return self.runner.capture_seconds if isinstance(self.runner, DeviceRunner) else 0.0
+        return self.runner.graphs.seconds if isinstance(self.runner, DeviceRunner) else 0.0
 
     @property
     def cache_use(self) -> tuple[float, float]:
         """GiB of K/V that rows have now, and that there are for them, where K/V are in blocks (on a GPU)."""
-        return self.runner.cache_use if isinstance(self.runner, DeviceRunner) else (0.0, 0.0)
+        return self.runner.pool.use if isinstance(self.runner, DeviceRunner) else (0.0, 0.0)
 
     @property
     def without_graphs(self) -> str | None:
         """Why the model is not run in CUDA graphs; None: it is. On a GPU the first request tells."""
         if not isinstance(self.runner, DeviceRunner):
             return self.runner.reason or f"there are none for it on {self.adapter.device.type}"
-        return self.runner.failed or self.runner.without_graphs
+        return self.runner.failed or self.runner.graphs.without
 
     @property
     def backend(self) -> str:

@@ -128,7 +128,7 @@ def _compile(runner: Runner, plan: Plan, policy: ExitPolicy | None, works: Works
     was_checked, runner.is_checked = runner.is_checked, True  # as if
     checks: list[Callable[[], object]] = [partial(first_compiled_difference, runner), runner.take_short_cuts]
     try:
-        with _stage(runner, plan, policy) as stage, runner.compiled_ahead(shows):
+        with _stage(runner, plan, policy) as stage, runner.graphs.compiled_ahead(shows):
             for work in [*(() if was_checked else [*checks, runner.assume_short_cuts]), *(works(stage) if is_planned else ())]:
                 with device_errors():
                     work()

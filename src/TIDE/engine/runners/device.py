@@ -5,36 +5,28 @@ Every method launches work on fixed addresses and waits for nothing, so that it 
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from TIDE.adapters.adapter import PassInputs
 from TIDE.engine.cache.kv_blocks import KVBlocks
-from TIDE.engine.cache.prefill_buffers import ROWS, Prompts
 from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.runners.base import Runner
-from TIDE.engine.runners.graphs import Graphs
+from TIDE.engine.runners.device_pool import DevicePool
+from TIDE.engine.runners.graphs import GraphPool
 from TIDE.kernels.layer import Begun
 from TIDE.kernels.reference import layers as reference
 from TIDE.kernels.reference import sampling as reference_sampling
-from TIDE.kernels.triton.compile_ahead import compiled_ahead
 from TIDE.routing.exits import Exit
 
 if TYPE_CHECKING:
     from TIDE.engine.rows.row import Row
-
-
-COLUMNS = 1024  # of the smallest slots; others have twice as many, and so on
-MARGIN = 0.1  # of a device's memory, that K/V leave free; half of it where less than that is free
-MOST_BLOCKS = 1 << 20
 
 
 class DeviceError(RuntimeError):
@@ -57,6 +49,8 @@ class DeviceRunner(Runner):
 
     Attributes:
         ops: compiled operations of layers.
+        graphs: of all slots.
+        pool: slots and K/V.
         failed: why rounds were given up, if they were.
         has_compiled_layers: tokens of any rows run in one pass; otherwise the model's modules run one row at a time.
     """
@@ -72,13 +66,8 @@ class DeviceRunner(Runner):
         self._exits = exits
         self._sampling = sampling
         self.failed: str | None = None
-        self._stores: list[tuple[Exit | None, KVBlocks]] = []
-        self._prompts: list[tuple[Exit | None, Prompts]] = []
-        self._free: list[Slots] = []  # that wait for their next rows
-        self._acquired: WeakSet[Slots] = WeakSet()
-        self.launched = 0  # pieces of work, of all requests
-        self._graphs: dict[Slots, Graphs] = {}
-        self._dropped_seconds = 0.0
+        self.graphs = GraphPool(self.device)
+        self.pool = DevicePool(self, self.graphs)
 
     @cached_property
     def device(self) -> torch.device:
@@ -108,20 +97,6 @@ class DeviceRunner(Runner):
     def make_slots(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
         """Return fresh slots for texts of up to `columns` tokens."""
 
-    @property
-    def without_graphs(self) -> str | None:
-        """Why rounds are not captured; None: they are."""
-        if os.environ.get("TIDE_NO_GRAPHS") == "1":
-            return "TIDE_NO_GRAPHS=1 is set"
-        if self.device.type != "cuda":
-            return f"there are none on {self.device.type}"
-        return next((graphs.without for graphs in self._graphs.values() if graphs.without is not None), None)
-
-    @property
-    def capture_seconds(self) -> float:
-        """Spent so far on captures."""
-        return sum(graphs.seconds for graphs in self._graphs.values()) + self._dropped_seconds
-
     def why_not(self, row: Row) -> str | None:
         if self.failed is not None:
             return f"a round failed: {self.failed}"
@@ -131,127 +106,8 @@ class DeviceRunner(Runner):
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def launch(self, slots: Slots, key: Hashable, work: Callable[[], object]) -> bool:
-        """Run work on slots, or replay its graph; return True if that was as fast as it will be from now on."""
-        self.launched += 1
-        if slots not in self._graphs:
-            self._graphs[slots] = Graphs(self.device)
-        return self._graphs[slots].run(key, work)
-
-    @contextmanager
-    def compiled_ahead(self, shows: bool) -> Iterator[None]:
-        """Compile, many at a time, the kernels of work that is launched in here; it does not run."""
-        with compiled_ahead(shows):
-            yield
-        for graphs in self._graphs.values():
-            graphs.forget_runs()
-
-    # ---- slots and K/V -----------------------------------------------------------------------------------------------------
-
-    def store(self, exit_: Exit | None) -> KVBlocks:
-        """Return the K/V of all rows that an exit drafts for."""
-        found = next((store for known, store in self._stores if known is exit_), None)
-        if found is None:
-            found = self.make_store(exit_)
-            self._stores.append((exit_, found))
-        return found
-
-    @property
-    def cache_use(self) -> tuple[float, float]:
-        """GiB of blocks that rows have, and of all that are allocated."""
-        stores = [store for _, store in self._stores]
-        taken = sum((store.blocks - 1 - store.free) * store.block_bytes for store in stores)
-        return taken / 2**30, sum(store.blocks * store.block_bytes for store in stores) / 2**30
-
-    def most_blocks(self, store: KVBlocks, cache_gib: float | None, alone: bool = False) -> int:
-        """Return how many blocks K/V may have: by their budget, or by what is free. K/V of other exits that no row uses count
-        as free.
-
-        Args:
-            alone: as if no other K/V were in use.
-        """
-        others = [own for _, own in self._stores if own is not store]
-        used = 0 if alone else sum(own.block_bytes * own.blocks for own in others if not self._is_idle(own))
-        if cache_gib is not None:
-            free = cache_gib * 2**30 - used
-        elif self.device.type == "cuda":
-            free, whole = torch.cuda.mem_get_info(self.device)
-            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            free = max(free - MARGIN * whole, free / 2) + store.block_bytes * store.blocks
-            free += sum(own.block_bytes * own.blocks for own in others) - used
-        else:
-            return MOST_BLOCKS
-        return max(2, min(MOST_BLOCKS, int(free // store.block_bytes)))
-
-    def _is_idle(self, store: KVBlocks) -> bool:
-        return store.free == store.blocks - 1 and all(slots.store is not store for slots in self._acquired)
-
-    def grow(self, store: KVBlocks, blocks: int, cache_gib: float | None) -> None:
-        """Give K/V more blocks. Graphs know their old addresses, so they are made again. Others that no row uses are given up
-        where there is no room beside them."""
-        idle = [(exit_, own) for exit_, own in self._stores if own is not store and self._is_idle(own)]
-        beside = self.most_blocks(store, cache_gib) - sum(own.block_bytes * own.blocks for _, own in idle) // store.block_bytes
-        if blocks > beside:
-            for exit_, own in idle:
-                self._drop_store(exit_, own)
-        for slots in [own for own in self._graphs if own.store is store]:
-            self.drop_graphs(slots)
-        store.grow(blocks)
-
-    def _drop_store(self, exit_: Exit | None, store: KVBlocks) -> None:
-        self.drop_prompts(exit_)
-        for slots in [own for own in self._free if own.store is store]:
-            self._free.remove(slots)
-            self.drop_graphs(slots)
-        self._stores.remove((exit_, store))
-
-    def acquire(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
-        """Return slots with room for `rows` rows and `columns` columns, which have to be released."""
-        alike = [slots for slots in self._free if slots.exit is exit_ and slots.rows == rows]
-        found = next((slots for slots in alike if slots.columns >= columns), None)
-        if found is not None:
-            self._free.remove(found)
-            self._acquired.add(found)
-            return found
-        for slots in alike:  # too narrow for what is asked now
-            self._free.remove(slots)
-            self.drop_graphs(slots)
-        made = self.make_slots(rows, _rounded(columns), exit_)
-        self._acquired.add(made)
-        return made
-
-    def has_free(self, rows: int, columns: int, exit_: Exit | None) -> bool:
-        """Return True if there are such slots already, with what was captured on them."""
-        return any(slots.exit is exit_ and slots.rows == rows and slots.columns >= columns for slots in self._free)
-
-    def prompts(self, exit_: Exit | None, columns: int) -> Prompts:
-        """Return buffers for texts of up to `columns` tokens, on slots that no row is decoded on."""
-        found = next((prompts for known, prompts in self._prompts if known is exit_), None)
-        if found is None or found.slots.columns < columns:
-            self.drop_prompts(exit_)
-            found = Prompts(self.make_slots(ROWS, _rounded(columns), exit_))
-            self._prompts.append((exit_, found))
-        return found
-
-    def drop_prompts(self, exit_: Exit | None) -> None:
-        """Give up buffers for texts, and what was captured on them."""
-        for known, prompts in list(self._prompts):
-            if known is exit_:
-                self._prompts.remove((known, prompts))
-                self.drop_graphs(prompts.slots)
-
     def forget_old_kv(self) -> None:
         """Share no K/V of weights that have changed since; for the thread that decodes."""
-
-    def release(self, slots: Slots) -> None:
-        """Take slots back, for rows that come later."""
-        self._acquired.discard(slots)
-        self._free.append(slots)
-
-    def drop_graphs(self, slots: Slots) -> None:
-        """Give up what was captured on slots."""
-        graphs = self._graphs.pop(slots, None)
-        self._dropped_seconds += 0.0 if graphs is None else graphs.seconds
 
     def device_guard(self) -> AbstractContextManager[Any]:
         """Return a context in which kernels are launched where the model is."""
@@ -320,7 +176,3 @@ class DeviceRunner(Runner):
     def write_logits(self, states: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
         """Write the (n, vocabulary) logits of (n, hidden) states at full depth."""
         logits.copy_(self.logits(states, vocabulary))
-
-
-def _rounded(columns: int) -> int:
-    return max(COLUMNS, 1 << (columns - 1).bit_length())

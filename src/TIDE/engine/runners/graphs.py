@@ -10,10 +10,14 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from TIDE.engine.cache.slots import Slots
+from TIDE.kernels.triton.compile_ahead import compiled_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -87,3 +91,51 @@ class Graphs:
             if collects:
                 gc.enable()
         self.seconds += time.perf_counter() - began
+
+
+class GraphPool:
+    """The graphs of all slots.
+
+    Attributes:
+        launched: pieces of work, of all requests.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.launched = 0
+        self.of: dict[Slots, Graphs] = {}
+        self._dropped_seconds = 0.0
+
+    @property
+    def without(self) -> str | None:
+        """Why rounds are not captured; None: they are."""
+        if os.environ.get("TIDE_NO_GRAPHS") == "1":
+            return "TIDE_NO_GRAPHS=1 is set"
+        if self.device.type != "cuda":
+            return f"there are none on {self.device.type}"
+        return next((graphs.without for graphs in self.of.values() if graphs.without is not None), None)
+
+    @property
+    def seconds(self) -> float:
+        """Spent so far on captures."""
+        return sum(graphs.seconds for graphs in self.of.values()) + self._dropped_seconds
+
+    def launch(self, slots: Slots, key: Hashable, work: Callable[[], object]) -> bool:
+        """Run work on slots, or replay its graph; return True if that was as fast as it will be from now on."""
+        self.launched += 1
+        if slots not in self.of:
+            self.of[slots] = Graphs(self.device)
+        return self.of[slots].run(key, work)
+
+    def drop(self, slots: Slots) -> None:
+        """Give up what was captured on slots."""
+        graphs = self.of.pop(slots, None)
+        self._dropped_seconds += 0.0 if graphs is None else graphs.seconds
+
+    @contextmanager
+    def compiled_ahead(self, shows: bool) -> Iterator[None]:
+        """Compile, many at a time, the kernels of work that is launched in here; it does not run."""
+        with compiled_ahead(shows):
+            yield
+        for graphs in self.of.values():
+            graphs.forget_runs()

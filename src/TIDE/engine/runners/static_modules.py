@@ -55,12 +55,12 @@ class StaticModuleRunner(ModuleRunner, DeviceRunner):
 
     @property
     def words(self) -> str:
-        without = self.failed or self.without_graphs
+        without = self.failed or self.graphs.without
         return f"the model's own layers, without graphs: {without}" if without else "the model's own layers, in CUDA graphs"
 
     def why_not(self, row: Any) -> str | None:
-        if os.environ.get("TIDE_NO_GRAPHS") == "1" or (self.device.type == "cuda" and self.without_graphs):
-            return f"{self.without_graphs}; without graphs single passes are faster"
+        if os.environ.get("TIDE_NO_GRAPHS") == "1" or (self.device.type == "cuda" and self.graphs.without):
+            return f"{self.graphs.without}; without graphs single passes are faster"
         return super().why_not(row)
 
     def layers_on_slots(

@@ -42,7 +42,7 @@ class TritonRunner(CompiledRunner, DeviceRunner):
     @property
     def words(self) -> str:
         layers = f"compiled layers on {self.device.type} (Triton)"
-        without = self.failed or self.without_graphs
+        without = self.failed or self.graphs.without
         return f"{layers}, without graphs: {without}" if without else f"{layers}, in CUDA graphs"
 
     def follow(self) -> None:
@@ -53,7 +53,7 @@ class TritonRunner(CompiledRunner, DeviceRunner):
 
     def forget_old_kv(self) -> None:
         if self._versions != self._versions_of_kv:
-            for _, store in self._stores:
+            for _, store in self.pool.stores:
                 store.forget_prefixes()
         self._versions_of_kv = self._versions
 
@@ -68,7 +68,7 @@ class TritonRunner(CompiledRunner, DeviceRunner):
         return KVBlocks(parts[0].q[0], shapes, 2, BLOCK, remembering_head(exit_))
 
     def make_slots(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
-        store = self.store(exit_)
+        store = self.pool.store(exit_)
         angles = {kind: self.rotary.tables(kind, columns) for kind in self.rotary.kinds}
         return Slots(store.like, store, angles, rows, columns, exit_)
 

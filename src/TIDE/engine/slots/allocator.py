@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from TIDE.engine.cache.slots import Slots, slots_for
 from TIDE.engine.rows.row import Row
-from TIDE.engine.runners.device import DeviceRunner
+from TIDE.engine.runners.device_pool import DevicePool
 from TIDE.routing.exits import Exit
 
 FEW = 8  # slots
@@ -27,8 +27,8 @@ class SlotAllocator:
         places: the row on each slot that has one.
     """
 
-    def __init__(self, runner: DeviceRunner, exit_: Exit | None, ahead: int, trees: Mapping[int, int] | None = None) -> None:
-        self.runner = runner
+    def __init__(self, pool: DevicePool, exit_: Exit | None, ahead: int, trees: Mapping[int, int] | None = None) -> None:
+        self.pool = pool
         self.exit = exit_
         self.ahead = ahead
         self.trees = trees or {}
@@ -56,7 +56,7 @@ class SlotAllocator:
         slots, drafts = slots_for(len(rows)), self.trees
         if self._slots is None or slots >= self.slots.rows or drafts.get(slots, 0) <= drafts.get(self.slots.rows, 0):
             return False
-        return not self.places or self.runner.has_free(slots, max(map(self._columns, rows)), self.exit)
+        return not self.places or self.pool.has_free(slots, max(map(self._columns, rows)), self.exit)
 
     def make_room(self, rows: Collection[Row]) -> None:
         """Have slots for rows that are about to join, and those that are there."""
@@ -72,6 +72,10 @@ class SlotAllocator:
         row.slot = min(set(range(self.slots.rows)) - self.places.keys())
         self.places[row.slot] = row
         return row.slot
+
+    def write_blocks(self, row: Row, first: int, blocks: list[int]) -> None:
+        """Note the blocks of a row from its number `first` on."""
+        self.slots.write_blocks(row.slot, first, blocks)
 
     def free(self, row: Row) -> None:
         del self.places[row.slot]
@@ -97,7 +101,7 @@ class SlotAllocator:
             rows = old.rows
         if old is not None and old.rows == rows and old.columns >= columns:
             return
-        new = self._slots = self.runner.acquire(rows, columns, self.exit)
+        new = self._slots = self.pool.acquire(rows, columns, self.exit)
         if old is None:
             for place in range(new.rows):
                 new.clear(place)
@@ -107,7 +111,7 @@ class SlotAllocator:
         self.places = {place: self.places[was] for place, was in enumerate(order)}
         for place, row in self.places.items():
             row.slot = place
-        self.runner.release(old)
+        self.pool.release(old)
 
     def _columns(self, row: Row) -> int:
         return row.size + min(row.stop.room(row), FIRST_ROOM) + self.ahead
@@ -115,13 +119,13 @@ class SlotAllocator:
     def close(self) -> None:
         """Give the slots back."""
         if self._slots is not None:
-            self.runner.release(self._slots)
+            self.pool.release(self._slots)
             self._slots = None
 
     def forget(self) -> None:
         """Give the slots up after an error, with their graphs."""
         self.places.clear()
         if self._slots is not None:
-            self.runner.drop_graphs(self._slots)
-            self.runner.drop_prompts(self.exit)
+            self.pool.graphs.drop(self._slots)
+            self.pool.drop_prompts(self.exit)
             self._slots = None

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from TIDE.engine.cache.kv_blocks import BLOCK, KVBlocks
 from TIDE.engine.rows.row import Row
-from TIDE.engine.runners.device import DeviceRunner
+from TIDE.engine.runners.device_pool import DevicePool
 from TIDE.routing.exits import Exit
 
 FIRST_BLOCKS = 17  # of K/V, before they grow
@@ -32,8 +32,8 @@ class BlockManager:
         of: the blocks of each row, in the order of joining.
     """
 
-    def __init__(self, runner: DeviceRunner, exit_: Exit | None, cache_gib: float | None, ahead: int, write: Write) -> None:
-        self.runner = runner
+    def __init__(self, pool: DevicePool, exit_: Exit | None, cache_gib: float | None, ahead: int, write: Write) -> None:
+        self.pool = pool
         self.exit = exit_
         self.cache_gib = cache_gib
         self.ahead = ahead
@@ -42,16 +42,16 @@ class BlockManager:
 
     @property
     def store(self) -> KVBlocks:
-        return self.runner.store(self.exit)
+        return self.pool.store(self.exit)
 
     @property
     def most(self) -> int:
         """Blocks that there may be."""
-        return self._most_free if self.cache_gib is None else self.runner.most_blocks(self.store, self.cache_gib)
+        return self._most_free if self.cache_gib is None else self.pool.most_blocks(self.store, self.cache_gib)
 
     @cached_property
     def _most_free(self) -> int:
-        return self.runner.most_blocks(self.store, None)
+        return self.pool.most_blocks(self.store, None)
 
     @property
     def available(self) -> int:
@@ -75,7 +75,7 @@ class BlockManager:
 
     def why_never(self, row: Row) -> str | None:
         """Return why a row has no room even where there is no other; None: it has."""
-        if self.needed(row) < self.runner.most_blocks(self.store, self.cache_gib, alone=True):
+        if self.needed(row) < self.pool.most_blocks(self.store, self.cache_gib, alone=True):
             return None
         gib = self.most * self.store.block_bytes / 2**30
         return (
@@ -131,7 +131,7 @@ class BlockManager:
             return
         some = int(FIRST_GIB * 2**30 / store.block_bytes) if store.like.is_cuda else 0  # for texts that come again
         first = max(FIRST_BLOCKS, min(some, self.most // 4))
-        self.runner.grow(store, min(self.most, max(first, 2 * store.blocks, store.blocks + count)), self.cache_gib)
+        self.pool.grow(store, min(self.most, max(first, 2 * store.blocks, store.blocks + count)), self.cache_gib)
 
 
 class WholeSlot:

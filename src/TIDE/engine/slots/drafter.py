@@ -95,7 +95,7 @@ class DeviceDrafter:
         self.waiting = 0
         if memory is None or not waiting:
             return False
-        self.runner.launch(self.slots, "feed", lambda: self._feed(memory))
+        self.runner.graphs.launch(self.slots, "feed", lambda: self._feed(memory))
         return True
 
     # ---- inside a round ----------------------------------------------------------------------------------------------------

@@ -92,18 +92,18 @@ class RoundLauncher:
             is_typical = drafter is None or drafter.prepare(drafts)
             if shape is not None and drafter is not None:
                 tree = TreeRound(slots, shape, drafter, round_.most, round_.accept)
-                return self.runner.launch(slots, ("tree", *key), lambda: run_round(tree, drafts)) and is_typical
+                return self.runner.graphs.launch(slots, ("tree", *key), lambda: run_round(tree, drafts)) and is_typical
             if not choice.on_host:
-                return self.runner.launch(slots, ("round", *key), lambda: run_round(round_, drafts)) and is_typical
-            is_typical &= self.runner.launch(slots, ("passes", *key), lambda: run_passes(round_, drafts))
+                return self.runner.graphs.launch(slots, ("round", *key), lambda: run_round(round_, drafts)) and is_typical
+            is_typical &= self.runner.graphs.launch(slots, ("passes", *key), lambda: run_passes(round_, drafts))
         choice.choose_on_host(drafts)
         with device_errors():
-            return self.runner.launch(slots, ("accept", *key), lambda: round_.accept(drafts)) and is_typical
+            return self.runner.graphs.launch(slots, ("accept", *key), lambda: round_.accept(drafts)) and is_typical
 
     def launch_first(self, slots: Slots) -> bool:
         """Launch the choice of the first new tokens of all rows; return True if that was as fast as it will be from now on."""
         with device_errors():
-            return self.runner.launch(slots, ("first", self.round.choice.features), self.round.choose_first)
+            return self.runner.graphs.launch(slots, ("first", self.round.choice.features), self.round.choose_first)
 
     def read_later(self, slots: Slots, rows: list[Row], drafts: int, is_prefill: bool, is_typical: bool) -> Launched:
         """Copy the result to the host; whoever asks for it waits for the copy."""

@@ -48,11 +48,11 @@ class ModulePrefill:
         if width > LONGEST:
             self._through(width)
             return True
-        return self.runner.launch(self.slots, ("modules", width), lambda: self._through(width))
+        return self.runner.graphs.launch(self.slots, ("modules", width), lambda: self._through(width))
 
     def run_nothing(self, count: int) -> None:
         """Run a pass of `count` tokens that are nobody's; it is captured then."""
-        self.runner.launch(self.slots, ("modules", count), lambda: self._through(count))
+        self.runner.graphs.launch(self.slots, ("modules", count), lambda: self._through(count))
 
     def _through(self, width: int) -> None:
         slots, last = self.slots, self.runner.num_layers

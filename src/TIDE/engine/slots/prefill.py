@@ -111,7 +111,7 @@ class Prefill:
         if count > CAPTURED:
             self._through(tokens, columns)
             return True
-        return self.runner.launch(self.slots, ("prompts", count, columns), lambda: self._through(tokens, columns))
+        return self.runner.graphs.launch(self.slots, ("prompts", count, columns), lambda: self._through(tokens, columns))
 
     def _through(self, tokens: Tokens, columns: int) -> None:
         slots, drafter, last, count = self.slots, self.drafter, self.runner.num_layers, len(tokens.ids)

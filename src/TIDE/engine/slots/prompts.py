@@ -35,7 +35,7 @@ class PromptRunner:
         slots, round_ = self.residents.slots, self.launcher.round
         if not self.runner.has_compiled_layers:
             return ModulePrefill(self.runner, slots, round_.depth)
-        prompts = self.runner.prompts(self.residents.exit, slots.columns)
+        prompts = self.runner.pool.prompts(self.residents.exit, slots.columns)
         if self.settling is not None:
             return SettledPrefill(self.runner, prompts, round_.depth, round_.drafter, slots, self.settling)
         return Prefill(self.runner, prompts, round_.depth, round_.drafter, slots)

@@ -47,19 +47,17 @@ class Residents:
         trees: Mapping[int, int] | None = None,
         most_rows: int | None = None,
     ) -> None:
+        self.runner = runner
         self.exit = exit_
         self.most_rows = runner.most_rows if most_rows is None else most_rows
         self.is_short = False
-        self.allocator = SlotAllocator(runner, exit_, ahead, trees)
+        self.allocator = SlotAllocator(runner.pool, exit_, ahead, trees)
         self.blocks: BlockManager | WholeSlot = WholeSlot()
         self.sharing: PrefixSharing | None = None
         if runner.has_compiled_layers:
-            self.blocks = BlockManager(runner, exit_, cache_gib, ahead, self._write)
+            self.blocks = BlockManager(runner.pool, exit_, cache_gib, ahead, self.allocator.write_blocks)
             self.sharing = PrefixSharing(self.blocks) if shares else None
         self.entering: list[Entering] = []
-
-    def _write(self, row: Row, first: int, blocks: list[int]) -> None:
-        self.slots.write_blocks(row.slot, first, blocks)
 
     @property
     def slots(self) -> Slots:
@@ -86,7 +84,7 @@ class Residents:
         return count
 
     def join(self, rows: Sequence[Row]) -> None:
-        self.allocator.runner.forget_old_kv()
+        self.runner.forget_old_kv()
         self.allocator.make_room(rows)
         for row in rows:
             place = self.allocator.take(row)
@@ -130,11 +128,11 @@ class Residents:
     def leave(self, row: Row) -> None:
         if isinstance(row.error, FloatingPointError):
             self.slots.store.forget_prefixes()  # NaN may be in them
-        self._give_back(row)
+        self._free_blocks(row)
         self.allocator.free(row)
         self.entering = [own for own in self.entering if own.row is not row]
 
-    def _give_back(self, row: Row) -> None:
+    def _free_blocks(self, row: Row) -> None:
         if self.sharing is not None:
             self.sharing.release(row)
         self.blocks.free(row)
@@ -163,6 +161,6 @@ class Residents:
         if isinstance(self.blocks, BlockManager):
             self.blocks.store.forget_prefixes()
         for row in self.rows:
-            self._give_back(row)
+            self._free_blocks(row)
         self.entering = []
         self.allocator.forget()
