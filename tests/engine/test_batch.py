@@ -30,7 +30,7 @@ from TIDE.config import TIDEConfig
 from TIDE.engine.cache.kv_blocks import BLOCK
 from TIDE.engine.cache.prefill_buffers import Prompts
 from TIDE.engine.cache.slots import AT_ONCE
-from TIDE.engine.host.stage import HostStage
+from TIDE.engine.host.round import HostRound
 from TIDE.engine.loop import Loop
 from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.select import described_layers
@@ -260,7 +260,7 @@ def test_a_step_that_is_broken_off_loses_nothing(place, at, monkeypatch):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(HostStage, "sample", interrupted)
+            patch.setattr(HostRound, "sample", interrupted)
             patch.setattr(SlotRound, "sample", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.step()

@@ -18,8 +18,9 @@ from runners import on_references
 from TIDE.config import TIDEConfig
 from TIDE.engine import decoding
 from TIDE.engine.batch import Batch
+from TIDE.engine.host.round import HostRound
 from TIDE.engine.host.stage import HostStage
-from TIDE.engine.slots.stage import SlotStage
+from TIDE.engine.slots.round import SlotRound
 
 HERE = [on_references, lambda engine: engine]
 
@@ -39,15 +40,15 @@ def test_a_row_that_is_removed_while_a_round_runs_has_ended(place, monkeypatch):
         row = engine.add(text.ids, **text.options)
         for _ in range(3):
             engine.step()
-        stage = SlotStage if place is on_references else HostStage
-        sample = stage.sample
+        round_ = SlotRound if place is on_references else HostRound
+        sample = round_.sample
 
         def removing(self, *given):
             if not row.removed:
                 engine.remove(row)
             return sample(self, *given)
 
-        monkeypatch.setattr(stage, "sample", removing)
+        monkeypatch.setattr(round_, "sample", removing)
         engine.step()
         written = list(row.new_tokens)
         assert row.removed and row.finished and len(written) < 40

@@ -70,8 +70,8 @@ class Launched:
         return self.is_typical and not self.is_prefill
 
 
-class Stage(Protocol):
-    """The parts of a round: `HostStage` decides on the host, `SlotStage` launches kernels on fixed buffers."""
+class Round(Protocol):
+    """The parts of a round: `HostRound` decides between passes, `SlotRound` and `TreeRound` launch kernels on fixed buffers."""
 
     def draft(self, step: int) -> bool:
         """Make draft number `step`. Return False if there is none, because a row has to go to full depth now."""
@@ -86,22 +86,22 @@ class Stage(Protocol):
         """Keep the drafts that equal those tokens."""
 
 
-def run_round(stage: Stage, drafts: int | None = None) -> None:
+def run_round(round_: Round, drafts: int | None = None) -> None:
     """Run one round.
 
     Args:
-        drafts: how many to make; None: as many as `stage.draft` finds worth making.
+        drafts: how many to make; None: as many as `round_.draft` finds worth making.
     """
-    stage.accept(run_passes(stage, drafts))
+    round_.accept(run_passes(round_, drafts))
 
 
-def run_passes(stage: Stage, drafts: int | None = None) -> int:
+def run_passes(round_: Round, drafts: int | None = None) -> int:
     """Run a round up to the full model's choice; return how many drafts it made."""
     drafted = 0
-    while drafted != drafts and stage.draft(drafted):
+    while drafted != drafts and round_.draft(drafted):
         drafted += 1
-    stage.deep_pass(drafted)
-    stage.sample(drafted)
+    round_.deep_pass(drafted)
+    round_.sample(drafted)
     return drafted
 
 
