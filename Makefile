@@ -7,15 +7,20 @@ OLDEST := .venv-oldest
 export PYTHONDONTWRITEBYTECODE :=
 PIP := -m pip install --quiet --no-compile --disable-pip-version-check
 
-.PHONY: demo test test-newest test-oldest test-long test-eval test-wheel check bench results results-gpu results-quality site wheel clean
+.PHONY: demo test test-all test-full test-oldest test-long test-eval test-wheel check bench results results-gpu results-quality site wheel clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/tide demo
 
-test: test-newest test-oldest
+test: $(VENV)/dev $(VENV)/warm
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not full"
 
-test-newest: $(VENV)/dev $(VENV)/warm
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
+# what `make test` leaves out: the other cases of long tables, the browser, the site, studies, generated code; then the oldest
+# versions, and the wheel in an environment of its own
+test-all: test-full test-oldest test-wheel
+
+test-full: $(VENV)/dev $(VENV)/warm
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m full
 
 # the families and exactness again, on the oldest transformers we support, through the models' own layers; and what its oldest
 # version makes of our Triton kernels, which are compiled there, not run

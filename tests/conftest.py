@@ -17,7 +17,7 @@ import torch
 import properties  # noqa: F401  hypothesis' profiles
 from characters import TEMPLATE, characters
 from families import FAMILIES, KINDS, VOCAB, build
-from levels import some_of
+from levels import daily
 
 torch.set_num_threads(1)
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
@@ -72,7 +72,7 @@ def any_model(request):
     return family(request.param)
 
 
-@pytest.fixture(params=some_of(sorted(FAMILIES), KINDS))
+@pytest.fixture(params=daily(sorted(FAMILIES), KINDS))
 def each_kind(request):
     """A tiny model of each kind of layer in turn; of all families in `make test-all`. It is used again, too."""
     return family(request.param)

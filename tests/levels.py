@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 
 
-def some_of(cases: Iterable[Any], daily: Collection[Any]) -> list[Any]:
-    """Return the cases of a parametrized test, of which `make test` runs `daily` only."""
-    return [case if case in daily else pytest.param(case, marks=pytest.mark.full) for case in cases]
+def daily(cases: Iterable[Any], some: Collection[Any]) -> list[Any]:
+    """Return the cases of a parametrized test, of which `make test` runs `some` only.
+
+    A tuple is the values of several arguments, unless it has a type of its own.
+    """
+
+    def in_full(case: Any) -> Any:
+        return pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.full)
+
+    return [case if case in some else in_full(case) for case in cases]
 
 
 def pairwise(cases: Sequence[tuple[Any, ...]]) -> set[tuple[Any, ...]]:

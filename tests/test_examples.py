@@ -62,6 +62,7 @@ def test_an_example_takes_a_model_and_its_router_file(example, template, tmp_pat
     assert PRINTS.get(example.stem, "Total tokens:") in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.real
 def test_the_notebook_runs(tmp_path):
     nbclient = pytest.importorskip("nbclient")

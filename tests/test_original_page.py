@@ -176,6 +176,7 @@ def test_without_cuda_kernels_everything_runs(page, monkeypatch):
 # ---- speed ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.real
 def test_a_file_of_the_original_system_costs_nothing_where_its_drafts_are_wrong(embedded: Loaded, tmp_path):
     """Random routers are sure of wrong drafts; the text is the model's and takes no longer than `model.generate`."""

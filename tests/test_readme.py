@@ -103,6 +103,7 @@ def test_commands_that_take_long_have_tests_of_their_own(command):
     assert re.search(rf'"{words}"', (ROOT / "tests" / ELSEWHERE[command]).read_text("utf-8"))
 
 
+@pytest.mark.full
 def test_another_model_is_calibrated_and_used_in_three_lines(monkeypatch, tmp_path):
     """They run as they stand, on a tiny random model and with few texts."""
     (block,) = re.findall(r"```python\n(model, tokenizer = [^`]*TIDE\.calibrate\([^`]*)```", (ROOT / "README.md").read_text())

@@ -20,6 +20,8 @@ pytest.importorskip("mkdocs")
 pytest.importorskip("material")
 pytest.importorskip("mkdocstrings_handlers.python")
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parent.parent
 Browser = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["Browser"]
 

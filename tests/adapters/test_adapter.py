@@ -386,6 +386,7 @@ def test_gradients_reach_the_states_and_nothing_else(llama):
     adapter.close()
 
 
+@pytest.mark.full
 def test_an_engine_that_nobody_closed_says_nothing_when_python_ends():
     """Modules are taken apart then, and it outlasts some that it needs."""
     script = "import torch, TIDE; from families import build; torch.engine = TIDE.TIDE(build('llama'))"

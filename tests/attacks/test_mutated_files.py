@@ -25,6 +25,8 @@ from TIDE import TIDE, TIDEConfig
 from TIDE.routing import storage
 
 MOST_MEMORY, MOST_SECONDS = 300 << 20, 10  # more than before, and of this process, for a file of up to a megabyte
+pytestmark = pytest.mark.full
+
 MOST_SAID = 2000
 ROUTERS = [f"{strategy}.{suffix}" for strategy in ("identity", "lens", "memory") for suffix in ("safetensors", "pt")]
 ASKED = dict(do_sample=False, max_new_tokens=10, eos_token_id=None, pad_token_id=0)

@@ -31,6 +31,8 @@ from TIDE import TIDE, TIDEConfig
 from TIDE.engine.rows.row import Row
 from TIDE.routing.policies import policy_for
 
+pytestmark = pytest.mark.full
+
 TRACED = tuple(str(Path(package.__file__).parent / folder) for folder in ("engine", "routing"))
 tiny = functools.cache(build)
 

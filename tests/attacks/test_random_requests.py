@@ -17,6 +17,8 @@ from router_files import a_file
 from runners import as_it_is, on_references
 from TIDE import TIDE, TIDEConfig
 
+pytestmark = pytest.mark.full
+
 FAMILIES = ["llama", "qwen2-sliding", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "gpt2", "bloom", "lfm2", "gemma4-shared"]
 tiny = functools.cache(build)
 drafted: list[int] = []

@@ -86,6 +86,7 @@ def test_a_model_that_cannot_have_exits_in_the_prompt_is_refused_before_any_text
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("short_answers")
 def test_the_same_seed_gives_the_same_file_and_another_seed_another(llama, chatty, tmp_path):
     paths = [tmp_path / f"{name}.safetensors" for name in "abc"]
@@ -149,6 +150,7 @@ def test_few_minutes_on_a_cpu_are_said_before_anything_is_measured(
     assert (f"texts to learn from in less than 30 min, found {minutes} min" in caplog.text) == is_told
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["memory", "lens", "eagle3"])
 def test_a_quick_calibration_keeps_to_its_minutes_and_is_estimated_before_any_text(
     strategy, llama, chatty, tmp_path, monkeypatch, caplog
@@ -172,6 +174,7 @@ def test_a_calibration_that_fits_says_nothing_of_its_least(llama, chatty, tmp_pa
     assert "are the least" not in caplog.text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("left", [0.0, 0.001])
 def test_no_further_head_is_tried_without_time_for_it(left, llama, chatty, tmp_path, monkeypatch, caplog):
     """The first one is trained in any case."""

@@ -81,6 +81,7 @@ def test_fewer_tokens_have_to_be_clearly_faster():
     assert "all 1,000 tokens" in vocabulary.Choice(None, whole, [few, whole]).words
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("slow", [True, False], ids=["a dear LM head", "a cheap LM head"])
 def test_a_calibration_drafts_from_few_tokens_where_the_lm_head_is_dear(slow, llama, chatty, tmp_path, monkeypatch, caplog):
     """The first 64 tokens are as good as all to an untrained head; what differs is what a draft costs."""

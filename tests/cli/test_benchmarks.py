@@ -12,6 +12,8 @@ import TIDE
 from TIDE.routing.router import Router
 from TIDE.routing.settling import SIGNALS, FittedSettling
 
+pytestmark = pytest.mark.full
+
 FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
 
 

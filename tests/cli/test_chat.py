@@ -156,6 +156,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(long_winded, tmp_path, terminal
         assert answer and (answer.startswith(full) or full.startswith(answer))
 
 
+@pytest.mark.full
 def test_ctrl_c_at_the_prompt_says_how_to_leave_and_a_second_one_leaves(terminal):
     chat = terminal("--max-new-tokens", 8)
     chat.press("\x03")
@@ -177,6 +178,7 @@ def test_ctrl_c_at_the_prompt_says_how_to_leave_and_a_second_one_leaves(terminal
     assert chat.exit_code() == 130
 
 
+@pytest.mark.full
 def test_keys_pressed_while_an_answer_is_written_are_read_afterwards_and_not_shown_in_it(terminal):
     chat = terminal("--max-new-tokens", 400)
     chat.press("hello\n")

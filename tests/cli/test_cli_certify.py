@@ -40,6 +40,7 @@ def test_the_shipped_file_is_not_written_over(folder, router, monkeypatch):
     assert router.read_bytes() == before
 
 
+@pytest.mark.full
 def test_exits_of_a_folder_are_certified_into_a_file(folder, router, tmp_path):
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "router.safetensors").write_bytes(router.read_bytes())

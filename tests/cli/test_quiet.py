@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from commands import SCRIPT, script
 from families import CONTEXT
 
@@ -39,6 +41,7 @@ def test_other_libraries_are_not_heard():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "warning: of 2 lines\n")
 
 
+@pytest.mark.full
 def test_a_reader_that_leaves_early_is_no_error(folder):
     command = [SCRIPT, "generate", "hello", "again", "--model", folder, "--no-exits", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -306,6 +306,7 @@ def resident_mib() -> float:
     return int(found.read_text().split()[1]) * resource.getpagesize() / 2**20 if found.exists() else 0.0
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_many_requests_through_sixteen_slots_and_few_blocks():
     """No row is lost, texts are right, memory stays, and what rows had is free again; 2,000 requests with TIDE_LONG=1."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from families import FAMILIES, KINDS, build
-from levels import some_of
+from levels import daily
 from policies import texts_of
 from router_files import a_file
 from TIDE import TIDE, TIDEConfig
@@ -24,7 +24,7 @@ def saved(file: RouterFile, folder) -> str:
 
 
 @pytest.mark.invariant(3)
-@pytest.mark.parametrize("name", some_of(sorted(FAMILIES), KINDS))
+@pytest.mark.parametrize("name", daily(sorted(FAMILIES), KINDS))
 def test_exact_mode_writes_the_models_text_with_memory_heads_in_every_family(name, prompts):
     model, (ids, mask) = build(name), prompts
     options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)

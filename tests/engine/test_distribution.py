@@ -16,7 +16,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from families import build
-from levels import some_of
+from levels import daily
 from TIDE import TIDE
 from TIDE.engine.host.sampler import Sampler
 
@@ -200,13 +200,16 @@ def chi_square(tables: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(distance / 2).double()))
 
 
-@pytest.mark.parametrize("name", some_of(SAMPLING, {"pieces", "penalties of the text", "the user's own"}))
+@pytest.mark.parametrize("name", daily(SAMPLING, {"pieces", "penalties of the text", "the user's own"}))
 def test_exits_off_draws_what_transformers_processors_leave(name):
     values = p_values(drawn(name), expected(name))
     assert min(values.values()) > RIGHT, values
 
 
-@pytest.mark.parametrize(("name", "share"), [("temperature", 1.0), ("temperature", 0.97), ("filters", 1.0), ("filters", 1.03)])
+SHARES = [("temperature", 1.0), ("temperature", 0.97), ("filters", 1.0), ("filters", 1.03)]
+
+
+@pytest.mark.parametrize(("name", "share"), daily(SHARES, SHARES[:2]))
 def test_a_temperature_off_by_three_percent_is_noticed(name, share):
     texts = drawn(name, MANY, temperature=share * SAMPLING[name]["temperature"])
     found = min(p_values(texts, expected(name)).values())

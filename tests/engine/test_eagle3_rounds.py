@@ -14,6 +14,7 @@ from arrivals import KINDS, Text, a_model, check, decoded, gib_of, rows_put_back
 from arrivals import model as of_arrivals
 from eagle_heads import Reference, a_head, config_of, fitted, tensors_of, with_vocabulary, write
 from families import VOCAB, build
+from levels import daily
 from policies import texts_of
 from runners import Recording, in_rounds, on_modules, on_references, why_on_the_host
 from TIDE.config import TIDEConfig
@@ -209,7 +210,7 @@ def test_rows_that_come_late_and_rows_that_are_put_back(tmp_path, monkeypatch):
     assert put_back
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", daily(KINDS, ["greedy", "penalised"]))
 def test_trees_write_the_text(kind, good, tmp_path):
     for head in (good, a_head(tmp_path)):
         for rows in (1, 3):
@@ -237,6 +238,7 @@ def test_the_likeliest_way_through_a_tree_is_the_drafts_in_a_row(good, monkeypat
     check_drafts(trees, text[0].tolist(), Reference(good_tensors(), NEWER))
 
 
+@pytest.mark.full
 @pytest.mark.invariant(7)
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run on the GPU: tests/gpu")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

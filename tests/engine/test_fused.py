@@ -11,7 +11,7 @@ import torch
 
 import TIDE
 from families import COMPILED, FAMILIES, KINDS, build
-from levels import some_of
+from levels import daily
 from TIDE.adapters.layer_parts import LAYERS, layer_parts
 from TIDE.engine import select as fused
 from TIDE.engine.runners import patience
@@ -36,7 +36,7 @@ def test_the_table_is_covered():
     assert {type(build(name).get_decoder().layers[0]).__name__ for name in COMPILED} == set(LAYERS)
 
 
-@pytest.mark.parametrize("name", some_of(sorted(set(FAMILIES) - set(COMPILED)), KINDS))
+@pytest.mark.parametrize("name", daily(sorted(set(FAMILIES) - set(COMPILED)), KINDS))
 def test_other_families_run_their_own_layers(name):
     model = build(name)
     with TIDE.TIDE(model) as engine:
@@ -120,14 +120,14 @@ def test_compiled_code_uses_at_most_as_many_threads_as_torch(llama, prompts, mon
     from TIDE.kernels.cpu import threads as cpu_threads
 
     counts = []
-    with TIDE.TIDE(llama) as engine:
-        monkeypatch.setattr(cpu_threads, "set_num_threads", counts.append)
-        monkeypatch.setattr(cpu_threads.config, "NUMBA_NUM_THREADS", 8)
-        for threads in (1, 3, 64):
-            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+    monkeypatch.setattr(cpu_threads, "set_num_threads", counts.append)
+    monkeypatch.setattr(cpu_threads.config, "NUMBA_NUM_THREADS", 8)
+    for threads in (1, 3, 64):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        with TIDE.TIDE(llama) as engine:  # a new one: fewer threads are tried where layers take longer, as on a busy machine
             written(engine, prompts)
-            assert max(counts) == min(threads, 8)
-            counts.clear()
+        assert max(counts) == min(threads, 8)
+        counts.clear()
 
 
 def test_who_waits_for_a_compiler_is_told(monkeypatch, capsys):

@@ -225,6 +225,7 @@ def test_fast_mode_without_exits_is_the_model(prompts):
         assert torch.equal(engine.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=8), expected)
 
 
+@pytest.mark.full
 @pytest.mark.real
 def test_stop_strings_and_text_streamers_work_on_the_embedded_model(embedded):
     model, tokenizer = embedded

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from families import COMPILED, VOCAB, build
-from levels import pairwise, some_of
+from levels import daily, pairwise
 from policies import Knowing, texts_of
 from router_files import a_file
 from runners import RUNNERS, Recording
@@ -127,7 +127,7 @@ def by_modules(case: Case) -> torch.Tensor:
         return written(engine, case.rows)
 
 
-@pytest.mark.parametrize("case", some_of(cases(), pairwise([*cases()])), ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("case", daily(cases(), pairwise([*cases()])), ids=lambda case: "-".join(map(str, case)))
 def test_the_text_is_the_models(case, monkeypatch):
     backend = "numba" if case.runner == "numba" else "modules"
     monkeypatch.setenv("TIDE_BACKEND", "modules")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import TIDE
 from families import VOCAB, build
+from levels import daily
 from properties import examples
 from router_files import a_file
 from runners import Recording, as_it_is, on_modules, on_references
@@ -114,7 +115,7 @@ def test_any_tree_any_acceptance_any_batch_the_same_text(drafts, lengths, wrong,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drafts", [7, 15, 31, 63])
+@pytest.mark.parametrize("drafts", daily([7, 15, 31, 63], [15]))
 def test_trees_of_a_head_write_the_text(kind, drafts):
     for rows in (1, 3):
         text = expected(rows, kind)

@@ -45,6 +45,7 @@ def prompts(count: int) -> list[torch.Tensor]:
     return [torch.randint(3, VOCAB, (1, 5 + 11 * number), generator=generator) for number in range(count)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("place", "strategy"), [(on_references, None), (on_references, "memory"), (on_modules, "lens")])
 def test_prompts_of_new_lengths_find_everything_ready(place, strategy, first_times):
     model = build("llama", num_hidden_layers=2)
@@ -60,6 +61,7 @@ def test_prompts_of_new_lengths_find_everything_ready(place, strategy, first_tim
         assert first_times == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("new", [40, 900])
 def test_long_texts_and_short_ones_find_everything_ready(new, first_times):
     model = build("llama", num_hidden_layers=2, max_position_embeddings=4096)

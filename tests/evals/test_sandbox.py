@@ -16,10 +16,11 @@ import pytest
 from TIDE.evals import confined
 from TIDE.evals.sandbox import CONFINED, Limits, Verdict, check_sandbox, run_code
 
-pytestmark = pytest.mark.skipif(
+on_linux = pytest.mark.skipif(
     not sys.platform.startswith("linux") or platform.machine() not in confined.MACHINES,
     reason="code is confined by seccomp, on Linux on x86_64 and aarch64",
 )
+pytestmark = [pytest.mark.full, on_linux]
 SHORT = Limits(seconds=3.0)
 REFUSED = "Operation not permitted"
 

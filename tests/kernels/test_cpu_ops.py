@@ -159,6 +159,7 @@ def test_signals_are_those_of_the_router():
     torch.testing.assert_close(torch.from_numpy(cpu_exits.signals(logits.numpy())), expected, rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.full
 def test_the_caller_s_number_of_threads_is_kept():
     """numba starts as many threads as there are cores, in the library that torch has its threads from."""
     code = """

@@ -125,6 +125,7 @@ with TIDE.TIDE(model) as engine:
 """
 
 
+@pytest.mark.full
 def test_two_threads_generate_where_numba_has_no_openmp(monkeypatch):
     environment = dict(NUMBA_THREADING_LAYER="workqueue", NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2")
     for name, value in environment.items():

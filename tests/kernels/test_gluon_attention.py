@@ -50,6 +50,7 @@ def an_attention(dim, **options):
     return Attention(*[None] * 10, head_dim=dim, scaling=dim**-0.5, **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dim", "dtype"), [(128, "bf16"), (64, "fp16")])
 def test_it_compiles_without_spills_and_with_products_in_the_background(dim, dtype, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

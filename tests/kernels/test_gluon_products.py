@@ -61,6 +61,7 @@ print(json.dumps(dict(shared=found.metadata.shared, said=said.stdout + said.stde
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("tile", "kind", "dtype"),
     [

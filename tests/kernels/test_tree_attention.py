@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from layers import DIM, KV_HEADS, a_layer, in_blocks, in_dtype
+from levels import daily
 from TIDE.kernels.layer import Ancestors, Pass
 from TIDE.kernels.reference import layers as reference
 
@@ -68,7 +69,10 @@ def in_a_row(tokens, cache, token, generator):
 
 @pytest.mark.parametrize(
     ("features", "is_busy", "dtype"),
-    [*((own, True, torch.float32) for own in FEATURES), *((FEATURES[0], False, dtype) for dtype in DTYPES)],
+    daily(
+        [*((own, True, torch.float32) for own in FEATURES), *((FEATURES[0], False, dtype) for dtype in DTYPES)],
+        [(FEATURES[2], True, torch.float32)],
+    ),
     ids=str,
 )
 def test_a_node_has_the_bits_that_it_has_in_a_text(features, is_busy, dtype, monkeypatch):
@@ -81,7 +85,9 @@ def test_a_node_has_the_bits_that_it_has_in_a_text(features, is_busy, dtype, mon
         assert torch.equal(found[token : token + 1], expected), f"node {token // len(ROOTS)} of row {token % len(ROOTS)}"
 
 
-@pytest.mark.parametrize(("features", "begins_at"), [*((own, 0) for own in FEATURES), (FEATURES[0], 1)], ids=str)
+@pytest.mark.parametrize(
+    ("features", "begins_at"), daily([*((own, 0) for own in FEATURES), (FEATURES[0], 1)], [(FEATURES[2], 0)]), ids=str
+)
 def test_kernel_and_reference_see_the_same(features, begins_at):
     attention, tokens, queries, paged, cache, generator = a_case(torch.float32, **features)
     expected = reference.attend(attention, tokens, queries, *paged, ROOM, begins_at)

@@ -133,6 +133,7 @@ def test_the_interpreter_never_waits():
     assert seen == {"PDL": launch.NEVER.value}
 
 
+@pytest.mark.full
 def test_compiled_code_waits_before_it_loads():
     is_early, *lines = compiling(COMPILED)
     assert is_early == "True"

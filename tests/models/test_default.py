@@ -124,6 +124,7 @@ default.default_model_path()
 """
 
 
+@pytest.mark.full
 def test_two_processes_at_once_convert_once(quick, home):
     started = time.time()
     both = [subprocess.Popen([sys.executable, "-c", TWO]) for _ in range(2)]

@@ -69,6 +69,7 @@ def test_its_exits_are_right_more_often_than_not_and_the_text_stays_the_models(e
     assert accepted > drafted / 2
 
 
+@pytest.mark.full
 @pytest.mark.real
 @pytest.mark.parametrize("part", range(4))
 def test_forty_prompts_are_answered_as_the_model_answers_them(engine, embedded, part):
@@ -85,6 +86,7 @@ def test_another_model_is_refused_by_name(llama):
         TIDE.TIDE(llama, TIDE.default_router())
 
 
+@pytest.mark.full
 @pytest.mark.real
 @pytest.mark.invariant(9)
 @pytest.mark.parametrize("temperature", [0.4, 0.7, 1.0])

@@ -24,6 +24,7 @@ with TIDE.TIDE(model, TIDE.default_router()) as engine:
 """
 
 
+@pytest.mark.full
 @pytest.mark.real
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_an_engine_holds_the_weights_once(embedded):

@@ -15,7 +15,7 @@ from TIDE.run import Token
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures.py"
 Browser = runpy.run_path(str(PICTURES))["Browser"]  # which takes the pictures of docs too
-pytestmark = pytest.mark.skipif(Browser.missing() is not None, reason=str(Browser.missing()))
+pytestmark = [pytest.mark.full, pytest.mark.skipif(Browser.missing() is not None, reason=str(Browser.missing()))]
 WINDOWS = [(360, 740), (1280, 800)]
 OUTSIDE = "return [...document.querySelectorAll('*')].filter(e => e.getBoundingClientRect().right > innerWidth + 1).length"
 COVERED = """

@@ -281,6 +281,7 @@ def test_a_stop_finishes_what_is_there_and_takes_nothing_new(router):
         httpx.get(f"{running.url}/health")
 
 
+@pytest.mark.full
 def test_a_signal_under_load_drains_and_ends_the_process(tmp_path):
     """The command itself, with a drain that is too short for one of its requests."""
     model = build("llama", vocab_size=len(SPECIAL) + 256, max_position_embeddings=65536)

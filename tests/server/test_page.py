@@ -70,6 +70,7 @@ def is_done(driver, count: int = 1) -> None:
     )
 
 
+@pytest.mark.full
 @in_browser
 def test_a_conversation_is_streamed_on_the_colours_of_its_depths(page, server):
     driver = page()
@@ -93,6 +94,7 @@ def test_a_conversation_is_streamed_on_the_colours_of_its_depths(page, server):
     assert not [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
 
 
+@pytest.mark.full
 @in_browser
 def test_exits_on_and_off_stand_side_by_side_with_the_same_text(page):
     driver = page()
@@ -107,6 +109,7 @@ def test_exits_on_and_off_stand_side_by_side_with_the_same_text(page):
     assert re.fullmatch(r"the same text, [\d.]+ times as fast with exits", find(driver, ".compared")[0].text)
 
 
+@pytest.mark.full
 @in_browser
 def test_a_stop_in_the_middle_frees_the_row_and_the_chat_goes_on(page, server):
     driver = page()
@@ -120,6 +123,7 @@ def test_a_stop_in_the_middle_frees_the_row_and_the_chat_goes_on(page, server):
     is_done(driver, 2)
 
 
+@pytest.mark.full
 @in_browser
 def test_a_new_chat_during_an_answer_forgets_the_old_one(page, server):
     driver = page()
@@ -143,6 +147,7 @@ def bodies(driver) -> Callable[[], list[dict]]:
     return lambda: driver.execute_script("return sent")
 
 
+@pytest.mark.full
 @in_browser
 def test_a_hint_stands_where_no_question_was_asked(page):
     driver = page()
@@ -155,6 +160,7 @@ def test_a_hint_stands_where_no_question_was_asked(page):
     assert hint.is_displayed()
 
 
+@pytest.mark.full
 @in_browser
 def test_settings_are_sent_with_a_question_and_empty_ones_are_not(page):
     driver = page()
@@ -174,6 +180,7 @@ def test_settings_are_sent_with_a_question_and_empty_ones_are_not(page):
     assert roles == ["system", "user", "assistant", "user"], "the system prompt is sent once"
 
 
+@pytest.mark.full
 @in_browser
 def test_the_last_answer_is_asked_for_again_with_the_next_seed(page):
     driver = page()
@@ -191,6 +198,7 @@ def test_the_last_answer_is_asked_for_again_with_the_next_seed(page):
     assert [said.text for said in find(driver, ".said")] == ["Hello", "And then?"]
 
 
+@pytest.mark.full
 @in_browser
 @pytest.mark.parametrize("clipboard", ["{writeText: async (text) => { window.copied = text; }}", "undefined"])
 def test_an_answer_is_copied_with_and_without_a_clipboard(page, clipboard):
@@ -209,6 +217,7 @@ def test_an_answer_is_copied_with_and_without_a_clipboard(page, clipboard):
     assert driver.execute_script("return window.copied") == sent()[1]["messages"][1]["content"] != ""
 
 
+@pytest.mark.full
 @in_browser
 def test_options_take_one_line_on_a_screen_and_little_room_on_a_phone(page):
     driver = page(1280, 800)
@@ -227,6 +236,7 @@ def test_options_take_one_line_on_a_screen_and_little_room_on_a_phone(page):
     assert driver.execute_script("return document.documentElement.scrollHeight") <= 780
 
 
+@pytest.mark.full
 @in_browser
 def test_the_end_of_a_growing_chat_stays_in_view(page):
     driver = page(390, 780)
@@ -239,6 +249,7 @@ def test_the_end_of_a_growing_chat_stays_in_view(page):
     assert button["y"] + button["height"] <= bottom
 
 
+@pytest.mark.full
 @in_browser
 def test_an_error_is_shown_in_its_place(page, another):
     driver = page()
@@ -255,6 +266,7 @@ def test_an_error_is_shown_in_its_place(page, another):
     assert not find(driver, ".error")
 
 
+@pytest.mark.full
 @in_browser
 @pytest.mark.parametrize(("width", "height"), [(360, 740), (1280, 800)])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -51,6 +51,7 @@ def test_answers_do_not_depend_on_the_load(server):
     assert server.worker.metrics.draft_tokens._value.get() > 0, "nothing was drafted"
 
 
+@pytest.mark.full
 def test_the_comparison_notices_a_model_whose_logits_depend_on_the_load(another):
     """A kernel that sums in another order for other batches would do this in the last bits; here it is made visible."""
     loaded = tiny()

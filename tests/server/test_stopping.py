@@ -66,6 +66,7 @@ def test_health_is_503_until_the_last_answer_has_ended(folder):
             httpx.get(f"{url}/health", timeout=240)
 
 
+@pytest.mark.full
 def test_a_second_signal_ends_the_server_at_once(folder):
     with serving(folder, drain_seconds=200) as (process, url, lines):
         process.send_signal(signal.SIGINT)
