@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,15 @@ def test_every_invariant_is_proved():
         for number in marked(ast.parse(path.read_text(encoding="utf-8"))):
             found[number].append(path.name)  # a number that is none of the ten is a KeyError
     assert all(found.values()), {number: INVARIANTS[number] for number, files in found.items() if not files}
+    assert said_in_docs() == {number: set(files) for number, files in found.items()}
+
+
+def said_in_docs() -> dict[int, set[str]]:
+    """The files of each promise, by the table in docs/structure.md."""
+    text = (Path(__file__).parent.parent / "docs" / "structure.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", text, re.MULTILINE)
+    names = {int(number): re.sub(r"\w+: ", "", files.replace(";", ",")).split(",") for number, files in rows}
+    return {number: {f"test_{name.strip()}.py" for name in own} for number, own in names.items()}
 
 
 @pytest.mark.parametrize(

@@ -306,7 +306,7 @@ def _why_not_final(row: Row, policy: ExitPolicy | None) -> str | None:
     if own.custom:
         return f"in mode fast what leaves early has to pass {', '.join(sorted(own.custom))} on the host"
     features = own.params.features
-    if getattr(policy, "vocabulary", None) is not None and (features.bias or features.rules):
+    if policy is not None and policy.vocabulary is not None and (features.bias or features.rules):
         return "in mode fast its draft vocabulary may have none of the tokens that are allowed"
     return None
 

@@ -128,9 +128,9 @@ def _trees(config: TIDEConfig, mode: str, checkpoints: list[int]) -> dict[int, i
 def _draft_checkpoint(policy: ExitPolicy | None, checkpoints: list[int], mode: str, num_layers: int) -> int | None:
     """Return the checkpoint that brings most for the layers it takes. Mode "fast" must ask all of them, so there it is the only
     one or none."""
-    if not checkpoints or (mode == "fast" and len(checkpoints) > 1):
+    if policy is None or not checkpoints or (mode == "fast" and len(checkpoints) > 1):
         return None
-    exits: Mapping[int, Any] = getattr(policy, "exits", {})
+    exits = policy.exits
 
     def worth(depth: int) -> float:
         agreement = exits[depth].figures.get("agreement_by_step") if depth in exits else None

@@ -8,7 +8,6 @@ at a time, or as soon as it is needed again.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ def why_not_planned(plan: Plan, policy: ExitPolicy | None) -> str | None:
     """Return why the exits of a plan cannot draft in rounds that are launched as a whole; None: they can."""
     if len(plan.spans) == 1:
         return None
-    if plan.checkpoint is None or plan.checkpoint not in getattr(policy, "exits", {}):
+    if policy is None or plan.checkpoint is None or plan.checkpoint not in policy.exits:
         return "its exits are an ExitPolicy of its own" if len(plan.spans) == 2 else "mode fast asks several exits in turn"
     if not plan.catches_up:
         return f"kv_cache_strategy={plan.kv_cache_strategy!r} writes K/V after every exit"
@@ -39,10 +38,10 @@ def why_not_planned(plan: Plan, policy: ExitPolicy | None) -> str | None:
     return None
 
 
-def exit_of(plan: Plan, policy: Any) -> Exit:
+def exit_of(plan: Plan, policy: ExitPolicy) -> Exit:
     """Return the exit that captured rounds draft from."""
-    found: Exit = policy.exits[plan.checkpoint]
-    return found
+    assert plan.checkpoint is not None
+    return policy.exits[plan.checkpoint]
 
 
 class DeviceDrafter:

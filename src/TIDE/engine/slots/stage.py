@@ -24,6 +24,7 @@ from TIDE.engine.slots.residents import AHEAD, Residents
 from TIDE.engine.slots.round import SlotRound
 from TIDE.engine.slots.sampler import DeviceChoice
 from TIDE.kernels.reference.trees import TreeShape
+from TIDE.routing.policy import ExitPolicy
 
 
 class SlotStage:
@@ -35,18 +36,19 @@ class SlotStage:
 
     is_planned = True
 
-    def __init__(self, runner: DeviceRunner, plan: Plan, policy: object, sampler: Sampler) -> None:
+    def __init__(self, runner: DeviceRunner, plan: Plan, policy: ExitPolicy | None, sampler: Sampler) -> None:
         self.runner = runner
         self.plan = plan
         self.choice = DeviceChoice(runner, sampler)
-        exit_, self.drafter = None if len(plan.spans) == 1 else exit_of(plan, policy), None
-        if exit_ is not None:
-            vocabulary = getattr(policy, "vocabulary", None)
-            self.drafter = DeviceDrafter(runner, exit_, plan.checkpoint or 0, vocabulary, self.choice)
+        exit_ = settling = self.drafter = None
+        if policy is not None and len(plan.spans) > 1:
+            exit_ = exit_of(plan, policy)
+            self.drafter = DeviceDrafter(runner, exit_, plan.checkpoint or 0, policy.vocabulary, self.choice)
+        if policy is not None and plan.settles_at is not None:
+            settling = policy.settling
         self.launcher = RoundLauncher(runner, plan, SlotRound(runner, plan, self.drafter, self.choice))
         has_trees = plan.draft_tree > 0 and self.launcher.without_tree is None
         ahead, trees = (AHEAD + plan.draft_tree, plan.trees) if has_trees else (AHEAD, {})
-        settling = None if plan.settles_at is None else getattr(policy, "settling", None)
         most = runner.most_rows if plan.exact else min(runner.most_rows, most_slots(plan.most_drafts))
         self.residents = Residents(runner, exit_, plan.cache_gib, ahead, settling is None, trees, most)
         self.prompts = PromptRunner(runner, self.residents, self.launcher, settling)
