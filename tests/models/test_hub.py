@@ -21,6 +21,12 @@ class NoWay(http.server.BaseHTTPRequestHandler):
         time.sleep(600)
 
 
+@pytest.fixture(autouse=True)
+def no_known_hub(monkeypatch):
+    """transformers keeps a client for the first hub it asks."""
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
+
+
 @pytest.fixture(params=["refused", "silent"])
 def no_hub(request, monkeypatch, tmp_path):
     """A hub that refuses connections, or takes them and stays silent; nothing was downloaded before."""
@@ -34,6 +40,7 @@ def no_hub(request, monkeypatch, tmp_path):
     yield
     if request.param == "silent":
         server.shutdown()
+        server.socket.close()  # not server_close, which waits for the threads that stay silent
 
 
 def test_a_hub_that_cannot_be_reached_fails_with_a_line(no_hub):
@@ -87,6 +94,7 @@ def test_a_hub_whose_answers_break_is_said_in_a_line(page, said, monkeypatch, tm
         with pytest.raises(OSError, match=f"cannot load .*'my-org/one': .*({said.replace('EXPECTED', EXPECTED)})"):
             load("my-org/one")
     server.shutdown()
+    server.server_close()
 
 
 def test_what_was_downloaded_before_is_used_without_the_hub(no_hub, folder, monkeypatch, tmp_path):
