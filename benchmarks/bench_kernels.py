@@ -20,7 +20,7 @@ import torch
 
 from bench_decode import SHAPES, copy_bandwidth, on_gpu, random_model, timed
 from TIDE.adapters.layer_parts import layer_parts
-from TIDE.kernels.dispatch import compiled_ops
+from TIDE.kernels.dispatch import gpu_ops
 from TIDE.kernels.layer import Layer, Pass, no_norm
 from TIDE.kernels.reference import layers as reference
 
@@ -44,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     model = random_model(args.model, num_hidden_layers=args.layers)
     layers = [layer_parts(layer, model.config) for layer in model.model.layers]
-    ops = (compiled_ops(model.device, model.dtype) if on_gpu() else None) or reference
+    ops = gpu_ops()[0] if on_gpu() else reference
     bandwidth, rows = copy_bandwidth() if on_gpu() else None, {}
     with torch.inference_mode():
         for tokens in args.tokens:

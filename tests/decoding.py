@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from TIDE import TIDEConfig
@@ -23,7 +22,7 @@ from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.engine.select import checked, described_layers
 from TIDE.engine.slots.stage import SlotStage
-from TIDE.kernels.dispatch import compiled_ops
+from TIDE.kernels.dispatch import cpu_layers
 from TIDE.kernels.reference import layers as reference
 from TIDE.kernels.reference import sampling
 
@@ -57,7 +56,7 @@ def on_modules(adapter: ModelAdapter) -> Runner:
 
 
 def on_numba(adapter: ModelAdapter) -> Runner:
-    return checked(NumbaRunner(adapter, described_layers(adapter), compiled_ops(adapter.device, torch.float32)))
+    return checked(NumbaRunner(adapter, described_layers(adapter), cpu_layers()))
 
 
 def on_references(adapter: ModelAdapter) -> Runner:

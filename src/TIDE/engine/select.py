@@ -32,7 +32,7 @@ from TIDE.engine.runners.numba import NumbaRunner
 from TIDE.engine.runners.patience import saying_what_takes_so_long
 from TIDE.engine.runners.static_modules import StaticModuleRunner
 from TIDE.engine.runners.triton import TritonRunner
-from TIDE.kernels.dispatch import compiled_ops, compiled_rounds, missing_compiler, why_no_kernels
+from TIDE.kernels.dispatch import cpu_layers, gpu_ops, missing_compiler, why_no_kernels
 from TIDE.kernels.layer import Layer, leaves
 
 logger = logging.getLogger(__name__)
@@ -63,15 +63,16 @@ def _fastest(adapter: ModelAdapter) -> Runner:
         if reason == missing_compiler(device):
             _warn_once(reason)
         return ModuleRunner(adapter, reason)
-    ops, on_gpu = compiled_ops(device, dtype), device.type == "cuda"
+    on_gpu = device.type == "cuda"
+    numba_layers = None if on_gpu else cpu_layers()
     layers = described_layers(adapter)
     if isinstance(layers, list):
-        if on_gpu:
-            return TritonRunner(adapter, layers, ops, *compiled_rounds())
+        if numba_layers is None:
+            return TritonRunner(adapter, layers, *gpu_ops())
         with saying_what_takes_so_long("layers"):
-            return checked(NumbaRunner(adapter, layers, ops))
+            return checked(NumbaRunner(adapter, layers, numba_layers))
     if on_gpu and not any(map(has_hooks, adapter.model.modules())) and StaticModuleRunner.why_not_for(adapter) is None:
-        return StaticModuleRunner(adapter, ops, *compiled_rounds())
+        return StaticModuleRunner(adapter, *gpu_ops())
     runner = ModuleRunner(adapter, layers)
     runner.snapshot = ModelSnapshot(adapter.model)  # hooks and adapters may go
     return runner

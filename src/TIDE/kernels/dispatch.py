@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from TIDE.kernels.cpu.compile import compile_ahead
+from TIDE.kernels.interfaces import ExitOps, LayerOps, SamplingOps
 from TIDE.kernels.triton.tiles import card_of, why_not
 
 NEEDS = {  # by kind of device: the compiler, and the dtypes there is code for
@@ -21,17 +22,23 @@ NEEDS = {  # by kind of device: the compiler, and the dtypes there is code for
 }
 
 
-def compiled_ops(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """Return the module with compiled layers; None if there is none and models run their own modules."""
-    products = _module(device, dtype, "cpu.products", None)
-    if products is not None and not products.is_compiled():
+def cpu_layers() -> ModuleType:
+    """Return the module with compiled layers for a CPU, and begin to compile it."""
+    if not importlib.import_module("TIDE.kernels.cpu.products").is_compiled():
         compile_ahead()
-    return _module(device, dtype, "cpu.ops", "triton.ops")
+    return importlib.import_module("TIDE.kernels.cpu.ops")
+
+
+def gpu_ops() -> tuple[LayerOps, ExitOps, SamplingOps]:
+    """Return the modules of a GPU: with layers, with exits and acceptance, and with the choice of tokens."""
+    from TIDE.kernels.triton import exits, ops, sampling
+
+    return ops, exits, sampling
 
 
 def compiled_exits(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     """Return the module with compiled exits for a CPU, or None."""
-    return _module(device, dtype, "cpu.exits", None)
+    return _on_cpu(device, dtype, "exits")
 
 
 def compiled_screen() -> ModuleType:
@@ -41,12 +48,7 @@ def compiled_screen() -> ModuleType:
 
 def compiled_sampling(device: torch.device) -> ModuleType:
     """Return the module that chooses tokens on the host: compiled on a CPU, in torch otherwise."""
-    return _module(device, torch.float32, "cpu.sampling", None) or importlib.import_module("TIDE.kernels.reference.sampling")
-
-
-def compiled_rounds() -> tuple[ModuleType, ModuleType]:
-    """Return what a GPU has beside its layers: the modules with exits and acceptance, and with sampling."""
-    return importlib.import_module("TIDE.kernels.triton.exits"), importlib.import_module("TIDE.kernels.triton.sampling")
+    return _on_cpu(device, torch.float32, "sampling") or importlib.import_module("TIDE.kernels.reference.sampling")
 
 
 def why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -81,12 +83,11 @@ def missing_compiler(device: torch.device) -> str | None:
     return f"{package} {trouble}, without which TIDE is about as fast as model.generate. Install it: pip install -U {package}"
 
 
-def _module(device: torch.device, dtype: torch.dtype, cpu: str, gpu: str | None) -> ModuleType | None:
-    """Import the module for a device: compilers take a second to import, so only those that are used are."""
-    name = cpu if device.type == "cpu" else gpu
-    if name is None or why_no_kernels(device, dtype) is not None:
+def _on_cpu(device: torch.device, dtype: torch.dtype, name: str) -> ModuleType | None:
+    """Import a module for a CPU: compilers take a second to import, so only those that are used are."""
+    if device.type != "cpu" or why_no_kernels(device, dtype) is not None:
         return None
-    return importlib.import_module(f"TIDE.kernels.{name}")
+    return importlib.import_module(f"TIDE.kernels.cpu.{name}")
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:

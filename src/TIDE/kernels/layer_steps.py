@@ -5,21 +5,20 @@ What of a layer looks at other tokens comes first, and changes nothing but K/V; 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from TIDE.kernels.interfaces import LayerOps
 from TIDE.kernels.layer import Begun, Layer, Pass
 
 
-def run_layer(ops: Any, layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor, most: int | None) -> None:
+def run_layer(ops: LayerOps, layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor, most: int | None) -> None:
     """Run a layer with a backend's functions; otherwise like `decoder_layer` of `reference/layers.py`."""
     if begun := begin_layer(ops, layer, tokens, keys, values, most):
         end_layer(ops, layer, tokens.x[: tokens.asking], begun)
 
 
 def begin_layer(
-    ops: Any, layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor, most: int | None
+    ops: LayerOps, layer: Layer, tokens: Pass, keys: torch.Tensor, values: torch.Tensor, most: int | None
 ) -> Begun | None:
     """Run what of a layer looks at other tokens; None if no token asks."""
     h = ops.norm(tokens.x, layer.attention_norm)
@@ -33,7 +32,7 @@ def begin_layer(
     return Begun(seen, ops.norm(tokens.x, layer.mlp_norm) if len(layer.mlp_norm.weight) else h[: len(seen)])
 
 
-def end_layer(ops: Any, layer: Layer, x: torch.Tensor, begun: Begun) -> None:
+def end_layer(ops: LayerOps, layer: Layer, x: torch.Tensor, begun: Begun) -> None:
     """Run the rest of a layer, in place."""
     attention, mlp = layer.attention, layer.mlp
     ops.add_linear(x, begun.seen, attention.o, attention.o_bias, layer.attention_out_norm, layer.residual)

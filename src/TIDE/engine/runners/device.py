@@ -20,6 +20,7 @@ from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.device_pool import DevicePool
 from TIDE.engine.runners.graphs import GraphPool
+from TIDE.kernels.interfaces import ExitOps, LayerOps, SamplingOps
 from TIDE.kernels.layer import Begun
 from TIDE.kernels.reference import layers as reference
 from TIDE.kernels.reference import sampling as reference_sampling
@@ -60,7 +61,7 @@ class DeviceRunner(Runner):
     has_compiled_layers = False
     most_rows = 1  # in whole rounds
 
-    def prepare_rounds(self, ops: Any, exits: Any, sampling: Any) -> None:
+    def prepare_rounds(self, ops: LayerOps, exits: ExitOps, sampling: SamplingOps) -> None:
         """Set up what rounds work with; nothing is allocated yet."""
         self.ops = ops
         self._exits = exits
@@ -75,12 +76,12 @@ class DeviceRunner(Runner):
         return self.adapter.device
 
     @property
-    def exits(self) -> Any:
+    def exits(self) -> ExitOps:
         """Operations of exits. Before the runner is checked nothing is compiled, so that the first token comes soon."""
         return self._exits if self.is_checked else reference
 
     @property
-    def sampling(self) -> Any:
+    def sampling(self) -> SamplingOps:
         """Operations that choose tokens by rows' settings; compiled once the runner is checked."""
         return self._sampling if self.is_checked else reference_sampling
 

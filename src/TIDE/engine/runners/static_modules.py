@@ -22,6 +22,7 @@ from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.rows.context import context_of
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.runners.modules import ModuleRunner
+from TIDE.kernels.interfaces import ExitOps, LayerOps, SamplingOps
 from TIDE.routing.exits import Exit
 
 BEFORE, TOGETHER = 40, 3  # tokens of the check: of a text, and of a pass behind it
@@ -32,7 +33,7 @@ class StaticModuleRunner(ModuleRunner, DeviceRunner):
 
     embedding = None
 
-    def __init__(self, adapter: ModelAdapter, ops: Any, exits: Any, sampling: Any) -> None:
+    def __init__(self, adapter: ModelAdapter, ops: LayerOps, exits: ExitOps, sampling: SamplingOps) -> None:
         super().__init__(adapter)
         self.prepare_rounds(ops, exits, sampling)
         self.snapshot = ModelSnapshot(adapter.model)

@@ -15,6 +15,7 @@ from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.runners.compiled import CompiledRunner, rows_of
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.runners.passes import PassTokens
+from TIDE.kernels.interfaces import ExitOps, LayerOps, SamplingOps
 from TIDE.kernels.layer import MOST_TOKENS, Begun, Layer, Pass, dense_tables
 from TIDE.kernels.layer_steps import begin_layer, end_layer
 from TIDE.kernels.transfer import sent
@@ -33,7 +34,9 @@ class TritonRunner(CompiledRunner, DeviceRunner):
     has_compiled_layers = True
     most_rows = 64
 
-    def __init__(self, adapter: ModelAdapter, layers: list[Layer], ops: Any, exits: Any, sampling: Any) -> None:
+    def __init__(
+        self, adapter: ModelAdapter, layers: list[Layer], ops: LayerOps, exits: ExitOps, sampling: SamplingOps
+    ) -> None:
         super().__init__(adapter, layers, ops)
         self.prepare_rounds(ops, exits, sampling)
         self._versions: list[int | None] = []
@@ -103,14 +106,14 @@ class TritonRunner(CompiledRunner, DeviceRunner):
         vocabulary: torch.Tensor | None = None,
         logits: torch.Tensor | None = None,
     ) -> None:
-        if not self.has_plain_logits:
+        if self.lm_head is None or not self.has_plain_logits:
             super().choose(states, token, best, signals, vocabulary, logits)
             return
         normed = self.ops.norm(states, norm_parts(self.norm, states))
         self.exits.best_tokens(normed, self.lm_head, best, token, signals, vocabulary, logits)
 
     def write_logits(self, states: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
-        if not self.has_plain_logits:
+        if self.lm_head is None or not self.has_plain_logits:
             super().write_logits(states, vocabulary, logits)
             return
         self.exits.write_logits(self.ops.norm(states, norm_parts(self.norm, states)), self.lm_head, vocabulary, logits)

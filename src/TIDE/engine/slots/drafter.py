@@ -126,6 +126,7 @@ class DeviceDrafter:
         if not isinstance(router, Router):
             scores.copy_(slots.signals[:count, 0])  # the probability of its best token
             return
+        assert slots.score_params is not None, "these slots are of an exit with a router"
         weights = router.down.weight, router.down.bias, router.up.weight
         self.runner.exits.router_score(slots.guesses[:count], slots.signals[:count], *weights, slots.score_params, EPS, scores)
 

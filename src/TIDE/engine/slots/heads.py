@@ -18,6 +18,8 @@ import torch
 
 from TIDE.engine.cache.slots import Memory, Slots, Tokens
 from TIDE.engine.runners.device import DeviceRunner
+from TIDE.kernels.layer import Begun
+from TIDE.kernels.layer_steps import end_layer
 from TIDE.routing.eagle3.head import EagleHead
 from TIDE.routing.heads import EPS, MemoryHead, RememberingHead
 
@@ -155,9 +157,7 @@ class DeviceEagleHead(DeviceHead):
         own = slots.pass_of(state, tokens, memory.angles)
         queries = ops.project(layer.attention, own, x, keys, values)
         seen = ops.attend(layer.attention, own, queries, keys, values, most, self.head.begins_at)
-        ops.add_linear(state, seen, layer.attention.o, layer.attention.o_bias, layer.attention_out_norm, layer.residual)
-        inner = ops.mlp_inner(ops.norm(state, layer.mlp_norm), layer.mlp)
-        ops.add_linear(state, inner, layer.mlp.down, layer.mlp.down_bias, layer.mlp_out_norm, layer.residual)
+        end_layer(ops, layer, state, Begun(seen))
         table.index_copy_(0, tokens.after, ops.norm(state, self.norm) if sizes.norm_output else state)
         out.copy_(state)  # in a tree it has the rows of the table that were just written
 
