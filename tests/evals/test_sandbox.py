@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import signal
@@ -13,15 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from TIDE.evals import confined
-from TIDE.evals.sandbox import CONFINED, Limits, Verdict, check_sandbox, run_code
+from TIDE.evals.sandbox import MACHINES, SCRIPT, Verdict, check_sandbox, run_code
 
 on_linux = pytest.mark.skipif(
-    not sys.platform.startswith("linux") or platform.machine() not in confined.MACHINES,
+    not sys.platform.startswith("linux") or platform.machine() not in MACHINES,
     reason="code is confined by seccomp, on Linux on x86_64 and aarch64",
 )
 pytestmark = [pytest.mark.full, on_linux]
-SHORT = Limits(seconds=3.0)
+SHORT = 3.0  # seconds
 REFUSED = "Operation not permitted"
 
 
@@ -34,9 +34,13 @@ def confined_processes() -> list[int]:
                 command, status = (entry / "cmdline").read_bytes(), (entry / "stat").read_text()
             except OSError:
                 continue
-            if str(CONFINED).encode() in command and int(status.rpartition(")")[2].split()[1]) == os.getpid():
+            if str(SCRIPT).encode() in command and int(status.rpartition(")")[2].split()[1]) == os.getpid():
                 found.append(int(entry.name))
     return found
+
+
+def has_landlock() -> bool:
+    return ctypes.CDLL(None).syscall(444, None, 0, 1) > 0  # landlock_create_ruleset, which says its version
 
 
 def test_a_program_that_runs_to_its_end_passes():
@@ -210,9 +214,10 @@ def test_what_is_printed_is_not_kept():
 def test_a_flood_at_the_verdict_is_cut_off():
     write = "try: os.write(place, b'{' * 4096)\n        except OSError: pass"
     flood = f"import os\nwhile True:\n    for place in range(3, 8):\n        {write}"
-    began = time.monotonic()
-    assert not run_code(flood, Limits(seconds=300)).passed
-    assert time.monotonic() - began < 200  # its time was not up
+    assert run_code(flood, SHORT) == Verdict(False, "still running after 3 s")
+    assert run_code(flood.replace("while True", "for _ in range(9)")) == Verdict(
+        False, "ended without a verdict (exit status 1)"
+    )
 
 
 AT_THE_VERDICT = """
@@ -253,7 +258,7 @@ def test_an_error_with_half_a_character_can_be_written_to_a_file():
 
 @pytest.mark.parametrize("path", ["environ", "mem", "maps", "fd/0", "cwd"])
 def test_the_process_that_asked_cannot_be_looked_into(path, monkeypatch):
-    if not confined.has_landlock():
+    if not has_landlock():
         pytest.skip("this kernel has no Landlock")
     monkeypatch.setenv("TIDE_API_KEY", "secret")
     look = "os.listdir" if path == "cwd" else "open"
@@ -262,7 +267,7 @@ def test_the_process_that_asked_cannot_be_looked_into(path, monkeypatch):
 
 
 def test_pipes_of_the_process_that_asked_are_not_emptied():
-    if not confined.has_landlock():
+    if not has_landlock():
         pytest.skip("this kernel has no Landlock")
     read, write = os.pipe()
     os.write(write, b"PARENT-DATA")
@@ -276,10 +281,10 @@ def test_a_crash_is_told():
 
 
 def test_where_code_cannot_be_confined_it_is_not_run(tmp_path, monkeypatch):
-    mine = tmp_path / "confined.py"
-    text = CONFINED.read_text()
+    mine = tmp_path / "sandbox.py"
+    text = SCRIPT.read_text()
     mine.write_text(text.replace("machine = platform.machine()", "machine = 'sparc'"))
-    monkeypatch.setattr("TIDE.evals.sandbox.CONFINED", mine)
+    monkeypatch.setattr("TIDE.evals.sandbox.SCRIPT", mine)
     target = tmp_path / "written"
     with pytest.raises(RuntimeError, match="it needs Linux on x86_64 or aarch64, found linux on sparc"):
         run_code(f"open({str(target)!r}, 'w')")
@@ -296,7 +301,7 @@ def test_the_sandbox_is_checked_before_it_is_needed(monkeypatch):
 
 def test_a_sandbox_ends_with_the_process_that_asked(tmp_path):
     """Killed, it cannot clean up; the kernel does."""
-    script = "from TIDE.evals.sandbox import *\nprint('ready', flush=True)\nrun_code('while True: pass', Limits(seconds=600))"
+    script = "from TIDE.evals.sandbox import *\nprint('ready', flush=True)\nrun_code('while True: pass', 600)"
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
     children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
