@@ -17,7 +17,7 @@ from TIDE.engine.host.sampler import Sampler
 from TIDE.engine.host.segments import Segments
 from TIDE.engine.request.plan import Plan
 from TIDE.engine.round import accept
-from TIDE.engine.rows.row import Draft, RoundResult, Row
+from TIDE.engine.rows.row import RoundResult, Row
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.schedule.costs import RoundCosts
 from TIDE.routing.policy import Candidates, ExitPolicy
@@ -239,18 +239,17 @@ class HostRound:
         logits = self.stage.policy.predict(candidates, self.stage.runner.head)
         drafts = self.stage.sampler.sample(rows, logits, candidates.depth, is_final=not self.stage.plan.exact)
         for row, score in zip(rows, scores, strict=True):
-            if row in drafts:
-                self._add(row, drafts[row]._replace(score=score))
+            if row not in drafts:
+                continue
+            draft = drafts[row]._replace(score=score)
+            row.exits_in_a_row += 1
+            if self.stage.plan.exact:
+                row.drafts.append(draft)
+            else:
+                row.extend(RoundResult([draft], 1, 1, row.exits_in_a_row))
         if not self.stage.plan.catches_up:
             for later in range(self.segment, len(self.stage.plan.spans)):
                 self.stage.segments.write_skipped_kv(later, rows, candidates.states, self.stage.plan.kv_cache_strategy)
             for row in rows:
                 self.stage.segments.settle(row)
         return [row for row in rows if row in drafts or row.finished]
-
-    def _add(self, row: Row, draft: Draft) -> None:
-        row.exits_in_a_row += 1
-        if self.stage.plan.exact:
-            row.drafts.append(draft)
-        else:
-            row.extend(RoundResult([draft], 1, 1, row.exits_in_a_row))
