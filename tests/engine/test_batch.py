@@ -346,7 +346,7 @@ def test_slots_that_long_texts_had_stand_at_their_beginning_again():
         for lengths in ([1500] * 4, [20] * 3):
             rows = [engine.add(Text(length, 4, "greedy").ids, **Text(length, 4, "greedy").options) for length in lengths]
             engine.step()
-            slots = engine._batch._groups[0].stage.slots
+            slots = engine._batch._groups[0].stage.residents.slots
             free = set(range(slots.rows)) - {row.slot for row in rows}
             assert not any(slots.starts[0, place] for place in free)
             while not all(row.finished for row in rows):

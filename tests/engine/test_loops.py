@@ -358,7 +358,8 @@ def test_rounds_at_once_stay_within_the_columns_that_attention_is_planned_for(dr
     monkeypatch.setattr(Loop, "_pace", lambda self, is_idle, waited: setattr(self, "at_once", AT_ONCE))
     runner, policy = runners()["on_references"], policy_of("memory", 0, 0, "on_references")
     for columns in range(72, 104, 4):
-        monkeypatch.setattr("TIDE.engine.slots.stage.MIN_COLUMNS", columns)
+        for place in ("round", "launcher"):
+            monkeypatch.setattr(f"TIDE.engine.slots.{place}.MIN_COLUMNS", columns)
         known = dict(device=True, overlap=True, max_pending=drafts or 7, draft_tree=0)
         (row,) = in_a_loop(runner, policy, prompt(), 80, Script([drafts], within=False), **known)
         assert row.tokens == wanted[: PROMPT + 80]
