@@ -179,6 +179,28 @@ def all_blocks_are_there(engine) -> bool:
     return store.free == store.blocks - 1 and len(set(store._free)) == len(store._free)
 
 
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_an_interrupt_while_blocks_are_given_back_gives_none_back_twice(when, monkeypatch):
+    release = Prefixes.release
+
+    def interrupted(self, held):
+        if when == "behind":
+            release(self, held)
+        raise KeyboardInterrupt
+
+    with opened() as engine:
+        for new in (3, 30):  # the second is there when the first one leaves
+            engine.add(text((1, 200), (new, 20)), **(OPTIONS | {"max_new_tokens": new}))
+        with monkeypatch.context() as patch:
+            patch.setattr(Prefixes, "release", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                [engine.step() for _ in range(20)]
+        free = engine.runner.pool.stores[-1][1]._free
+        assert len(set(free)) == len(free)
+        for seed in range(3):
+            answered(engine, (seed, 150))
+
+
 def test_rows_that_are_alike_from_their_first_tokens_on_and_end_one_after_the_other():
     """None of them has a whole block when the first one ends."""
     with opened() as engine:

@@ -280,6 +280,13 @@ def test_a_crash_is_told():
     assert run_code("import ctypes\nctypes.string_at(0)").said == "ended without a verdict (exit status -11)"
 
 
+def test_a_sandbox_that_ends_before_the_program_is_no_wrong_answer(tmp_path, monkeypatch):
+    (tmp_path / "sandbox.py").write_text("raise SystemExit(3)")
+    monkeypatch.setattr("TIDE.evals.sandbox.SCRIPT", tmp_path / "sandbox.py")
+    with pytest.raises(RuntimeError, match=r"the sandbox ended before the program \(exit status 3\)"):
+        run_code("pass  # not asked before")
+
+
 def test_where_code_cannot_be_confined_it_is_not_run(tmp_path, monkeypatch):
     mine = tmp_path / "sandbox.py"
     text = SCRIPT.read_text()

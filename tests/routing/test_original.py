@@ -12,6 +12,7 @@ import torch
 from families import build
 from router_files import original_file
 from TIDE import TIDE, TIDEConfig
+from TIDE.routing.certificate import Certificate, Settings
 from TIDE.routing.router import Router
 from TIDE.routing.router_file import RouterFile
 
@@ -79,6 +80,13 @@ def test_its_own_defaults_are_those_of_the_original(llama, file):
     with TIDE(llama, file) as engine:
         assert engine.plan.exit_threshold == 0.85
         assert len(engine.plan.spans) == 1
+
+
+def test_its_certificate_is_that_of_mode_fast(llama, file):
+    held = RouterFile.load(file)
+    held.certificate = Certificate(0.7, 0.05, 0.95, "rouge_l", 100, 64, Settings("exact", 0, 5, 0.9, "float32"))
+    with TIDE(llama, held, TIDEConfig(mode="fast")) as engine:
+        assert engine.policy.certificate is held.certificate
 
 
 def test_a_router_after_the_last_layer_is_left_out_and_said_so(llama, tmp_path, caplog):

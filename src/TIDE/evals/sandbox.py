@@ -3,12 +3,11 @@
     time        wall clock and CPU; the process is killed
     memory      address space
     processes   none besides it, no threads, no signals; others cannot be looked into where the kernel has Landlock
-    files       none is written or changed, anywhere
+    files       none is written or changed but the verdict's, to which a program may append up to 4 KiB
     network     no sockets
 
-The kernel holds these: rlimits, and a seccomp filter that refuses every system call but those for reading files, memory and
-time. Where it cannot, nothing is run. Lines come back in a file that can only be appended to: {} before the program runs, then
-an error, or the token, which an early exit does not give; a program written to forge its verdict could find it.
+The kernel holds these: rlimits, and a seccomp filter. Where it cannot, nothing is run. A verdict has two lines: {} before the
+program runs, then an error, or the token, which no early exit gives; a program written to forge it could find it.
 """
 
 from __future__ import annotations
@@ -18,19 +17,14 @@ import functools
 import json
 import os
 import platform
-import resource
-import secrets
 import signal
 import struct
-import subprocess
 import sys
-import tempfile
 import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
 SCRIPT = Path(__file__)
-MOST_BYTES = 4096  # of a verdict
 # by machine: its number; openat, fcntl, ioctl; and the system calls that are allowed: read write close stat fstat lstat poll
 # lseek mmap mprotect munmap brk rt_sigaction rt_sigprocmask rt_sigreturn pread64 readv writev access select sched_yield
 # mremap madvise dup nanosleep getpid exit uname getcwd readlink gettimeofday getrlimit getrusage sysinfo getuid getgid
@@ -67,7 +61,10 @@ def check_sandbox() -> None:
 @functools.lru_cache(maxsize=4096)  # modes often answer alike
 def run_code(code: str, seconds: float = 20.0, size: int = 1 << 29) -> Verdict:
     """Run a program in the sandbox, without its output, in so many seconds and bytes of memory at most."""
-    asked = {"token": secrets.token_hex(16), "code": code, "seconds": seconds, "bytes": size}
+    import subprocess
+    import tempfile
+
+    asked = {"token": os.urandom(16).hex(), "code": code, "seconds": seconds, "bytes": size}
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder) / "said"
         try:
@@ -78,8 +75,9 @@ def run_code(code: str, seconds: float = 20.0, size: int = 1 << 29) -> Verdict:
         except subprocess.TimeoutExpired:
             return Verdict(False, f"still running after {seconds:g} s")
         confinement, _, outcome = said.read_bytes().partition(b"\n")
-    if unconfined := _object(confinement).get("unconfined"):
-        raise RuntimeError(f"generated code cannot be confined here: {unconfined}. Leave out --execute-code.")
+    if not confinement or (why := _object(confinement).get("unconfined")):
+        why = why if confinement else f"the sandbox ended before the program (exit status {status})"
+        raise RuntimeError(f"generated code cannot be confined here: {why}. Leave out --execute-code.")
     found = _object(outcome)
     told = str(found.get("error", f"ended without a verdict (exit status {status})"))
     passed = found.get("token") == asked["token"]
@@ -109,7 +107,9 @@ def _confine(seconds: float, size: int) -> str | None:
     machine = platform.machine()
     if not sys.platform.startswith("linux") or machine not in MACHINES:
         return f"it needs Linux on {' or '.join(MACHINES)}, found {sys.platform} on {machine}"
-    limits = {"CPU": int(seconds) + 1, "AS": size, "FSIZE": MOST_BYTES, "CORE": 0, "NOFILE": 64, "NPROC": 0}
+    import resource  # on Linux
+
+    limits = {"CPU": int(seconds) + 1, "AS": size, "FSIZE": 4096, "CORE": 0, "NOFILE": 64, "NPROC": 0}
     for name, most in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
     libc = ctypes.CDLL(None, use_errno=True)

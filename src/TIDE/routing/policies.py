@@ -22,24 +22,29 @@ def policy_for(file: RouterFile, adapter: ModelAdapter, head: Head | None = None
     """Return the exit policy of a file for an adapter's model; raise unless the file was made for that model.
 
     Args:
-        file: as `for_model` returns it.
         head: the final norm and LM head; the adapter's own if None.
     """
-    where = file.path or "this router file"
+    file = for_model(file, adapter)
     check_model(file, adapter)
-    if file.facts.get("origin") == ORIGIN:
-        routers = {depth: at.router for depth, at in file.exits.items() if isinstance(at.router, Router)}
-        return original_policy(routers, adapter, where)
+    policy = _original(file, adapter) if file.facts.get("origin") == ORIGIN else _calibrated(file, adapter, head)
+    policy.certificate = file.certificate
+    return policy
+
+
+def _original(file: RouterFile, adapter: ModelAdapter) -> ExitPolicy:
+    routers = {depth: at.router for depth, at in file.exits.items() if isinstance(at.router, Router)}
+    return original_policy(routers, adapter, file.path or "this router file")
+
+
+def _calibrated(file: RouterFile, adapter: ModelAdapter, head: Head | None) -> ExitPolicy:
     hidden_dim = file.exits[max(file.exits)].sizes.hidden_dim
     if hidden_dim != adapter.hidden_dim or max(file.exits) >= adapter.num_layers:
         raise ValueError(
-            f"{where} was made for another model: it has states of {hidden_dim} and exits at depths "
+            f"{file.path or 'this router file'} was made for another model: it has states of {hidden_dim} and exits at depths "
             f"{list(file.exits)}; this model has states of {adapter.hidden_dim} and {adapter.num_layers} layers. "
             f"Use the file of this model, or calibrate this model: tide calibrate MODEL"
         )
-    policy = CalibratedPolicy(file, adapter, head)
-    policy.certificate = file.certificate
-    return policy
+    return CalibratedPolicy(file, adapter, head)
 
 
 def check_model(file: RouterFile, adapter: ModelAdapter) -> None:

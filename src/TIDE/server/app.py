@@ -20,6 +20,7 @@ from TIDE.engine.engine import TIDE
 from TIDE.models.gguf import Loaded
 from TIDE.models.load import load_model
 from TIDE.routing.policy import ExitPolicy
+from TIDE.routing.router_file import RouterFile
 from TIDE.server import answers, requests
 from TIDE.server.chat import chat
 from TIDE.server.completions import complete
@@ -35,7 +36,7 @@ Asked = TypeVar("Asked", bound=requests.Sampling)
 
 def create_app(
     model: str | Path | Loaded = "default",
-    router: str | Path | ExitPolicy | None = None,
+    router: str | Path | RouterFile | ExitPolicy | None = None,
     config: TIDEConfig | None = None,
     settings: ServerSettings | None = None,
     *,
@@ -45,7 +46,7 @@ def create_app(
 
     Args:
         model: what `TIDE.load_model` takes, or what it returned.
-        router: a router file or a policy; None: exits off.
+        router: what `TIDE.TIDE` takes; None: exits off.
         trust_remote_code: run code that comes with a model of the hub.
     """
     settings = settings or ServerSettings()

@@ -167,7 +167,7 @@ class Segments:
             self.cache.zero_pad(segment, slots)
             return
         tokens = self._tokens(rows, [self.length(segment, row) for row in rows], [1] * len(rows))
-        with self.cache.open(segment, slots, tokens.counts, aligned=not self.runner.is_ragged(tokens, writes_only=True)):
+        with self.cache.open(segment, slots, tokens.counts):
             self.runner.write_skipped_kv(self.spans[segment], tokens, states, self.cache)
 
     def rollback(self, row: Row, length: int) -> None:

@@ -119,12 +119,8 @@ class Runner(ABC):
             predict: what the states are taken to be at a depth; None: as they are.
         """
 
-    def is_ragged(self, tokens: PassTokens, writes_only: bool = False) -> bool:
-        """Return True if rows of a pass may stand at columns of their own; otherwise their histories are aligned first.
-
-        Args:
-            writes_only: the pass is one of `write_skipped_kv`.
-        """
+    def is_ragged(self, tokens: PassTokens) -> bool:
+        """Return True if rows of a pass may stand at columns of their own; otherwise their histories are aligned first."""
         return False
 
     def embed(self, ids: list[int]) -> torch.Tensor | None:

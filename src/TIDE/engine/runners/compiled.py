@@ -46,9 +46,9 @@ class CompiledRunner(ModuleRunner):
         self.lm_head: torch.Tensor | None = None
         self.scale, self.cap = _logit_transform(adapter.model.config.get_text_config(decoder=True))
 
-    def is_ragged(self, tokens: PassTokens, writes_only: bool = False) -> bool:
+    def is_ragged(self, tokens: PassTokens) -> bool:
         fits = tokens.embeds is None and tokens.picked is None and len(tokens.ids) <= MOST_TOKENS
-        return self.is_checked and not writes_only and fits
+        return self.is_checked and fits
 
     def run(
         self,

@@ -59,13 +59,13 @@ class PrefixSharing:
 
     def has_more_to_keep(self, row: Row) -> bool:
         """Return True if a row has whole blocks of final tokens that it does not share yet."""
-        held = self._held[row]
-        return self.prefixes.is_shared(held) and (len(row.tokens) - 1) // BLOCK > len(held.nodes)
+        held = self._held.get(row)
+        return held is not None and self.prefixes.is_shared(held) and (len(row.tokens) - 1) // BLOCK > len(held.nodes)
 
     def keep(self, row: Row, text: Sequence[int], done: int) -> None:
         """Let others find the whole blocks of a text whose first `done` tokens have run."""
-        held = self._held[row]
-        if not self.prefixes.is_shared(held):
+        held = self._held.get(row)
+        if held is None or not self.prefixes.is_shared(held):
             return
         while BLOCK * (len(held.nodes) + 1) <= done:
             number = len(held.nodes)
@@ -75,9 +75,11 @@ class PrefixSharing:
                 self.blocks.put(row, number, node.block)
 
     def release(self, row: Row) -> None:
-        """Let go the blocks that a row holds; of its own ones those are left that nobody can find."""
-        held, blocks = self._held.pop(row, None), self.blocks.of[row]
-        if held is None:  # it was about to join
+        """Let go the blocks that a row holds; of its own ones those are left that nobody can find. Where this is broken off,
+        blocks may be lost, but none is given back twice."""
+        if (held := self._held.get(row)) is None:  # it was about to join
             return
-        shared = len(held.nodes)
-        blocks[:shared] = self.prefixes.release(held)
+        blocks = self.blocks.of[row]
+        del blocks[: len(held.nodes)]
+        del self._held[row]
+        blocks += self.prefixes.release(held)

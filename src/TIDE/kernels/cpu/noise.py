@@ -1,4 +1,4 @@
-"""Noise in compiled CPU code (numba), with the bits that `noise.py` gives, and a bound that takes a few operations."""
+"""Noise in compiled CPU code (numba), with the bits of `reference/noise.py`, and a bound that takes a few operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of tokens in compiled CPU code (numba), from fp32 logits. `sampling.py` defines it in torch.
+"""The choice of tokens in compiled CPU code (numba), from fp32 logits. `reference/sampling.py` defines it.
 
 Most tokens cannot be chosen, and most of the time goes into finding that out:
 

@@ -1,7 +1,7 @@
 """Launches of Triton kernels, which may begin before the kernel ahead of them has ended.
 
 Between two kernels of a round a GPU would stand idle: until all programs of the first have ended and those of the second have
-begun. Cards that can (`cards.overlaps`) launch the second one early, and its programs wait where it matters:
+begun. Cards that can (`tiles.overlaps`) launch the second one early, and its programs wait where it matters:
 
     first     loads … products … │lets the next one begin│ stores, ends
     second                        begins, fetches weights, │waits for the first│ loads … products … stores

@@ -1,4 +1,4 @@
-"""Keyed noise on a GPU, in Triton: the bits of `noise.py`, which defines it.
+"""Keyed noise on a GPU, in Triton: the bits of `reference/noise.py`, which defines it.
 
 The hash is in uint32, where sums and products wrap as they do there under a mask; Triton's debug mode is told not to mind.
 Polynomials stay below 2^31, and saying so makes each of their products one of 32 by 32 bits. Nothing is rounded but the

@@ -1,4 +1,4 @@
-"""The choice of tokens on a GPU, in Triton. Functions of the same names in `sampling.py` define what each computes.
+"""The choice of tokens on a GPU, in Triton. Functions of the same names in `reference/sampling.py` define what each computes.
 
 Two launches, and nothing waits for the host:
 

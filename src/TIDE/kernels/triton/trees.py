@@ -1,4 +1,4 @@
-"""Trees of drafts on a GPU, in Triton. Functions of the same names in `trees.py` define what each computes.
+"""Trees of drafts on a GPU, in Triton. Functions of the same names in `reference/trees.py` define what each computes.
 
 few_best        a program for a block of tokens of a choice finds the best of it, then one for a choice the best of those
 grow            a program for a row: candidates of a level, compared in pairs
