@@ -19,6 +19,7 @@ from TIDE import TIDE, TIDEConfig
 
 pytestmark = pytest.mark.full
 
+TIE = 5e-6  # of logits around 1: some dozens of the last bit
 FAMILIES = ["llama", "qwen2-sliding", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "gpt2", "bloom", "lfm2", "gemma4-shared"]
 tiny = functools.cache(build)
 drafted: list[int] = []
@@ -129,6 +130,20 @@ def one_by_one(engine: TIDE, requests: list[dict[str, Any]]) -> list[list[int]]:
     return [row.new_tokens for row in rows]
 
 
+def is_tie(model, mask, promised: torch.Tensor, found: torch.Tensor) -> bool:
+    """True if texts part only where the model's two best logits are closer than the order of sums moves them."""
+    if promised.shape != found.shape:
+        return False
+    for row in (promised != found).any(1).nonzero().flatten().tolist():
+        place = int((promised[row] != found[row]).nonzero()[0])
+        text = promised[row, :place][mask.shape[1] - int(mask[row].sum()) :][None]
+        logits = model(text).logits[0, -1]
+        both = logits[torch.stack([promised[row, place], found[row, place]])]
+        if float(logits.max() - both.min()) > TIE:
+            return False
+    return True
+
+
 def compare(chance: random.Random, tmp_path) -> None:
     family = chance.choice(FAMILIES)
     place = on_references if family in COMPILED and chance.random() < 0.25 else as_it_is
@@ -139,7 +154,8 @@ def compare(chance: random.Random, tmp_path) -> None:
     with TIDE(model, None, config) as engine:
         expected, texts = written(engine, ids, mask, **asked, **ours)
     if not asked["do_sample"] and not {"presence_penalty", "frequency_penalty", "logit_bias"} & set(ours):
-        assert torch.equal(model.generate(ids, attention_mask=mask, **asked), expected), f"{family}: exits off"
+        promised = model.generate(ids, attention_mask=mask, **asked)
+        assert torch.equal(promised, expected) or is_tie(model, mask, promised, expected), f"{family}: exits off"
 
     exits = random_exits(chance, model, texts_of(expected, mask), tmp_path)
     what = f"{family}, {exits}, {place.__name__}, {config}, {asked}, {ours}"
