@@ -39,6 +39,13 @@ class Held:
         return hash(id(self.tensor))
 
 
+def why_no_graphs(device: torch.device) -> str | None:
+    """Return why nothing is captured on a device; None: it is."""
+    if os.environ.get("TIDE_NO_GRAPHS") == "1":
+        return "TIDE_NO_GRAPHS=1 is set"
+    return None if device.type == "cuda" else f"there are none on {device.type}"
+
+
 class Graphs:
     """Captured work, by what it does.
 
@@ -48,9 +55,7 @@ class Graphs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.without = "TIDE_NO_GRAPHS=1" if os.environ.get("TIDE_NO_GRAPHS") == "1" else None
-        if device.type != "cuda":
-            self.without = f"there are none on {device.type}"
+        self.without = why_no_graphs(device)
         self.seconds = 0.0
         self._seen: set[Hashable] = set()
         self._captured: dict[Hashable, Any] = {}
@@ -109,11 +114,8 @@ class GraphPool:
     @property
     def without(self) -> str | None:
         """Why rounds are not captured; None: they are."""
-        if os.environ.get("TIDE_NO_GRAPHS") == "1":
-            return "TIDE_NO_GRAPHS=1 is set"
-        if self.device.type != "cuda":
-            return f"there are none on {self.device.type}"
-        return next((graphs.without for graphs in self.of.values() if graphs.without is not None), None)
+        failed = (graphs.without for graphs in self.of.values() if graphs.without is not None)
+        return why_no_graphs(self.device) or next(failed, None)
 
     @property
     def seconds(self) -> float:
