@@ -22,7 +22,7 @@ from TIDE.calibration.collect import Budget, collect, extended
 from TIDE.calibration.figures import router_figures
 from TIDE.calibration.fit import Exits, exit_logits, guesses
 from TIDE.calibration.self_texts import answer_prompts
-from TIDE.routing.heads import RememberingHead, Seen
+from TIDE.routing.heads import DraftHead, Seen
 
 STEPS = 4
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 def seen_by(head: torch.nn.Module, depth: int, layers: int) -> Seen:
     """Return the depths whose states a head sees."""
-    return head.seen(depth, layers) if isinstance(head, RememberingHead) else Seen([depth], [])
+    return head.seen(depth, layers) if isinstance(head, DraftHead) else Seen([depth], [])
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration.collect import Collection, Shard
 from TIDE.routing.eagle3.head import EagleHead
-from TIDE.routing.heads import HeadSizes, Jitter, RememberingHead, build_head, normed
+from TIDE.routing.heads import DraftHead, HeadSizes, Jitter, build_head, normed
 
 STEP_DECAY = 0.8
 LONG = 2.0  # seconds of timed steps
@@ -147,7 +147,7 @@ def fresh_head(strategy: str, sizes: HeadSizes, seed: int) -> nn.Module:
 
 def measure(adapter: ModelAdapter, head: nn.Module, data: Collection, depth: int) -> None:
     """Prepare a fresh head for the states it will see."""
-    if not isinstance(head, RememberingHead):
+    if not isinstance(head, DraftHead):
         return
     seen = head.seen(depth, adapter.num_layers)
     found: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
@@ -170,7 +170,7 @@ def guesses(
     """Return (n, T, hidden) guesses of the head for rows of a shard, by draft step."""
     device = adapter.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-        if not isinstance(head, RememberingHead):
+        if not isinstance(head, DraftHead):
             return [head(shard.states(depth)[rows])]
         seen = head.seen(depth, adapter.num_layers)
         shallow, deep = (torch.cat([shard.states(one)[rows] for one in depths], -1) for depths in seen)

@@ -25,7 +25,7 @@ from TIDE.calibration.figures import auroc, router_figures, share
 from TIDE.calibration.fit import Exits, Split, exit_logits, guesses
 from TIDE.calibration.labels import agrees, labels
 from TIDE.config import TIDEConfig
-from TIDE.routing.heads import RememberingHead
+from TIDE.routing.heads import DraftHead
 from TIDE.routing.router import SIGNALS, Router
 
 EXAMPLES = 150_000
@@ -82,7 +82,7 @@ def fit_router(
     """
     generator = torch.Generator().manual_seed(seed)
     router = fresh_router(adapter, config, seed)
-    job = _Job(adapter, head, router.to(adapter.device), exits, config, steps if isinstance(head, RememberingHead) else 1)
+    job = _Job(adapter, head, router.to(adapter.device), exits, config, steps if isinstance(head, DraftHead) else 1)
     train_router(router, *_examples(job, split.train, generator), generator, title)
     router.eval().requires_grad_(False)
     raw, label, agreed, texts = _held_out(job, split.valid)

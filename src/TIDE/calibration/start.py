@@ -24,7 +24,7 @@ from TIDE.config import TIDEConfig
 from TIDE.routing.eagle3.fresh import check_model, fresh_depths, fresh_eagle_head
 from TIDE.routing.exits import EAGLE3, Exit
 from TIDE.routing.fingerprint import fingerprint
-from TIDE.routing.heads import MEMORIES, HeadSizes, MemoryHead, RememberingHead, head_sizes, input_depths, memory_depths
+from TIDE.routing.heads import MEMORIES, DraftHead, HeadSizes, MemoryHead, head_sizes, input_depths, memory_depths
 from TIDE.routing.policies import for_model
 from TIDE.routing.router_file import RouterFile
 from TIDE.routing.source import load_router
@@ -91,7 +91,7 @@ class Start:
         found = {layers}
         if self.file is not None:
             heads = {depth: own.head for depth, own in self.file.exits.items()}
-            remembering = {depth: head for depth, head in heads.items() if isinstance(head, RememberingHead)}
+            remembering = {depth: head for depth, head in heads.items() if isinstance(head, DraftHead)}
             found |= {one for depth, head in remembering.items() for one in head.seen(depth, layers).memories}
         elif self.strategy == EAGLE3:
             found |= {*fresh_depths(layers)}

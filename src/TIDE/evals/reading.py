@@ -4,7 +4,7 @@
     mode fast       the same pass, then the guesses of the exits for all tokens at once, then a walk over their scores
 
 In mode fast skipped layers are caught up with, so K/V and finished states are the full model's, whichever tokens left. A guess
-depends on one thing more: how many tokens have left since the full model decided one. `RememberingHead.unroll` gives the
+depends on one thing more: how many tokens have left since the full model decided one. `DraftHead.unroll` gives the
 guesses of all tokens for each such number (on a CPU a compiled head is asked in turn instead, without running layers again):
 
     token              1     2     3     4     5     6
@@ -31,7 +31,7 @@ from TIDE.engine.rows.row import Row
 from TIDE.engine.rows.stop import StopRule
 from TIDE.kernels.layer import UNLIKELY
 from TIDE.routing.calibrated import CalibratedPolicy
-from TIDE.routing.heads import RememberingHead
+from TIDE.routing.heads import DraftHead
 from TIDE.routing.policy import Candidates, ExitPolicy
 
 MOST_JUDGED = 256  # guesses whose logits exist at a time
@@ -213,7 +213,7 @@ class _Guesses:
         self.most = leaving.plan.max_pending
         self._seen: list[torch.Tensor] = []  # (1, tokens, width): of tokens themselves, and of those before them
         self._steps: list[torch.Tensor] = []
-        if isinstance(head := leaving.policy.exits[depth].head, RememberingHead):
+        if isinstance(head := leaving.policy.exits[depth].head, DraftHead):
             seen, dtype = head.seen(depth, leaving.runner.num_layers), head.qkv.weight.dtype
             self._seen = [torch.cat([states[own].to(dtype) for own in depths], -1)[None] for depths in seen]
 

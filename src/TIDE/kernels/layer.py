@@ -43,7 +43,7 @@ class Int8Weight(NamedTuple):
     scales: Any  # (rows,)
 
 
-class Entry(NamedTuple):
+class FusionWeights(NamedTuple):
     """Weights that join a memory head's inputs: see `routing/heads.py`."""
 
     shallow_center: Any  # (inputs * hidden,)

@@ -13,7 +13,7 @@ import torch
 from TIDE.kernels.layer import UNLIKELY
 from TIDE.routing.compiled_head import compiled_head
 from TIDE.routing.eagle3.head import EagleHead
-from TIDE.routing.heads import RememberingHead
+from TIDE.routing.heads import DraftHead
 from TIDE.routing.memory import HeadMemory
 from TIDE.routing.policy import Candidates, ExitPolicy, Head
 from TIDE.routing.router import Router
@@ -31,7 +31,8 @@ class CalibratedPolicy(ExitPolicy):
     fast_threshold = 0.95  # scores are probabilities: nineteen in twenty exits agree
 
     def __init__(self, file: RouterFile, adapter: ModelAdapter, head: Head | None = None) -> None:
-        self.device, self.dtype = device, dtype = adapter.device, adapter.model.dtype
+        device, dtype = adapter.device, adapter.model.dtype
+        self.made_for = _words(adapter)
         self.exits = {depth: file.exits[depth].copied(device, dtype) for depth in file.checkpoints}
         self.compiled = {depth: compiled_head(at.head) for depth, at in self.exits.items()}
         self.checkpoints = file.checkpoints
@@ -52,16 +53,15 @@ class CalibratedPolicy(ExitPolicy):
 
     def _watched(self, place: tuple[int, Exit]) -> list[int]:
         depth, at = place
-        if not isinstance(at.head, RememberingHead):
+        if not isinstance(at.head, DraftHead):
             return []
         inputs, memories = at.head.seen(depth, self.num_layers)
         return [*inputs, *memories]
 
     def check_model(self, adapter: ModelAdapter) -> None:
-        made_for, there = _words(self.dtype, self.device), _words(adapter.model.dtype, adapter.device)
-        if made_for != there:
+        if self.made_for != (there := _words(adapter)):
             raise ValueError(
-                f"these exits were made for a model in {made_for}; this one is in {there}. Give the engine their router "
+                f"these exits were made for a model in {self.made_for}; this one is in {there}. Give the engine their router "
                 f"file or its path."
             )
 
@@ -72,8 +72,8 @@ class CalibratedPolicy(ExitPolicy):
         raise RuntimeError("a calibrated policy decides through what `start` returns.")
 
 
-def _words(dtype: torch.dtype, device: torch.device) -> str:
-    return f"{str(dtype).removeprefix('torch.')} on {device}"
+def _words(adapter: ModelAdapter) -> str:
+    return f"{str(adapter.model.dtype).removeprefix('torch.')} on {adapter.device}"
 
 
 def _on_model_logits(at: Exit) -> Router | None:
@@ -95,7 +95,7 @@ class _Request(ExitPolicy):
         self.memories = {
             depth: HeadMemory(at.head, depth, policy.num_layers, rows, policy.compiled[depth])
             for depth, at in policy.exits.items()
-            if isinstance(at.head, RememberingHead)
+            if isinstance(at.head, DraftHead)
         }
         self._scored: tuple[list[int], torch.Tensor] = ([], torch.zeros(0))  # rows last scored, and their logits
 

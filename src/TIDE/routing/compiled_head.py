@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from TIDE.kernels.dispatch import arrays, compiled_exits
-from TIDE.kernels.layer import Entry
+from TIDE.kernels.layer import FusionWeights
 from TIDE.routing.heads import EPS, MemoryHead
 
 
-class Kept(NamedTuple):
+class HeadBuffers(NamedTuple):
     """States and K/V of a memory head for all rows and positions: tensors, or the same memory as numpy arrays for compiled
     code, whose slices cost a tenth of a tensor's."""
 
@@ -46,20 +46,20 @@ class CompiledHead:
         centers = [head.shallow_center, head.shallow_spread, head.deep_center, head.deep_spread]
         fields: list[Any] = [x.detach().numpy() for x in centers]
         fields += [quantize_int8(x.detach().numpy()) for x in (head.fuse.weight, recall)]
-        self.entry = Entry(*[*fields, EPS])
+        self.fusion = FusionWeights(*[*fields, EPS])
         none = np.zeros((0, 0), np.float32)
         self._angles: tuple[np.ndarray, ...] = none, none  # cosines and sines, exchanged at once: threads share them
         self._compile()
 
     def remember(self, deep: np.ndarray) -> np.ndarray:
         """Run `MemoryHead.remember` on (n, memories * hidden) states."""
-        return deep if self.head.recall is None else self.ops.remember(self.entry, deep)
+        return deep if self.head.recall is None else self.ops.remember(self.fusion, deep)
 
-    def feed(self, row: int, span: range, kept: Kept) -> np.ndarray:
+    def feed(self, row: int, span: range, kept: HeadBuffers) -> np.ndarray:
         """Return the (hidden,) guess for the last position of a row's span, and store K/V of all of it: see `memory.py`."""
         cos, sin = self._angles_of(span.stop)
         seen = kept.shallow, kept.before, kept.keys, kept.values
-        return self.ops.memory_block(self.entry, self.layer, cos, sin, row, span.start, span.stop, *seen)
+        return self.ops.memory_block(self.fusion, self.layer, cos, sin, row, span.start, span.stop, *seen)
 
     def _compile(self) -> None:
         """Compile the code ahead of the first request."""
@@ -67,7 +67,7 @@ class CompiledHead:
         widths = [part * sizes.hidden_dim for part in (sizes.inputs, sizes.memories, 1)]
         states = [np.zeros((1, 1, width), np.float32) for width in widths]
         heads = [np.zeros((1, sizes.kv_heads, 1, sizes.head_dim), np.float32) for _ in range(2)]
-        self.feed(0, range(1), Kept(*states, *heads))
+        self.feed(0, range(1), HeadBuffers(*states, *heads))
         self.remember(states[1][0])
 
     def _angles_of(self, length: int) -> tuple[np.ndarray, ...]:

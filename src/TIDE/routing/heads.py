@@ -99,7 +99,7 @@ class Seen(NamedTuple):
     memories: list[int]  # of tokens that have run all layers
 
 
-class RememberingHead(nn.Module):
+class DraftHead(nn.Module):
     """One decoder block with K/V of its own, over a token and what is remembered of the token before it.
 
     Attributes:
@@ -107,11 +107,20 @@ class RememberingHead(nn.Module):
     """
 
     sizes: HeadSizes
-    qkv: nn.Linear
-    o: nn.Linear
-    gate_up: nn.Linear
-    down: nn.Linear
     begins_at = 0
+
+    def __init__(self, sizes: HeadSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def _add_block(self, read: int) -> None:
+        """Add the weights of a decoder block whose attention reads vectors of `read` numbers."""
+        sizes, dim = self.sizes, self.sizes.hidden_dim
+        self.qkv = nn.Linear(read, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim, bias=False)
+        self.o = nn.Linear(sizes.heads * sizes.head_dim, dim, bias=False)
+        self.mlp_gain = nn.Parameter(torch.ones(dim))
+        self.gate_up = nn.Linear(dim, 2 * sizes.inner_dim, bias=False)
+        self.down = nn.Linear(sizes.inner_dim, dim, bias=False)
 
     def seen(self, depth: int, num_layers: int) -> Seen:
         """Return the depths it sees where it stands at a checkpoint of a model of `num_layers` layers."""
@@ -151,11 +160,6 @@ class RememberingHead(nn.Module):
         cos, sin = self.angles(positions, q.dtype)
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
-    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the queries of `project` alone."""
-        q = self._projected(x, self.qkv.weight[: self.sizes.heads * self.sizes.head_dim])
-        return _rotate(q, *self.angles(positions, q.dtype))
-
     def keys_and_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of `project` alone."""
         k, v = self._projected(x, self.qkv.weight[self.sizes.heads * self.sizes.head_dim :]).chunk(2, 1)
@@ -194,18 +198,14 @@ class RememberingHead(nn.Module):
         for _ in range(steps):
             x = self.enter(shallow, _later(before, 1, dim=1), jitter)
             q, k, v = self.project(x, positions)
-            keys.append(self.for_queries(k))
-            values.append(self.for_queries(v))
+            keys.append(for_queries(k, self.sizes))
+            values.append(for_queries(v, self.sizes))
             guesses.append(self.leave(x, _attend_unrolled(q, keys, values, self.begins_at)))
             before = self.carry(guesses[-1])
         return guesses
 
-    def for_queries(self, x: torch.Tensor) -> torch.Tensor:
-        """Repeat K/V for each query head."""
-        return x.repeat_interleave(self.sizes.heads // self.sizes.kv_heads, 1)
 
-
-class MemoryHead(RememberingHead):
+class MemoryHead(DraftHead):
     """One decoder block that remembers the deep states of earlier tokens.
 
     It works in coordinates of centre 0 and a spread of at most 1: a few coordinates of a model's states are often a
@@ -218,20 +218,15 @@ class MemoryHead(RememberingHead):
     deep_spread: torch.Tensor
 
     def __init__(self, sizes: HeadSizes) -> None:
-        super().__init__()
-        self.sizes = sizes
-        dim, inner = sizes.hidden_dim, sizes.inner_dim
+        super().__init__(sizes)
+        dim = sizes.hidden_dim
         for name, width in (("shallow", sizes.inputs * dim), ("deep", dim)):
             self.register_buffer(f"{name}_center", torch.zeros(width))
             self.register_buffer(f"{name}_spread", torch.ones(width))
         self.recall = nn.Linear(sizes.memories * dim, dim, bias=False) if sizes.memories > 1 else None
         self.fuse = nn.Linear((sizes.inputs + 1) * dim, dim, bias=False)
         self.attention_gain = nn.Parameter(torch.ones(dim))
-        self.qkv = nn.Linear(dim, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim, bias=False)
-        self.o = nn.Linear(sizes.heads * sizes.head_dim, dim, bias=False)
-        self.mlp_gain = nn.Parameter(torch.ones(dim))
-        self.gate_up = nn.Linear(dim, 2 * inner, bias=False)
-        self.down = nn.Linear(inner, dim, bias=False)
+        self._add_block(dim)
 
     def seen(self, depth: int, num_layers: int) -> Seen:
         return Seen(input_depths(depth, self.sizes.inputs), memory_depths(num_layers, self.sizes.memories))
@@ -333,6 +328,11 @@ def memory_depths(num_layers: int, memories: int) -> list[int]:
 def input_depths(depth: int, inputs: int) -> list[int]:
     """Return the depths at which a head at a checkpoint sees its token."""
     return [depth] if inputs == 1 else [0, depth]
+
+
+def for_queries(x: torch.Tensor, sizes: HeadSizes) -> torch.Tensor:
+    """Repeat K/V for each query head."""
+    return x.repeat_interleave(sizes.heads // sizes.kv_heads, 1)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional as F
 
 from TIDE.kernels.layer import MOST_TOKENS
-from TIDE.routing.compiled_head import CompiledHead, Kept
-from TIDE.routing.heads import RememberingHead
+from TIDE.routing.compiled_head import CompiledHead, HeadBuffers
+from TIDE.routing.heads import DraftHead, for_queries
 
 ROOM = 256  # positions
 
@@ -35,7 +35,7 @@ class _Shown(NamedTuple):
 class CopiedMemory(NamedTuple):
     """The state of a row: see `HeadMemory`."""
 
-    parts: list[torch.Tensor]  # of `Kept`
+    parts: list[torch.Tensor]  # of `HeadBuffers`
     fresh: list[range]
     known: int
     fed: int
@@ -44,9 +44,7 @@ class CopiedMemory(NamedTuple):
 class HeadMemory:
     """The state of one memory head for up to `rows` rows."""
 
-    def __init__(
-        self, head: RememberingHead, depth: int, num_layers: int, rows: int, compiled: CompiledHead | None = None
-    ) -> None:
+    def __init__(self, head: DraftHead, depth: int, num_layers: int, rows: int, compiled: CompiledHead | None = None) -> None:
         self.head = head if compiled is None else compiled.head
         self.compiled = compiled
         self.inputs, self.depths = head.seen(depth, num_layers)
@@ -57,7 +55,7 @@ class HeadMemory:
         sizes, weight = head.sizes, head.qkv.weight
         widths = (sizes.inputs * sizes.hidden_dim, sizes.memories * sizes.hidden_dim, sizes.hidden_dim)
         heads = [weight.new_zeros(1, sizes.kv_heads, 0, sizes.head_dim) for _ in range(2)]
-        self._keep(Kept(*[weight.new_zeros(1, 0, width) for width in widths], *heads))
+        self._keep(HeadBuffers(*[weight.new_zeros(1, 0, width) for width in widths], *heads))
 
     def observe(self, depth: int, row: int, position: int, states: torch.Tensor) -> None:
         """Queue states of a row's tokens from `position` on. After deep states, positions fed with guesses are fed again."""
@@ -186,12 +184,12 @@ class HeadMemory:
         keys[where, :, at] = k.transpose(1, 2)
         values[where, :, at] = v.transpose(1, 2)
         x, at = x[:, -1:], at[:, -1:]  # padding repeats the last position
-        return self.head.leave(x, self._attend(self.head.queries(x, at), where[:, 0], at))[:, 0]
+        return self.head.leave(x, self._attend(self.head.project(x, at)[0], where[:, 0], at))[:, 0]
 
     def _attend(self, q: torch.Tensor, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """Return (n, heads, q, d) causal attention: every position sees those up to itself."""
         width = int(at.max()) + 1
-        keys, values = (self.head.for_queries(x[rows, :, :width]) for x in (self._kept.keys, self._kept.values))
+        keys, values = (for_queries(x[rows, :, :width], self.head.sizes) for x in (self._kept.keys, self._kept.values))
         columns, last = torch.arange(width, device=at.device), at[:, None, :, None]
         seen = (columns <= last) & ((columns >= self.head.begins_at) | (columns == last))
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
@@ -201,11 +199,13 @@ class HeadMemory:
         more = max(length + ROOM, 2 * room) - room if length > room else 0
         others = min(max(row + 1, 2 * rows), len(self.known)) - rows if row >= rows else 0
         if more or others:
-            self._keep(Kept(*[F.pad(part, (0, 0, 0, more, *[0, 0] * (part.ndim - 3), 0, others)) for part in self._kept]))
+            self._keep(
+                HeadBuffers(*[F.pad(part, (0, 0, 0, more, *[0, 0] * (part.ndim - 3), 0, others)) for part in self._kept])
+            )
 
-    def _keep(self, kept: Kept) -> None:
+    def _keep(self, kept: HeadBuffers) -> None:
         self._kept = kept
-        self._quick = kept if self.compiled is None else Kept(*[part.numpy() for part in kept])
+        self._quick = kept if self.compiled is None else HeadBuffers(*[part.numpy() for part in kept])
 
 
 def _stacked(rows: list[torch.Tensor]) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 
 from TIDE.engine.cache.prefix_tree import Prefixes
 from TIDE.routing.exits import Exit
-from TIDE.routing.heads import RememberingHead
+from TIDE.routing.heads import DraftHead
 
 BLOCK = 64  # positions of a block, as many as attention loads at a time
 NOBODY = 0
@@ -41,7 +41,7 @@ class KVBlocks:
         head: the exit head that keeps something of every token too, if there is one.
     """
 
-    def __init__(self, like: torch.Tensor, shapes: list[KVShape], blocks: int, size: int, head: RememberingHead | None) -> None:
+    def __init__(self, like: torch.Tensor, shapes: list[KVShape], blocks: int, size: int, head: DraftHead | None) -> None:
         self.like = like
         self.shapes = shapes
         self.size = size
@@ -135,6 +135,6 @@ def _longer(tensor: torch.Tensor, length: int) -> torch.Tensor:
     return found
 
 
-def remembering_head(exit_: Exit | None) -> RememberingHead | None:
+def draft_head(exit_: Exit | None) -> DraftHead | None:
     """Return the head of an exit, if it is one that remembers."""
-    return exit_.head if exit_ is not None and isinstance(exit_.head, RememberingHead) else None
+    return exit_.head if exit_ is not None and isinstance(exit_.head, DraftHead) else None

@@ -24,7 +24,7 @@ import torch
 
 from TIDE.adapters.probe import Store
 from TIDE.adapters.rotary_table import CosSin
-from TIDE.engine.cache.kv_blocks import NOBODY, KVBlocks, remembering_head
+from TIDE.engine.cache.kv_blocks import NOBODY, KVBlocks, draft_head
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.cache.tree_buffers import TreeBuffers
 from TIDE.kernels.layer import MOST_TOKENS, Ancestors, Pass, only_kv
@@ -33,7 +33,7 @@ from TIDE.kernels.reference.trees import TreeShape
 from TIDE.kernels.result import FIELDS
 from TIDE.kernels.transfer import sent, write
 from TIDE.routing.exits import Exit
-from TIDE.routing.heads import RememberingHead
+from TIDE.routing.heads import DraftHead
 from TIDE.routing.router import Router
 
 MOST_ROUND = 256  # tokens of a round, drafts included
@@ -72,7 +72,7 @@ class Tokens(NamedTuple):
 class Memory:
     """Static buffers of a head that remembers; what it keeps of a whole text is in blocks."""
 
-    def __init__(self, head: RememberingHead, rows: int, columns: int) -> None:
+    def __init__(self, head: DraftHead, rows: int, columns: int) -> None:
         weight, sizes = head.qkv.weight, head.sizes
         self.head = head
         self.layer = head.as_layer()
@@ -125,7 +125,7 @@ class Slots:
         self.columns = columns
         self.exit = exit_
         self.angles = angles
-        head = remembering_head(exit_)
+        head = draft_head(exit_)
         self.memory = None if head is None else Memory(head, rows, columns)
         router = None if exit_ is None else exit_.router
         self.score_params = score_params(router) if isinstance(router, Router) else None

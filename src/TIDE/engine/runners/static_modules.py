@@ -16,7 +16,7 @@ import torch
 from TIDE.adapters.adapter import ModelAdapter, PassInputs
 from TIDE.adapters.probe import Store
 from TIDE.adapters.snapshot import ModelSnapshot
-from TIDE.engine.cache.kv_blocks import KVBlocks, KVShape, remembering_head
+from TIDE.engine.cache.kv_blocks import KVBlocks, KVShape, draft_head
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.rows.context import context_of
@@ -108,7 +108,7 @@ class StaticModuleRunner(ModuleRunner, DeviceRunner):
         if not self._kv_shapes:
             self._kv_shapes = self._measured_kv_shapes()
         like = torch.zeros(self.adapter.hidden_dim, dtype=model.dtype, device=self.device)
-        store = KVBlocks(like, self._kv_shapes, 1, columns, remembering_head(exit_))
+        store = KVBlocks(like, self._kv_shapes, 1, columns, draft_head(exit_))
         return Slots(like, store, None, rows, columns, exit_, context_of(model).limit)
 
     def _measured_kv_shapes(self) -> list[KVShape]:

@@ -9,7 +9,7 @@ import torch
 
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.layer_parts import norm_parts
-from TIDE.engine.cache.kv_blocks import BLOCK, KVBlocks, KVShape, remembering_head
+from TIDE.engine.cache.kv_blocks import BLOCK, KVBlocks, KVShape, draft_head
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.runners.compiled import CompiledRunner, rows_of
@@ -68,7 +68,7 @@ class TritonRunner(CompiledRunner, DeviceRunner):
     def make_store(self, exit_: Exit | None) -> KVBlocks:
         parts = [layer.attention for layer in self.layers]
         shapes = [KVShape(len(own.k) // own.head_dim, own.head_dim, own.head_dim) for own in parts]
-        return KVBlocks(parts[0].q[0], shapes, 2, BLOCK, remembering_head(exit_))
+        return KVBlocks(parts[0].q[0], shapes, 2, BLOCK, draft_head(exit_))
 
     def make_slots(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
         store = self.pool.store(exit_)

@@ -21,7 +21,7 @@ from TIDE.engine.runners.device import DeviceRunner
 from TIDE.kernels.layer import Begun
 from TIDE.kernels.layer_steps import end_layer
 from TIDE.routing.eagle3.head import EagleHead
-from TIDE.routing.heads import EPS, MemoryHead, RememberingHead
+from TIDE.routing.heads import EPS, DraftHead, MemoryHead
 
 
 class DeviceHead(ABC):
@@ -32,7 +32,7 @@ class DeviceHead(ABC):
         depths: those whose states it remembers.
     """
 
-    def __init__(self, runner: DeviceRunner, head: RememberingHead, depth: int) -> None:
+    def __init__(self, runner: DeviceRunner, head: DraftHead, depth: int) -> None:
         self.runner = runner
         self.inputs, self.depths = head.seen(depth, runner.num_layers)
 

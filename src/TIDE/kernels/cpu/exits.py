@@ -27,30 +27,30 @@ from TIDE.kernels.cpu.ops import (
 )
 from TIDE.kernels.cpu.products import ROWS, ZERO, _dot, _linear, _padded, described
 from TIDE.kernels.cpu.threads import in_turn
-from TIDE.kernels.layer import GROUP, MLP, UNLIKELY, Attention, Entry, Int8Weight, Layer, Norm
+from TIDE.kernels.layer import GROUP, MLP, UNLIKELY, Attention, FusionWeights, Int8Weight, Layer, Norm
 
 FAINT = np.float32(-16)  # tokens so far below the best one do not count in signals
 PARTS = 8
 
 # numba caches compiled code until this file changes, so this file states the versions it was compiled for.
 assert (cpu_ops.VERSION, cpu_products.VERSION, UNLIKELY) == (14, 5, 20)
-assert " ".join(Entry._fields) == "shallow_center shallow_spread deep_center deep_spread fuse recall eps"
+assert " ".join(FusionWeights._fields) == "shallow_center shallow_spread deep_center deep_spread fuse recall eps"
 
 
 @in_turn
-def remember(entry: Entry, deep: np.ndarray) -> np.ndarray:
+def remember(fusion: FusionWeights, deep: np.ndarray) -> np.ndarray:
     """(n, memories * hidden) states of finished tokens -> (n, hidden): `MemoryHead.remember`."""
     wait_for("exits.compile_exits")
-    return _remember(*_remembered(entry, deep), calls(products_for(entry.recall)))
+    return _remember(*_remembered(fusion, deep), calls(products_for(fusion.recall)))
 
 
-def _remembered(entry: Entry, deep: np.ndarray) -> tuple[Any, ...]:
-    return len(entry.deep_center), np.float32(entry.eps), described(entry.recall), deep
+def _remembered(fusion: FusionWeights, deep: np.ndarray) -> tuple[Any, ...]:
+    return len(fusion.deep_center), np.float32(fusion.eps), described(fusion.recall), deep
 
 
 @in_turn
 def memory_block(
-    entry: Entry,
+    fusion: FusionWeights,
     layer: PreparedLayer,
     cos: np.ndarray,
     sin: np.ndarray,
@@ -70,14 +70,19 @@ def memory_block(
     """
     wait_for("exits.compile_exits")
     seen = shallow, before, keys, values
-    return _memory_block(*_block(entry, layer, cos, sin, (row, start, stop), seen), calls(layer.products))
+    return _memory_block(*_block(fusion, layer, cos, sin, (row, start, stop), seen), calls(layer.products))
 
 
 def _block(
-    entry: Entry, layer: PreparedLayer, cos: np.ndarray, sin: np.ndarray, span: tuple[int, int, int], seen: tuple[Any, ...]
+    fusion: FusionWeights,
+    layer: PreparedLayer,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    span: tuple[int, int, int],
+    seen: tuple[Any, ...],
 ) -> tuple[Any, ...]:
     head = layer.weights, layer.norms, layer.numbers
-    return entry[:4], np.float32(entry.eps), described(entry.fuse), head, cos, sin, span, seen
+    return fusion[:4], np.float32(fusion.eps), described(fusion.fuse), head, cos, sin, span, seen
 
 
 @in_turn
@@ -115,13 +120,13 @@ def compile_exits() -> None:
         return np.zeros(shape, np.float32)
 
     weight, norm = Int8Weight(np.zeros((1, 1, GROUP), np.int8), zeros(1)), Norm(zeros(1), 0.0, 0.0, False, zeros(0))
-    entry = Entry(zeros(1), zeros(1), zeros(1), zeros(1), weight, weight, 0.0)
+    fusion = FusionWeights(zeros(1), zeros(1), zeros(1), zeros(1), weight, weight, 0.0)
     none = zeros(0)
     attention = Attention(weight, weight, weight, weight, none, none, none, none, norm, norm, 1, 1.0)
     layer = Layer(norm, attention, norm, norm, MLP(weight, weight, weight, none, none, none), norm)
     seen = zeros(1, 1, 1), zeros(1, 1, 1), zeros(1, 1, 1, 1), zeros(1, 1, 1, 1)
-    compile_for(_memory_block, *_block(entry, prepared(layer), zeros(1, 1), zeros(1, 1), (0, 0, 1), seen))
-    compile_for(_remember, *_remembered(entry, zeros(1, 1)))
+    compile_for(_memory_block, *_block(fusion, prepared(layer), zeros(1, 1), zeros(1, 1), (0, 0, 1), seen))
+    compile_for(_remember, *_remembered(fusion, zeros(1, 1)))
     router = zeros(1, 5), zeros(1), zeros(1, 1), zeros(1), zeros(1), zeros(1), 0.0
     compile_for(_judge, *_judged(zeros(1, 1), norm, weight, weight, 0.0, router))
 

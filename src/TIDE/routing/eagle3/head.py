@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from TIDE.kernels.layer import Norm, no_norm
-from TIDE.routing.heads import HeadSizes, Jitter, RememberingHead, Seen, spread
+from TIDE.routing.heads import DraftHead, HeadSizes, Jitter, Seen, spread
 
 
 @dataclass(frozen=True)
@@ -55,26 +55,21 @@ def default_depths(num_layers: int) -> tuple[int, ...]:
     return 2, num_layers // 2, num_layers - 3
 
 
-class EagleHead(RememberingHead):
+class EagleHead(DraftHead):
     """The head."""
 
     sizes: EagleSizes
     begins_at = 1
 
     def __init__(self, sizes: EagleSizes) -> None:
-        super().__init__()
-        self.sizes = sizes
-        dim, inner, seen = sizes.hidden_dim, sizes.inner_dim, sizes.memories * sizes.hidden_dim
+        super().__init__(sizes)
+        dim, seen = sizes.hidden_dim, sizes.memories * sizes.hidden_dim
         self.fc = nn.Linear(seen, dim, bias=False)
         self.part_gains = nn.Parameter(torch.ones(sizes.memories, dim)) if sizes.fc_norm else None
         self.fc_gain = nn.Parameter(torch.ones(seen)) if sizes.norm_before_fc else None
         self.token_gain = nn.Parameter(torch.ones(dim))
         self.memory_gain = nn.Parameter(torch.ones(dim))
-        self.qkv = nn.Linear(2 * dim, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim, bias=False)
-        self.o = nn.Linear(sizes.heads * sizes.head_dim, dim, bias=False)
-        self.mlp_gain = nn.Parameter(torch.ones(dim))
-        self.gate_up = nn.Linear(dim, 2 * inner, bias=False)
-        self.down = nn.Linear(inner, dim, bias=False)
+        self._add_block(2 * dim)
         self.gain = nn.Parameter(torch.ones(dim))
         self.lm_head = nn.Linear(dim, sizes.vocabulary, bias=False)
 
