@@ -161,7 +161,7 @@ def test_a_running_state_rolls_back_to_where_it_was_kept(family):
     cache.rollback(0, 8)  # nothing was kept at 8 or 7: back to 6
     assert cache.lengths(0) == [6]
     torch.testing.assert_close(run(6, 9), expected)
-    cache.settle(0, 6)
+    cache.commit(0, 6)
     cache.rollback(0, 6)
     torch.testing.assert_close(run(6, 9), expected)
     adapter.close()

@@ -146,7 +146,7 @@ class TIDE:
 
     @property
     def plan(self) -> Plan:
-        """The settings and the exits, settled for the model."""
+        """The settings and the exits, resolved for the model."""
         return self._in_use.plan
 
     @property
@@ -183,7 +183,7 @@ class TIDE:
 
     @property
     def backend(self) -> str:
-        """The runner of the model's layers, in words, and why it is not a faster one. On a GPU the first request settles it."""
+        """The runner of the model's layers, in words, and why it is not a faster one. On a GPU the first request decides it."""
         why = why_not_planned(self.plan, self.policy) if isinstance(self.runner, DeviceRunner) else None
         return self.runner.words + (f"; rounds on the host: {why}" if why else "")
 

@@ -216,7 +216,7 @@ class SegmentCache(Cache):
             for layer, _ in states:
                 layer.forget_after(row, length)
 
-    def settle(self, row: int, length: int) -> None:
+    def commit(self, row: int, length: int) -> None:
         """The row will not be rolled back below `length` any more: older states can go."""
         for layer, own in self._states_of(self.segments):
             layer.forget_before(row, min(length, own.length[row]))

@@ -145,7 +145,7 @@ class HostRound:
             row.exits_in_a_row = 0
             self.results.append((row, result))
         for row in self.going:
-            self.stage.segments.settle(row)
+            self.stage.segments.commit(row)
         tokens, seconds = self._pass
         seconds += self.stage.clock.lap("choosing")
         if self.going and tokens <= (self.stage.plan.max_pending + 1) * len(self.going):  # prompts say nothing about steps
@@ -251,5 +251,5 @@ class HostRound:
             for later in range(self.segment, len(self.stage.plan.spans)):
                 self.stage.segments.write_skipped_kv(later, rows, candidates.states, self.stage.plan.kv_cache_strategy)
             for row in rows:
-                self.stage.segments.settle(row)
+                self.stage.segments.commit(row)
         return [row for row in rows if row in drafts or row.finished]

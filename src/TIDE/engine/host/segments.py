@@ -183,11 +183,11 @@ class Segments:
         if self.watcher is not None:
             self.watcher.forget(row.slot, length)
 
-    def settle(self, row: Row) -> None:
+    def commit(self, row: Row) -> None:
         """Drop what only a rollback below the full-depth length of the row could need."""
         done = self.length(self.last, row)
         self.pending.drop_before(row.slot, done)
-        self.cache.settle(row.slot, done)
+        self.cache.commit(row.slot, done)
 
     def _passes(self, segment: int, last: int, counts: dict[Row, int], are_prompts: bool) -> list[list[Row]]:
         """Return the rows of each pass, in the order the cache has them: neighbours are not copied."""

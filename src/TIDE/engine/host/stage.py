@@ -181,6 +181,6 @@ class HostStage:
             self.segments.run(segment, counts, last=reached, are_prompts=True)
             segment = reached + 1
         for row in self.joining:
-            self.segments.settle(row)
+            self.segments.commit(row)
         self.joining = [row for row in self.joining if self.segments.length(0, row) < row.size - 1]
         self.clock.lap("prompt")

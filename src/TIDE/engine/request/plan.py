@@ -30,7 +30,7 @@ ROUNDING = 1e-9  # 0.29 * 100 is 28.999999999999996
 
 @dataclass(frozen=True)
 class Plan:
-    """Settled choices of an engine."""
+    """The choices of an engine, resolved for its model."""
 
     exact: bool
     kv_cache_strategy: str
@@ -77,7 +77,7 @@ class Plan:
 
 
 def make_plan(config: TIDEConfig, policy: ExitPolicy | None, adapter: ModelAdapter) -> Plan:
-    """Settle what the configuration leaves open."""
+    """Resolve what the configuration leaves open."""
     config = checked_config(config)
     _check_strategy(config, adapter)
     if policy is not None:

@@ -207,7 +207,7 @@ class DeviceDrafter:
         self._remember(parts, tokens.after)
         self._keep(self._entered(memory, tokens, states), tokens)
 
-    def settle(self) -> None:
+    def mark_fed(self) -> None:
         """Note that the head was fed everything before the newest tokens."""
         if self.memory is not None:
             self.memory.fed.copy_(self.slots.starts[0])

@@ -81,7 +81,7 @@ class SlotRound:
         )  # fmt: skip
         self.choice.count()
         if self.drafter is not None and drafted:
-            self.drafter.settle()
+            self.drafter.mark_fed()
 
     def choose_first(self) -> None:
         """Choose the tokens after those that have run with their texts."""
@@ -89,4 +89,4 @@ class SlotRound:
         self.sample(0)
         self.accept(0)
         if self.drafter is not None:
-            self.drafter.settle()
+            self.drafter.mark_fed()
