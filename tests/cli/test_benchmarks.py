@@ -43,6 +43,15 @@ def test_rows_together_are_timed(warm):
     assert all(own["tok_s"] > 0 and len(own["decoding_s"]) == 2 for own in found["results"]["3"].values())
 
 
+def test_two_source_trees_are_compared(warm):
+    root = FOLDER.parent
+    asked = ("--before", root, "--model", "tiny", "--rows", 2, "--tokens", 20, "--new-tokens", 4, "--rounds", 1)
+    found = report(warm.run(FOLDER / "compare_trees.py", *asked))
+    assert found["same_texts"] is True
+    assert all(times["ratio"] > 0 for times in found["results"].values())
+    assert set(found["results"]) == {"off, 2 rows", "first of 20"}
+
+
 def test_trees_are_timed_by_replay(warm):
     asked = ("--model", "tiny", "--trees", 7, "--new-tokens", 8, "--prompt-tokens", 16, "--levels", 2)
     found = report(warm.run(FOLDER / "bench_trees.py", *asked))["results"]
