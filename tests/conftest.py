@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
 import os
 import shutil
 
@@ -19,49 +18,12 @@ from characters import TEMPLATE, characters
 from families import FAMILIES, KINDS, VOCAB, build
 from levels import daily
 
+pytest_plugins = ["times"]
 torch.set_num_threads(1)
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     from interpreter import once_per_launch
 
     once_per_launch()
-
-
-SLOW = (  # files that take longest, the longest last
-    "cli/test_quiet.py",
-    "engine/test_host_rows.py",
-    "calibration/test_calibrate.py",
-    "integrations/test_libraries.py",
-    "kernels/test_blocks.py",
-    "kernels/test_triton_tokens.py",
-    "kernels/test_triton_ops.py",
-    "engine/test_rounds.py",
-    "engine/test_sampled_texts.py",
-    "engine/test_promises.py",
-    "engine/test_distribution.py",
-    "engine/test_batch.py",
-)
-
-
-def pytest_collection_modifyitems(config, items):
-    """Run quick files first. xdist gives each worker an equal stretch of the list, so each stretch ends with slow files."""
-    slow: dict[str, list[pytest.Item]] = {name: [] for name in SLOW}
-    others: list[pytest.Item] = []
-    for item in items:
-        slow.get(_file(item), others).append(item)
-    workers = getattr(config, "workerinput", {"workercount": 1})["workercount"]
-    quick = iter(others)
-    ordered: list[pytest.Item] = []
-    for worker in range(workers):
-        own = [item for name in SLOW[worker::workers] for item in slow[name]]
-        size = len(items) * (worker + 1) // workers - len(items) * worker // workers
-        ordered += [*itertools.islice(quick, max(0, size - len(own))), *own]
-    items[:] = [*ordered, *quick]
-
-
-def _file(item: pytest.Item) -> str:
-    """Folder and file."""
-    return "/".join(item.path.parts[-2:])
-
 
 family = functools.cache(build)
 
