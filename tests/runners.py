@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import TIDE
 from router_files import a_file
+from TIDE.engine.batch import Batch, Submission
 from TIDE.engine.request.inputs import as_keywords
 from TIDE.engine.runners.static_modules import StaticModuleRunner
 from TIDE.engine.runners.triton import TritonRunner
@@ -45,7 +46,10 @@ RUNNERS = {"modules": as_it_is, "numba": as_it_is, "triton": on_references, "sta
 
 def why_on_the_host(engine, inputs, **options) -> str | None:
     """Why the engine would decode a request on the host; None: in whole rounds."""
-    return engine._decoding(engine._prepare(as_keywords(inputs, options), None), 0.0).why_not()
+    request = engine._prepare(as_keywords(inputs, options), None)
+    batch, rows = Batch(engine, engine.adapter.device), request.rows(engine.adapter.num_layers, engine._context)
+    reasons = (batch.why_not(Submission(row, engine.plan, engine.policy), len(rows)) for row in rows)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 class Recording(Scheduler):

@@ -88,7 +88,7 @@ class ExitStats:
         remaining_tokens: tokens decided after all layers.
         layers_run: (layer, token) pairs computed in full.
         reused_tokens: tokens of prompts whose K/V were there already, from texts that begin alike.
-        cold_starts: rows that began on the model's own layers, because kernels were not compiled yet: see `engine.warm_up`.
+        cold_starts: rows that waited for kernels to be compiled: see `engine.warm_up`.
         settled_tokens: tokens of prompts that did not run all layers: see `TIDEConfig.prefill_exits`.
         drafted_by_step: step -> drafts made. Step 1 is the first exit of a row after a token that the full model decided or
             verified, step 2 the exit after that, and so on.
@@ -215,7 +215,7 @@ class ExitStats:
         if self.reused_tokens:
             lines.append(f"  Prompt tokens found in the cache: {self.reused_tokens}")
         if self.cold_starts:
-            lines.append("  Began on the model's own layers while kernels were compiled (engine.warm_up() does that before)")
+            lines.append("  Waited for kernels to be compiled (engine.warm_up() does that before)")
         if self.settled_tokens:
             lines.append(f"  Prompt tokens settled before the last layer: {self.settled_tokens}")
         if self.drafted:

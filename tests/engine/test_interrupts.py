@@ -15,7 +15,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from families import build
 from policies import Everyone
 from TIDE import TIDE
-from TIDE.engine.batch import Batch
+from TIDE.engine.batch import Batch, OpenRows
 from TIDE.engine.rows.row import Counts, Row
 
 NEW = 5
@@ -128,7 +128,7 @@ def test_a_row_that_ends_is_counted_once_and_reported_wherever_a_step_is_broken_
     while True:
         before = engine.total_stats.total_tokens
         row = engine.add(ids, max_new_tokens=2, do_sample=False, eos_token_id=None)
-        interrupts = Interrupts(number, TIDE.step, Batch.step, Batch._report, Counts.saw_step, Counts.end)
+        interrupts = Interrupts(number, TIDE.step, Batch.step, OpenRows.report, Counts.saw_step, Counts.end)
         assert finish(engine, row, interrupts) == [row], f"interrupted at line {number}"
         assert engine.total_stats.total_tokens == before + 2, f"interrupted at line {number}"
         assert engine.step() == [] and engine.total_stats.total_tokens == before + 2, "not a second time"

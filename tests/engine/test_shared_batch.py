@@ -16,7 +16,7 @@ from families import build
 from policies import Everyone
 from runners import on_references
 from TIDE.config import TIDEConfig
-from TIDE.engine import decoding
+from TIDE.engine import batch
 from TIDE.engine.batch import Batch
 from TIDE.engine.host.round import HostRound
 from TIDE.engine.host.stage import HostStage
@@ -117,7 +117,7 @@ def test_a_row_that_ended_in_a_step_that_was_broken_off_is_reported_by_the_next(
 
 
 def test_a_request_does_not_wait_for_kv_of_a_stream_that_nobody_reads(monkeypatch):
-    monkeypatch.setattr(decoding, "PATIENCE", 0.2)
+    monkeypatch.setattr(batch, "PATIENCE", 0.2)
     long, other, growing = Text(150, 60, "greedy"), Text(151, 4, "greedy"), Text(30, 140, "greedy")
     with on_references(TIDE.TIDE(model())) as engine:
         engine.generate(other.ids, **other.options)

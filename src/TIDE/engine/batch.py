@@ -5,22 +5,22 @@
                 otherwise on the host
     remove      from any thread
 
-On a GPU kernels are compiled when they are first used, which takes seconds. So the first prompts of an engine run before they
-are, their first tokens are shown, and then the runner is checked. If the device refuses, its rows go on on the host; later ones
-are decoded there too. If a step is broken off, rows go on from their texts as they are: nothing of them is lost.
+On a GPU kernels are compiled and checked before the first rows of an engine, which takes seconds: see `engine.warm_up`. If the
+device refuses later, its rows go on on the host, and later ones are decoded there too. If a step is broken off, rows go on from
+their texts as they are: nothing of them is lost.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import math
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -29,6 +29,7 @@ from TIDE.engine.host.sampler import Sampler
 from TIDE.engine.host.stage import HostStage
 from TIDE.engine.loop import Loop
 from TIDE.engine.request.plan import Plan
+from TIDE.engine.request.request import Request
 from TIDE.engine.rows.row import Row
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.device import DeviceError, DeviceRunner
@@ -41,8 +42,24 @@ from TIDE.routing.policy import ExitPolicy
 
 logger = logging.getLogger(__name__)
 
+PATIENCE = 5.0  # seconds for which a request waits for K/V of rows that nobody decodes
 
-class Asked(NamedTuple):
+
+class Engine(Protocol):
+    """The parts of an engine that its requests share.
+
+    Attributes:
+        texts: that rows on the host may begin with.
+        warned: reasons that were logged, once each.
+    """
+
+    runner: Runner
+    scheduler: Scheduler
+    texts: Texts
+    warned: set[str]
+
+
+class Submission(NamedTuple):
     """A row and how it is decoded."""
 
     row: Row
@@ -70,51 +87,64 @@ class Step(NamedTuple):
     seconds: float
 
 
+class OpenRows:
+    """Rows that have not ended, and how many tokens of them were reported. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._arrivals = itertools.count()
+        self._reported: dict[Row, int] = {}
+        self._unreported: list[Row] = []  # changed in steps that were broken off after their rounds
+        self._lock = threading.Lock()
+
+    def add(self, rows: Sequence[Row]) -> None:
+        with self._lock:
+            for row in rows:
+                row.arrival = next(self._arrivals)
+            self._reported |= {row: len(row.tokens) for row in rows}
+
+    @property
+    def rows(self) -> list[Row]:
+        with self._lock:
+            return [row for row in self._reported if not row.finished]
+
+    def report(self, changed: list[Row]) -> None:
+        """Add the rows that got tokens or ended since the last report."""
+        with self._lock:
+            new = [row for row, size in self._reported.items() if row.finished or len(row.tokens) > size]
+            changed += [row for row in dict.fromkeys((*self._unreported, *new)) if not row.removed]
+            self._unreported = []
+            self._reported = {row: len(row.tokens) for row in self._reported if not row.finished}
+
+    def report_again(self, rows: Sequence[Row]) -> None:
+        """Report rows in the next step too: the step that reported them was broken off."""
+        with self._lock:
+            self._unreported += rows
+
+
 class Batch:
     """Rows that are decoded together.
 
     Args:
         device: where processors expect ids and scores.
-        replace_runner: called with the runner that takes the place of one that was checked and found wanting.
-        texts: that rows on the host may begin with.
         most_rows: on the host at a time, if no more are added at once.
-
-    Attributes:
-        reason: why rows were decoded on the host; None: none was.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        scheduler: Scheduler,
-        device: torch.device,
-        replace_runner: Callable[[Runner], None],
-        texts: Texts,
-        most_rows: int = 1,
-    ) -> None:
-        self.runner = runner
-        self.scheduler = scheduler
+    def __init__(self, engine: Engine, device: torch.device, most_rows: int = 1) -> None:
+        self.engine = engine
+        self.runner = engine.runner
         self.device = device
-        self.replace_runner = replace_runner
-        self.texts = texts
         self.most_rows = most_rows
-        self.reason: str | None = None
-        self._has_shown = False  # first tokens
-        self._arrivals = itertools.count()
-        self._added: deque[Asked] = deque()
+        self.open = OpenRows()
+        self._added: deque[Submission] = deque()
         self._groups: list[Group] = []
-        self._host_only: dict[Row, str] = {}  # rows that a device had no memory for
-        self._open: dict[Row, int] = {}  # rows that have not ended, and how many tokens of them were reported
-        self._unreported: list[Row] = []  # rows that changed in steps that were broken off after they had ended their rounds
-        self._lock = threading.Lock()  # of `_added` and `_open`
+        self._host_only: weakref.WeakKeyDictionary[Row, str] = weakref.WeakKeyDictionary()  # the device had no memory for them
         self._stepping = threading.Lock()
         self._is_closed = False
 
     @property
     def rows(self) -> list[Row]:
         """Rows that have not ended."""
-        with self._lock:
-            return [row for row in self._open if not row.finished]
+        return self.open.rows
 
     @property
     def is_waiting(self) -> bool:
@@ -123,11 +153,8 @@ class Batch:
 
     def add(self, rows: Sequence[Row], plan: Plan, policy: ExitPolicy | None) -> None:
         """Decode rows from the next step on."""
-        with self._lock:
-            for row in rows:
-                row.arrival = next(self._arrivals)
-            self._added += [Asked(row, plan, policy) for row in rows]
-            self._open |= {row: len(row.tokens) for row in rows}
+        self.open.add(rows)
+        self._added += [Submission(row, plan, policy) for row in rows]
 
     def step(self, changed: list[Row] | None = None) -> Step:
         """Give every row a round.
@@ -138,38 +165,25 @@ class Batch:
         try:
             with self._stepping:
                 rows, began = self.rows, time.perf_counter()
-                if not self.runner.is_checked and self._has_shown:
+                if not self.runner.is_checked and self._added:
                     self._check()
                 self._take_in()
                 for group in list(self._groups):
                     if group.is_on_device:
                         self._let_older_rows_pass(group)
                     self._step(group)
-                self._report([] if changed is None else changed)
+                self.open.report([] if changed is None else changed)
                 return Step(rows, time.perf_counter() - began)
         finally:
             if self._is_closed:  # meanwhile
                 self.close()
 
     def _let_older_rows_pass(self, group: Group) -> None:
-        """Keep rows from K/V that an older one waits for in another group; if all do, their slots are given back too."""
+        """Admit no rows younger than the oldest row that waits for K/V in another group; give an idle group's slots back."""
         others = (other.loop for other in self._groups if other is not group and other.stage.is_short)
         group.loop.last_arrival = min((loop.waiting[0].arrival for loop in others if loop.waiting), default=math.inf)
         if group.loop.last_arrival < math.inf and not group.stage.rows:
             group.stage.close()
-
-    def _report(self, changed: list[Row]) -> None:
-        with self._lock:
-            new = [row for row, size in self._open.items() if row.finished or len(row.tokens) > size]
-            changed += [row for row in dict.fromkeys((*self._unreported, *new)) if not row.removed]
-            self._unreported = []
-            self._open = {row: len(row.tokens) for row in self._open if not row.finished}
-            self._host_only = {row: why for row, why in self._host_only.items() if row in self._open}
-
-    def report_again(self, rows: Sequence[Row]) -> None:
-        """Report rows in the next step too: nobody has heard of them, for the step that reported them was broken off."""
-        with self._lock:
-            self._unreported += rows
 
     def close(self) -> None:
         """Give everything back that rows have, or let the step that is running do so. What the host keeps of their texts is for
@@ -185,61 +199,69 @@ class Batch:
 
     # ---- where rows are decoded ----------------------------------------------------------------------------------------------
 
-    def why_not(self, asked: Asked, together: int = 1) -> str | None:
+    def _check(self) -> None:
+        """Compile what the first rows need, and check the runner: nothing runs twice."""
+        _, plan, policy = self._added[0]
+        rows = [own.row for own in self._added if own.plan == plan and own.policy is policy]
+        for row in rows:
+            row.stats.cold_starts = 1
+        compile_first(self.runner, plan, policy, rows)
+        self.runner = self.engine.runner = checked(self.runner)
+
+    def why_not(self, submission: Submission, together: int = 1) -> str | None:
         """Return why a row cannot be decoded in whole rounds, `together` rows in all; None: it can."""
-        row, plan, policy = asked
-        found = self._host_only.get(row) or self.runner.why_not(row) or why_not_planned(plan, policy)
-        if found is None and not plan.exact and len(plan.spans) > 1:
-            found = _why_not_final(row, policy)
-        if found is None and isinstance(self.runner, DeviceRunner) and together > self.runner.most_rows == 1:
+        row, plan, policy = submission
+        reason = self._host_only.get(row) or self.runner.why_not(row) or why_not_planned(plan, policy)
+        if reason is None and not plan.exact and len(plan.spans) > 1:
+            reason = _why_not_final(row, policy)
+        if reason is None and isinstance(self.runner, DeviceRunner) and together > self.runner.most_rows == 1:
             return "its modules run whole rounds for one row at a time"
-        if found is None and plan.settles_at is not None and not getattr(self.runner, "has_compiled_layers", False):
+        if reason is None and plan.settles_at is not None and not getattr(self.runner, "has_compiled_layers", False):
             return "exits in the prompt gather tokens, which its modules do pass by pass"
-        return found
+        return reason
 
     def _take_in(self) -> None:
         """Put rows that were added where they are decoded."""
-        with self._lock:
-            waiting = len(self._added)
+        waiting = len(self._added)
         together = waiting + sum(len(group.loop.rows) for group in self._groups)
         for _ in range(waiting):
-            asked = self._added[0]  # stays where it is until it is in a group, whatever happens
-            asked.row.resume()
-            if not asked.row.finished:
-                self._take(asked, together)
-            with self._lock:
-                self._added.popleft()
+            submission = self._added[0]  # stays there until it is in a group, whatever happens
+            submission.row.resume()
+            if not submission.row.finished:
+                self._take(submission, together)
+            self._added.popleft()
 
-    def _take(self, asked: Asked, together: int) -> None:
-        if asked.row.budget is None and not asked.row.scores:
-            self.scheduler.admit(asked.row, asked.plan)
-        asked.row.stats.cold_starts |= not self.runner.is_checked
-        reason = self.why_not(asked, together) if self.runner.is_checked else "the runner is not checked yet"
-        self.reason = reason if self.runner.is_checked else None
-        self._group(asked, on_device=reason is None, rows=together).loop.add([asked.row])
+    def _take(self, submission: Submission, together: int) -> None:
+        row, plan, _ = submission
+        if row.budget is None and not row.scores:
+            self.engine.scheduler.admit(row, plan)
+        self._group(submission, self.why_not(submission, together), together).loop.add([row])
 
-    def _group(self, asked: Asked, on_device: bool, rows: int) -> Group:
-        """Return the rows that a row is decoded with."""
+    def _group(self, submission: Submission, reason: str | None, rows: int) -> Group:
+        """Return the rows that a row is decoded with.
+
+        Args:
+            reason: why it is decoded on the host; None: it is not.
+        """
+        _, plan, policy = submission
+        on_device, scheduler = reason is None, self.engine.scheduler
         for group in self._groups:
-            if group.is_on_device == on_device and group.policy is asked.policy and group.plan == asked.plan:
+            if group.is_on_device == on_device and group.policy is policy and group.plan == plan:
                 return group
         sampler = Sampler(device=self.device)
         stage: HostStage | SlotStage
         if on_device:
             assert isinstance(self.runner, DeviceRunner)
-            stage = SlotStage(self.runner, asked.plan, asked.policy, sampler)
-            self._warn_without_tree(asked.plan, stage.launcher.without_tree)
+            stage = SlotStage(self.runner, plan, policy, sampler)
+            without_tree = stage.launcher.without_tree
         else:
-            self._warn_without_tree(asked.plan, self.reason and f"rounds are on the host: {self.reason}")
-            costs, most = self.scheduler.costs, max(rows, self.most_rows)
-            stage = HostStage(self.runner, asked.plan, asked.policy, sampler, costs, most, self.texts)
-        group = Group(Loop(stage, asked.plan, self.scheduler, overlap=on_device), stage, asked.plan, asked.policy)
-        self._groups.append(group)
-        return group
-
-    def _warn_without_tree(self, plan: Plan, reason: str | None) -> None:
-        if plan.has_asked_for_tree and reason is not None:
-            _warn_once(reason)
+            stage = HostStage(self.runner, plan, policy, sampler, scheduler.costs, max(rows, self.most_rows), self.engine.texts)
+            without_tree = f"rounds are on the host: {reason}"
+        if plan.has_asked_for_tree and without_tree is not None and without_tree not in self.engine.warned:
+            self.engine.warned.add(without_tree)
+            logger.warning("draft_tree is set, but drafts are not in trees: %s. The text is the same.", without_tree)
+        self._groups.append(Group(Loop(stage, plan, scheduler, overlap=on_device), stage, plan, policy))
+        return self._groups[-1]
 
     # ---- a step --------------------------------------------------------------------------------------------------------------
 
@@ -264,9 +286,9 @@ class Batch:
             self._again(group)
             raise
         else:
-            self._has_shown = True
             if not group.loop.rows:
-                self._let_go(group)
+                self._groups.remove(group)
+                group.stage.close()
 
     def _again(self, group: Group) -> None:
         """Let the rows of a group start over from their texts."""
@@ -277,27 +299,59 @@ class Batch:
         for row in rows:
             row.drafts = []
             row.exits_in_a_row = 0
-        with self._lock:
-            self._added.extendleft(Asked(row, group.plan, group.policy) for row in reversed(rows))
+        self._added.extendleft(Submission(row, group.plan, group.policy) for row in reversed(rows))
 
-    def _let_go(self, group: Group) -> None:
-        """Give up a group without rows."""
-        self._groups.remove(group)
-        group.stage.close()
 
-    def _check(self) -> None:
-        """Check the runner, now that first tokens were shown; rows then go on where they are decoded best."""
-        if started := next((group for group in self._groups if group.loop.rows), None):
-            compile_first(self.runner, started.plan, started.policy, started.loop.rows)
-        self.runner = checked(self.runner)
-        self.replace_runner(self.runner)
-        for group in list(self._groups):
-            rows, together = group.loop.rows, len(self.rows)
-            if any(self.why_not(Asked(row, group.plan, group.policy), together) is None for row in rows):
-                self._again(group)
-            elif rows and isinstance(group.stage, HostStage):
-                self.reason = self.why_not(Asked(rows[0], group.plan, group.policy), together)
-                group.stage.change_runner(self.runner)
+class Decoding:
+    """The rows of one request, in a batch of their own, until all have ended."""
+
+    def __init__(self, engine: Engine, plan: Plan, policy: ExitPolicy | None, request: Request, rows: list[Row]) -> None:
+        self.plan = plan
+        self.policy = policy
+        self.request = request
+        self.rows = rows
+        self.batch = Batch(engine, request.ids.device)
+        self._waiting: tuple[int, float] | None = None  # work that was launched when it began to wait, and the time
+
+    def run(self) -> Iterator[None]:
+        """Decode until every row has ended, or one has failed: its error is the request's."""
+        self.batch.add(self.rows, self.plan, self.policy)
+        try:
+            while any(not row.finished for row in self.rows):
+                self.batch.step()
+                for row in self.rows:
+                    if row.error is not None:
+                        raise row.error
+                self._wait_for_others()
+                yield
+        finally:
+            self.batch.close()
+        if cut := [row.index for row in self.rows if row.cut_short]:
+            longest = max(len(row.tokens) for row in self.rows)
+            logger.warning("stopped at the model's context of %d tokens in rows %s.", longest, cut)
+
+    def _wait_for_others(self) -> None:
+        """Wait for K/V held by other requests; fail if none of them progresses: they may be this thread's own."""
+        runner = self.batch.runner
+        if not isinstance(runner, DeviceRunner) or not self.batch.is_waiting:
+            self._waiting = None
+            return
+        if self._waiting is None or self._waiting[0] != runner.graphs.launched:
+            self._waiting = runner.graphs.launched, time.monotonic()
+        if time.monotonic() - self._waiting[1] > PATIENCE:
+            raise RuntimeError(
+                f"all K/V there are for rows belong to others, none of which was decoded for {PATIENCE:g} s. Finish or close "
+                f"streams that are open, step or remove rows that were added, or give the cache more (cache_gib)."
+            )
+        time.sleep(0.001)
+
+    def columns(self) -> Iterator[torch.Tensor]:
+        """Decode, and yield the columns of new tokens, each as soon as it is final in every row."""
+        shown = self.request.prompt_columns
+        for _ in self.run():
+            for column in range(shown, self.request.final_columns(self.rows)):
+                yield self.request.column(self.rows, column)
+            shown = max(shown, self.request.final_columns(self.rows))
 
 
 def _why_not_final(row: Row, policy: ExitPolicy | None) -> str | None:
@@ -309,8 +363,3 @@ def _why_not_final(row: Row, policy: ExitPolicy | None) -> str | None:
     if policy is not None and policy.vocabulary is not None and (features.bias or features.rules):
         return "in mode fast its draft vocabulary may have none of the tokens that are allowed"
     return None
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    logger.warning("draft_tree is set, but drafts are not in trees: %s. The text is the same.", reason)

@@ -28,10 +28,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import is_quantized, unwrapped
 from TIDE.config import MOST_ROWS, TIDEConfig, checked_config
-from TIDE.engine.batch import Batch
+from TIDE.engine.batch import Batch, Decoding
 from TIDE.engine.cache.prefix_store import Texts, default_gib
 from TIDE.engine.check import check_unknown, warn_where_tokens_are_not_alone
-from TIDE.engine.decoding import Decoding
 from TIDE.engine.forward import forward, laid_out, output_of, rows_of
 from TIDE.engine.host.sampler import columns_of
 from TIDE.engine.request.inputs import as_keywords, beside_rounds, check_ids, check_streamer, left_padding, take_ids
@@ -122,6 +121,7 @@ class TIDE:
         self.scheduler = Scheduler()
         limit = config.cache_gib if self.adapter.device.type == "cpu" else None
         self.texts = Texts(default_gib(model) if limit is None else limit)
+        self.warned: set[str] = set()
         self.last_rows: list[Row] = []
         self._batch: Batch | None = None
         self._adding = threading.Lock()
@@ -234,7 +234,8 @@ class TIDE:
         rows = (decoding := self._decoding(request, began)).rows
         if streamer is None:
             with self._counts.counted(rows), rows[0].stats.seconds.measured():
-                decoding.finish()
+                for _ in decoding.run():
+                    pass
         else:
             for column in self._counted_columns(decoding):
                 streamer.put(column)
@@ -319,7 +320,7 @@ class TIDE:
             self._counts.saw_step(step.rows, changed, step.seconds)
             return changed
         except BaseException:
-            batch.report_again(changed)
+            batch.open.report_again(changed)
             raise
 
     def remove(self, row: Row) -> None:
@@ -332,9 +333,7 @@ class TIDE:
         """Return the batch of rows that come and go."""
         with self._sharing:
             if self._batch is None or (self._batch.runner is not self.runner and not self._batch.rows):
-                self._batch = Batch(
-                    self.runner, self.scheduler, self.adapter.device, self._use, self.texts, most_rows=MOST_ROWS
-                )
+                self._batch = Batch(self, self.adapter.device, most_rows=MOST_ROWS)
             return self._batch
 
     def __call__(
@@ -435,14 +434,11 @@ class TIDE:
             self.runner = select_runner(self.adapter)  # weights may have been exchanged; hooks keep a model as it is
         self.runner.follow()
 
-    def _use(self, runner: Runner) -> None:
-        self.runner = runner
-
     def _decoding(self, request: Request, began: float) -> Decoding:
         """Return what decodes a request."""
         rows = self.last_rows = request.rows(self.adapter.num_layers, self._context)
         rows[0].stats.seconds.whole = time.perf_counter() - began
-        return Decoding(self.runner, self.plan, self.policy, request, rows, self.scheduler, self._use, self.texts)
+        return Decoding(self, self.plan, self.policy, request, rows)
 
     def _counted_columns(self, decoding: Decoding) -> Iterator[torch.Tensor]:
         """Yield the columns of new tokens. Time between them is not counted."""

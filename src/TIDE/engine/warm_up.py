@@ -86,7 +86,7 @@ def warm_up(engine: Any, rows: int, tokens: int, shows: bool) -> None:
             raise ValueError(f"{name} must be a whole number from 1 on, found {value!r}.")
     _compile(engine.runner, engine.plan, engine.policy, lambda stage: _works(stage, rows, tokens, True), shows)
     if not engine.runner.is_checked:
-        engine._use(checked(engine.runner))
+        engine.runner = checked(engine.runner)
     runner, plan, policy = engine.runner, engine.plan, engine.policy
     reason = why_not_planned(plan, policy) if isinstance(runner, DeviceRunner) else runner.words
     if reason is not None or runner.failed is not None:
@@ -101,8 +101,7 @@ def warm_up(engine: Any, rows: int, tokens: int, shows: bool) -> None:
 
 
 def compile_first(runner: Runner, plan: Plan, policy: ExitPolicy | None, rows: Sequence[Row]) -> None:
-    """Compile, many at a time, what rows need whose first tokens came from the model's own layers: the check of the runner, a
-    prompt as long as theirs, and their rounds."""
+    """Compile, many at a time, what the first rows need: the check of the runner, a prompt as long as theirs, their rounds."""
     tokens, features = max(row.size for row in rows), features_of(rows)
 
     def works(stage: SlotStage) -> list[Callable[[], object]]:

@@ -49,7 +49,7 @@ class PromptScorer:
         following = self.ids[start + 1 : start + 1 + self._piece]
         if not following:
             return
-        self._segments.change_runner(self.engine.runner)
+        self._segments.runner = self.engine.runner
         with self.engine.runner.grad_off():
             logits = self._segments.run(0, {self._row: len(following)}, {self._row: start})[self._row]
             self.found += _logprobs(logits, following, self.top)

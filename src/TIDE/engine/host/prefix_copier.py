@@ -58,7 +58,7 @@ class Beginnings:
     def follow(self) -> None:
         """Look at the model before rows join."""
         model = self.runner.adapter.model
-        is_plain = self.shares and self.runner.is_checked and not torch.is_autocast_enabled(self.runner.device.type)
+        is_plain = self.shares and not torch.is_autocast_enabled(self.runner.device.type)
         self._epoch = self.texts.follow(model) if is_plain else None
         self._shares_unasked = model.dtype == torch.float32 and not is_quantized(model)
 

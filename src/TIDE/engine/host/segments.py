@@ -61,12 +61,6 @@ class Segments:
         self._embedded: dict[Row, tuple[int, torch.Tensor]] = {}  # a position, and states at depth 0 from there on
         self.starts_from_ids = not len(spans[0]) and runner.embed([0]) is not None
 
-    def change_runner(self, runner: Runner) -> None:
-        """Go on with another runner of the same model."""
-        self.runner = runner
-        if self.settler is not None:
-            self.settler.runner = runner
-
     def make_room(self, rows: int) -> None:
         """Have slots for `rows` rows."""
         self.cache.make_room(rows)

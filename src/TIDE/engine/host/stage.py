@@ -128,11 +128,6 @@ class HostStage:
         for row in list(self.rows):
             self.leave(row)
 
-    def change_runner(self, runner: Runner) -> None:
-        """Go on with another runner of the same model."""
-        self.runner = self.beginnings.runner = runner
-        self.segments.change_runner(runner)
-
     def launch(self) -> Launched:
         """Run a round; it is over when this returns.
 
