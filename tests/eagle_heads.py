@@ -203,7 +203,7 @@ def fitted(
     from TIDE.adapters.adapter import ModelAdapter
     from TIDE.routing.eagle3.export import _tensors
     from TIDE.routing.eagle3.head import EagleHead, EagleSizes
-    from TIDE.routing.eagle3.settle import _own_text, _run
+    from TIDE.routing.eagle3.resolve import _own_text, _run
 
     adapter = ModelAdapter(model)
     with torch.no_grad():

@@ -8,10 +8,11 @@ from collections import OrderedDict
 import torch
 
 from families import build
+from TIDE.routing.exits import Exit
 from TIDE.routing.fingerprint import Fingerprint, fingerprint
 from TIDE.routing.heads import HeadSizes, build_head, head_sizes
 from TIDE.routing.router import SIGNALS, Router
-from TIDE.routing.router_file import Exit, RouterFile
+from TIDE.routing.router_file import RouterFile
 
 SIZES = {
     "identity": HeadSizes(64),

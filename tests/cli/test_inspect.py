@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from commands import tide
+from TIDE.routing.exits import Exit
 from TIDE.routing.fingerprint import Fingerprint
 from TIDE.routing.heads import HeadSizes, IdentityHead
 from TIDE.routing.router import SIGNALS, Router
-from TIDE.routing.router_file import Exit, RouterFile
+from TIDE.routing.router_file import RouterFile
 
 
 @pytest.fixture

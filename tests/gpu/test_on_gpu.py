@@ -17,10 +17,11 @@ from TIDE.engine.host.segments import Segments
 from TIDE.engine.select import checked
 from TIDE.kernels.reference import layers as reference
 from TIDE.kernels.triton.tiles import card_of, overlaps
+from TIDE.routing.exits import Exit
 from TIDE.routing.heads import build_head, head_sizes
 from TIDE.routing.policies import policy_for
 from TIDE.routing.router import SIGNALS, Router
-from TIDE.routing.router_file import Exit, RouterFile
+from TIDE.routing.router_file import RouterFile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 

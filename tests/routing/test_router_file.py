@@ -161,7 +161,7 @@ def test_a_useless_file_is_not_loaded(tmp_path, monkeypatch, name):
     file, path = made(), tmp_path / "router.safetensors"
     SPOILT[name][0](file)
     with monkeypatch.context() as careless:
-        careless.setattr("TIDE.routing.router_file._wrong_with", lambda file: None)
+        careless.setattr("TIDE.routing.router_file.wrong_with", lambda file: None)
         file.save(path)
     with pytest.raises(ValueError, match="router.safetensors is damaged: "):
         RouterFile.load(path)

@@ -68,6 +68,14 @@ class CalibratedPolicy(ExitPolicy):
     def start(self, rows: int, head: Head) -> _Request:
         return _Request(self, rows, head)
 
+    def over_all_tokens(self, logits: torch.Tensor) -> torch.Tensor:
+        """Map (n, v) logits of the exits' vocabulary to (n, vocabulary) ones of the model's."""
+        if self.vocabulary is None:
+            return logits
+        # Not minus infinity: processors may leave only tokens that the exit head did not score.
+        lowest = (logits.amin(-1, keepdim=True) - UNLIKELY).expand(-1, self.vocab_size)
+        return lowest.scatter(1, self.vocabulary.expand(len(logits), -1), logits)
+
     def score(self, candidates: Candidates) -> torch.Tensor:
         raise RuntimeError("a calibrated policy decides through what `start` returns.")
 
@@ -139,8 +147,4 @@ class _Request(ExitPolicy):
         rows, logits = self._scored
         if candidates.rows != rows:
             logits = logits[[rows.index(row) for row in candidates.rows]]
-        if self.policy.vocabulary is None:
-            return logits
-        # Not minus infinity: processors may leave only tokens that the exit head did not score.
-        lowest = (logits.amin(-1, keepdim=True) - UNLIKELY).expand(-1, self.policy.vocab_size)
-        return lowest.scatter(1, self.policy.vocabulary.expand(len(logits), -1), logits)
+        return self.policy.over_all_tokens(logits)

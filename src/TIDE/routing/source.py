@@ -12,6 +12,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from TIDE.hub import broken_answer, hub_trouble, is_hub_id
+from TIDE.routing.eagle3.files import read_config
+from TIDE.routing.eagle3.imported import read_folder
 from TIDE.routing.router_file import HUB_FILE, RouterFile
 from TIDE.routing.storage import SUFFIXES
 
@@ -28,8 +30,6 @@ def load_router(source: str | Path) -> RouterFile:
 def _from_folder(folder: Path, name: str | None) -> RouterFile:
     if (folder / HUB_FILE).is_file():
         return RouterFile.load(folder / HUB_FILE)
-    from TIDE.routing.eagle3.imported import read_folder
-
     return read_folder(folder, name)
 
 
@@ -38,8 +38,6 @@ def _from_hub(name: str) -> RouterFile:
     trouble = hub_trouble()
     folder = _downloaded(name, [HUB_FILE, "config.json"], trouble)
     if not (folder / HUB_FILE).is_file():
-        from TIDE.routing.eagle3.files import read_config
-
         read_config(folder)
         folder = _downloaded(name, ["config.json", "*.safetensors", "*.bin"], trouble)
     return _from_folder(folder, name)

@@ -13,7 +13,7 @@ from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import holds_numbers, is_stock
 from TIDE.kernels.layer import Norm
 from TIDE.routing.eagle3.head import EagleHead, EagleSizes, default_depths
-from TIDE.routing.eagle3.settle import reads_embeddings
+from TIDE.routing.eagle3.resolve import reads_embeddings
 from TIDE.routing.heads import MEMORIES, head_sizes, memory_depths
 
 USE = "Use exit_strategy='memory'"

@@ -15,7 +15,7 @@ from TIDE.adapters.adapter import ModelAdapter
 from TIDE.routing.eagle3.files import read_files
 from TIDE.routing.eagle3.head import EagleHead, EagleSizes
 from TIDE.routing.eagle3.read import UntriedHead, read_head
-from TIDE.routing.eagle3.settle import check_depths, check_fit, settle
+from TIDE.routing.eagle3.resolve import check_depths, check_fit, resolve
 from TIDE.routing.exits import EAGLE3, Exit
 from TIDE.routing.fingerprint import fingerprint
 from TIDE.routing.router import OwnProbability
@@ -52,7 +52,7 @@ def tried(file: RouterFile, adapter: ModelAdapter) -> RouterFile:
         check_fit(head, file.vocabulary, adapter, name, None if made_for is None else made_for.vocab_size)
         check_depths(head.sizes, adapter.num_layers, name)
         return file
-    found = settle(head, file.vocabulary, adapter, str(file.facts.get("source") or file.path))
+    found = resolve(head, file.vocabulary, adapter, str(file.facts.get("source") or file.path))
     vocabulary = file.vocabulary
     if vocabulary is None and found.head.sizes.vocabulary != adapter.vocab_size:
         vocabulary = torch.arange(found.head.sizes.vocabulary)  # the model has padding behind its tokens

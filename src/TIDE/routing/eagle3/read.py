@@ -1,7 +1,7 @@
 """An EAGLE-3 head out of its files: what the tensors say, and the readings that the configuration leaves open.
 
 Tensors win over the configuration: it is often copied from elsewhere. Three things tensors cannot say, and there servers and
-trainers disagree about what the same configuration means, so `settle.py` tries them on the model's own text:
+trainers disagree about what the same configuration means, so `resolve.py` tries them on the model's own text:
 
     depths       the id v of a layer is its input (vLLM: depth v) or its output (SGLang, SpecForge: depth v + 1)
     rope         some trainers used a base of 10,000 whatever the configuration says

@@ -26,7 +26,7 @@ ALIKE = 0.02  # relative difference of embeddings, by rounding
 OTHER = "Use the head that was made for this model, or calibrate one: tide calibrate MODEL --strategy eagle3"
 
 
-class Settled(NamedTuple):
+class Resolved(NamedTuple):
     """A head as it is to be read."""
 
     head: EagleHead
@@ -42,7 +42,7 @@ class _Text(NamedTuple):
     choices: torch.Tensor  # (rows, tokens) the model's own next tokens
 
 
-def settle(head: UntriedHead, vocabulary: torch.Tensor | None, adapter: ModelAdapter, name: str) -> Settled:
+def resolve(head: UntriedHead, vocabulary: torch.Tensor | None, adapter: ModelAdapter, name: str) -> Resolved:
     """Return a head as it agrees best with a model; raise if it does not fit that model."""
     check_fit(head, vocabulary, adapter, name, head.target_vocabulary)
     _check_own_embedding(head, adapter, name)
@@ -66,7 +66,7 @@ def settle(head: UntriedHead, vocabulary: torch.Tensor | None, adapter: ModelAda
         "EAGLE-3 head of %s: %s%s",
         *(name, words, f" It was probably made for another model. The text stays right. {OTHER}" if is_weak else ""),
     )
-    return Settled(head.read_as(chosen), found[best], table, words)
+    return Resolved(head.read_as(chosen), found[best], table, words)
 
 
 # ---- does it fit? -----------------------------------------------------------------------------------------------------------
