@@ -33,7 +33,7 @@ import TIDE
 from bench_batch import answered, continuous, texts
 from bench_decode import on_gpu, timed
 from TIDE.engine.cache.prefix_tree import new_salt
-from TIDE.server.job import Ask
+from TIDE.server.job import GenerationSpec
 from TIDE.server.metrics import Metrics
 from TIDE.server.settings import ServerSettings
 from TIDE.server.worker import Worker
@@ -46,9 +46,9 @@ async def ask(worker: Worker, ids: list[int], number: int, new: int, exits: bool
     sampled = dict(do_sample=True, temperature=0.8, top_p=0.9, seed=number) if number else dict(do_sample=False)
     options = dict(sampled, max_new_tokens=new, eos_token_id=None, cache_salt=new_salt())
     began, first, tokens = time.perf_counter(), 0.0, []
-    async for burst in worker.submit([Ask(ids, options, exits=exits)]).bursts():
+    async for delta in worker.submit([GenerationSpec(ids, options, exits=exits)]).deltas():
         first = first or time.perf_counter() - began
-        tokens += [token.id for token in burst.tokens]
+        tokens += [token.id for token in delta.tokens]
     return tokens, first
 
 

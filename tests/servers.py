@@ -97,7 +97,7 @@ class Running:
         """Whether nothing is left running, soon."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if not self.worker._open and not self.worker._running and not self.worker.engine._shared_batch().rows:
+            if not self.worker._open and not self.worker.decoder.running and not self.worker.engine._shared_batch().rows:
                 return True
             time.sleep(0.01)
         return False

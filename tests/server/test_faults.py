@@ -104,15 +104,15 @@ def test_a_request_past_its_time_ends_with_an_error(another, monkeypatch):
     late = hasty.post("/v1/completions", **LONG)
     assert late.status_code == 408 and late.headers["x-should-retry"] == "false"
     assert late.json()["error"]["message"] == "the answer took longer than 0.2 s. Ask for fewer tokens."
-    patient, hasty_settings = ServerSettings(), hasty.worker.settings
-    monkeypatch.setattr(hasty.worker, "settings", patient)
+    patient, hasty_settings = ServerSettings(), hasty.worker.decoder.settings
+    monkeypatch.setattr(hasty.worker.decoder, "settings", patient)
     with hasty.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
         lines = answer.iter_lines()
         assert "choices" in next(lines)
-        monkeypatch.setattr(hasty.worker, "settings", hasty_settings)
+        monkeypatch.setattr(hasty.worker.decoder, "settings", hasty_settings)
         *_, error, done = (line.removeprefix("data: ") for line in lines if line)
     assert json.loads(error)["error"]["code"] == 408 and done == "[DONE]"
-    monkeypatch.setattr(hasty.worker, "settings", patient)
+    monkeypatch.setattr(hasty.worker.decoder, "settings", patient)
     assert hasty.is_idle() and hasty.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
 
 
@@ -194,7 +194,7 @@ def test_an_answer_that_breaks_a_step_fails_alone(another, monkeypatch, backend)
     asked = LONG | {"max_tokens": 60, "logit_bias": {str(poisoned): -100}}
     with ThreadPoolExecutor(1) as threads:
         good = threads.submit(server.post, "/v1/completions", **asked)
-        while not server.worker._running:
+        while not server.worker.decoder.running:
             time.sleep(0.005)
         bad = server.post("/v1/completions", prompt="~", max_tokens=4)
     assert bad.status_code == 500 and "/" not in bad.json()["error"]["message"]
@@ -218,14 +218,14 @@ def test_an_answer_that_fails_outside_of_a_step_fails_alone(another, monkeypatch
         return add(prompt, **options)
 
     def failing_read(job):
-        if job.ask.ids == bad_ids:
+        if job.spec.ids == bad_ids:
             raise KeyError("/usr/lib/tokenizer")
         return read(job)
 
     monkeypatch.setattr(*(engine, "add", failing_add) if fault == "add" else (Job, "read", failing_read))
     with ThreadPoolExecutor(1) as threads:
         good = threads.submit(server.post, "/v1/completions", **LONG | {"max_tokens": 100 if others else 1})
-        while others and not server.worker._running:
+        while others and not server.worker.decoder.running:
             time.sleep(0.005)
         bad = server.post("/v1/completions", prompt=bad_ids, max_tokens=4)
     assert bad.status_code == 500 and bad.json()["error"]["message"] == INTERNAL
@@ -328,4 +328,4 @@ def test_many_short_requests_leave_nothing_behind(server, monkeypatch):
     assert server.is_idle()
     gc.collect()
     assert sum(type(one) is Job for one in gc.get_objects()) < 10
-    assert not server.worker._outbox and not server.worker._scoring
+    assert not server.worker.decoder.outbox and not server.worker.decoder.scoring

@@ -48,7 +48,7 @@ def test_answers_do_not_depend_on_the_load(server):
     alone, together, warm = compared(server)
     assert alone == together == warm
     assert len(set(alone)) == COUNT
-    assert server.worker.metrics.draft_tokens._value.get() > 0, "nothing was drafted"
+    assert server.worker.decoder.metrics.family("spec_decode_num_draft_tokens")._value.get() > 0, "nothing was drafted"
 
 
 @pytest.mark.full

@@ -84,7 +84,7 @@ GIVEN_UP = {  # which llguidance reads, and gives up at the first token or later
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_schema_that_llguidance_gives_up_is_the_fault_of_the_request(server, monkeypatch, name, stream):
     alone = []
-    monkeypatch.setattr(server.worker, "_decode_alone", lambda **options: alone.append(options))
+    monkeypatch.setattr(server.worker.decoder, "decode_alone", lambda **options: alone.append(options))
     response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": GIVEN_UP[name]}}
     body = dict(messages=HI, max_tokens=60, temperature=0, stream=stream)
     answer = server.post("/v1/chat/completions", **body, response_format=response_format)

@@ -112,13 +112,13 @@ def test_rows_go_on_between_pieces(another, slow):
     steps, step = [], server.worker.engine.step
 
     def counted():
-        steps.append(len(server.worker._scoring))
+        steps.append(len(server.worker.decoder.scoring))
         return step()
 
     server.worker.engine.step = counted
     with ThreadPoolExecutor(4) as threads:
         written = threads.submit(server.post, "/v1/completions", prompt="Hello", max_tokens=300, ignore_eos=True)
-        while not server.worker._running:
+        while not server.worker.decoder.running:
             time.sleep(0.005)
         answers = list(threads.map(lambda _: scored(server), range(3)))
         assert written.result().status_code == 200

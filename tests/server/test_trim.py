@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from TIDE.server import worker
-from TIDE.server.trim import trim
+from TIDE.server.worker import trim
 
 PIECE = 50_000  # bytes: below what the C library maps by itself
 

@@ -53,10 +53,10 @@ def create_app(
     loaded = model if isinstance(model, tuple) else load_model(model, trust_remote_code=trust_remote_code)
     name = loaded.model.config.name_or_path if isinstance(model, tuple) else str(model)
     engine = TIDE(loaded.model, router, config)
-    return app_of(Service(engine, loaded.tokenizer, Path(name).name or "default", settings))
+    return app_for(Service(engine, loaded.tokenizer, Path(name).name or "default", settings))
 
 
-def app_of(service: Service) -> FastAPI:
+def app_for(service: Service) -> FastAPI:
     """Return the ASGI application of a service, whose engine is closed when the application stops."""
 
     @contextlib.asynccontextmanager
@@ -130,12 +130,12 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", response_model=answers.Tokenized)
     async def tokenize(body: Annotated[requests.TokenizeRequest, Body()]) -> Response:
         """Return the tokens of a text or a chat."""
-        return (await service.tokenizing(_tokenized, service, body)).response()
+        return (await service.prompts.run(_tokenized, service, body)).response()
 
     @app.post("/detokenize", response_model=answers.Detokenized)
     async def detokenize(body: Annotated[requests.DetokenizeRequest, Body()]) -> Response:
         """Return the text of tokens."""
-        return (await service.tokenizing(_detokenized, service, body)).response()
+        return (await service.prompts.run(_detokenized, service, body)).response()
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=answers.Health)
@@ -167,7 +167,7 @@ _PAGE: Any = files("TIDE.server") / "page.html"
 
 
 def _card(service: Service, name: str) -> answers.ModelCard:
-    return answers.ModelCard(id=name, created=service.created, root=service.root, max_model_len=service.limit)
+    return answers.ModelCard(id=name, created=service.created, root=service.root, max_model_len=service.prompts.limit)
 
 
 def _salted(request: Request, body: Asked) -> Asked:
@@ -185,7 +185,7 @@ def _tokenized(service: Service, body: requests.TokenizeRequest) -> answers.Toke
         ids = service.prompts.of_text(body.prompt, body.add_special_tokens) if body.prompt else []
     else:
         ids = service.prompts.of_messages(body)
-    found = answers.Tokenized(count=len(ids), max_model_len=service.limit, tokens=ids)
+    found = answers.Tokenized(count=len(ids), max_model_len=service.prompts.limit, tokens=ids)
     if body.return_token_strs:
         found.token_strs = service.prompts.tokenizer.convert_ids_to_tokens(ids)
     return found

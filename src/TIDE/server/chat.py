@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from TIDE.server.answers import Answer, ChatAnswer, ChatChoice, ChatChunk, ChatDelta, ChatMessage, Reason, Usage
+from TIDE.server.answers import Answer, ChatAnswer, ChatChoice, ChatChunk, ChatDelta, ChatLogprobs, ChatMessage, Reason
 from TIDE.server.errors import APIError, refused
 from TIDE.server.forced_calls import ForcedCallParser, forced_calls
-from TIDE.server.job import Ask, Burst, Call
+from TIDE.server.job import Call, Delta, GenerationSpec
 from TIDE.server.logprobs import for_chat
 from TIDE.server.parsing import MessageParser, joined
 from TIDE.server.regions import without_calls
+from TIDE.server.reply import Reply, unless_gone
 from TIDE.server.requests import ChatRequest, ResponseFormat
-from TIDE.server.service import Service, new_id, note
-from TIDE.server.stream import collected, streamed, unless_gone
+from TIDE.server.service import Service, note
 
 Parser = MessageParser | ForcedCallParser
 NO_CALL_FORMAT = (
@@ -28,128 +27,82 @@ NO_CALL_FORMAT = (
 )
 
 
-async def chat(service: Service, request: Request, asked: ChatRequest) -> Response:
+async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answer a chat, at once or as it is written."""
-    service.check_model(asked.model)
-    calls = forced_calls(asked)
-    _check(asked, service.template, is_forced=calls is not None)
-    ids = await unless_gone(request, service.tokenizing(service.prompts.of_messages, asked))
-    service.prompts.room(ids, asked.asked_tokens, "messages", asked.asked_tokens_in)
-    note(request, model=service.names[0], stream=bool(asked.stream), prompt_tokens=len(ids))
-    asks = await asyncio.to_thread(_asks, service, asked, ids, calls)
+    service.check_model(body.model)
+    calls = forced_calls(body)
+    _check(body, service.template, is_forced=calls is not None)
+    ids = await unless_gone(request, service.prompts.run(service.prompts.of_messages, body))
+    service.prompts.room(ids, body.asked_tokens, "messages", body.asked_tokens_in)
+    note(request, model=service.names[0], stream=bool(body.stream), prompt_tokens=len(ids))
+    specs = await asyncio.to_thread(_specs, service, body, ids, calls)
     # before there is anything that could be left running
-    parsers = await service.tokenizing(_parsers, service, asked, ids, calls is not None)
-    reply = _Reply(service, asked, service.worker.submit(asks), len(ids), parsers)
-    if asked.stream:
-        return await streamed(request, reply.call, reply.begin(), reply.chunks, reply.end)
-    return reply.whole(await collected(request, reply.call)).response()
+    parsers = await service.prompts.run(_parsers, service, body, ids, calls is not None)
+    return await ChatReply(service, body, service.worker.submit(specs), len(ids), parsers).response(request)
 
 
-def _asks(service: Service, asked: ChatRequest, ids: list[int], calls: ResponseFormat | None) -> list[Ask]:
+def _specs(service: Service, body: ChatRequest, ids: list[int], calls: ResponseFormat | None) -> list[GenerationSpec]:
     """Return the answers of a request; those that must call a tool follow the format of calls."""
-    limits = asked.asked_tokens, asked.asked_logprobs
     if calls is None:
-        return service.asks(asked, [ids], *limits, keeps_special=service.template is not None and not asked.has_format)
+        return service.specs(body, [ids], keeps_special=service.template is not None and not body.has_format)
     try:
-        return service.asks(asked.model_copy(update={"response_format": calls}), [ids], *limits)
+        return service.specs(body.model_copy(update={"response_format": calls}), [ids])
     except APIError as problem:
         problem.param = "tools" if problem.param == "response_format" else problem.param
         raise
 
 
-def _check(asked: ChatRequest, template: dict[str, Any] | None, is_forced: bool) -> None:
-    if asked.top_logprobs and not asked.logprobs:
+def _check(body: ChatRequest, template: dict[str, Any] | None, is_forced: bool) -> None:
+    if body.top_logprobs and not body.logprobs:
         raise refused("top_logprobs goes with logprobs=true only.", "top_logprobs")
-    if asked.stream_options and not asked.stream:
+    if body.stream_options and not body.stream:
         raise refused("stream_options goes with stream=true only.", "stream_options")
-    if asked.tools and template is None and asked.tool_choice != "none" and not is_forced:
+    if body.tools and template is None and body.tool_choice != "none" and not is_forced:
         raise refused(NO_CALL_FORMAT, "tools")
-    if asked.tool_choice == "auto" and not asked.tools:
+    if body.tool_choice == "auto" and not body.tools:
         raise refused("tool_choice goes with tools only.", "tool_choice")
 
 
-def _parsers(service: Service, asked: ChatRequest, ids: list[int], is_forced: bool) -> list[Parser]:
+def _parsers(service: Service, body: ChatRequest, ids: list[int], is_forced: bool) -> list[Parser]:
     """Return a parser for each answer."""
-    own_ids = [uuid.uuid4().hex[:24] for _ in range(asked.n or 1)]
+    call_ids = [uuid.uuid4().hex[:24] for _ in range(body.n or 1)]
     if is_forced:
-        return [ForcedCallParser(own_id) for own_id in own_ids]
-    template = None if asked.has_format else service.template  # a format holds from the first token: there is no reasoning
+        return [ForcedCallParser(call_id) for call_id in call_ids]
+    template = None if body.has_format else service.template  # a format holds from the first token: there is no reasoning
     prompt = "" if template is None else service.prompts.tokenizer.decode(ids)
-    tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
-    if not tools or asked.tool_choice == "none":
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    if not tools or body.tool_choice == "none":
         template = without_calls(template)
-    return [MessageParser(template, prompt, tools, own_id) for own_id in own_ids]
+    return [MessageParser(template, prompt, tools, call_id) for call_id in call_ids]
 
 
-class _Reply:
-    """The answers of one request, as they are sent."""
+class ChatReply(Reply):
+    """The messages of one request; each answer has a parser."""
 
-    def __init__(self, service: Service, asked: ChatRequest, call: Call, prompt_tokens: int, parsers: list[Parser]) -> None:
-        self.service = service
-        self.asked = asked
-        self.call = call
-        self.prompt_tokens = prompt_tokens
+    whole, chunk = ChatAnswer, ChatChunk
+
+    def __init__(self, service: Service, body: ChatRequest, call: Call, prompt_tokens: int, parsers: list[Parser]) -> None:
+        super().__init__(service, body, call, prompt_tokens, "chatcmpl")
         self.parsers = parsers
-        self.id = new_id("chatcmpl")
-        self.created = int(time.time())
-        self.counts = [0] * len(call.jobs)  # tokens of each answer, as far as they were sent
-
-    @property
-    def usage(self) -> Usage:
-        return Usage.of(self.prompt_tokens, sum(self.counts))
-
-    def whole(self, bursts: list[list[Burst]]) -> ChatAnswer:
-        choices = [self._choice(own) for own in bursts]
-        name = self.service.names[0]
-        return ChatAnswer(id=self.id, created=self.created, model=name, choices=choices, usage=self.usage)
-
-    def _choice(self, bursts: list[Burst]) -> ChatChoice:
-        last = bursts[-1]
-        self.counts[last.index] = last.count
-        parser = self.parsers[last.index]
-        parts = [part for burst in bursts for part in parser.feed(burst.text, is_last=burst.is_last)]  # as they are streamed
-        choice = ChatChoice(index=last.index, message=joined(parts), logprobs=None, finish_reason=self._reason(last) or "stop")
-        if self.asked.logprobs:
-            choice.logprobs = for_chat(self.service.tokenizer, [one for burst in bursts for one in burst.logprobs])
-        if self.asked.tide.details:
-            tokens = [token for burst in bursts for token in burst.tokens]
-            choice.tide = self.call.jobs[last.index].details(tokens, is_last=True)
-        return choice
-
-    def _reason(self, burst: Burst) -> Reason | None:
-        called = burst.reason == "stop" and self.parsers[burst.index].calls
-        return "tool_calls" if called else burst.reason
 
     def begin(self) -> list[Answer]:
-        deltas = [
-            ChatDelta(index=job.index, delta=ChatMessage(role="assistant", content=""), finish_reason=None)
-            for job in self.call.jobs
-        ]
-        return [self._chunk([delta]) for delta in deltas]
+        usage = self.usage if self.body.sends_usage_always else None
+        message = ChatMessage(role="assistant", content="")
+        return [self.chunk_of([ChatDelta(index=job.index, delta=message, finish_reason=None)], usage) for job in self.call.jobs]
 
-    def chunks(self, burst: Burst) -> list[Answer]:
-        """Return a chunk for each part of the message that a burst adds; the last one has what is said of tokens."""
-        self.counts[burst.index] = burst.count
-        parts = self.parsers[burst.index].feed(burst.text, is_last=burst.is_last)
-        wants_tokens = burst.tokens and (self.asked.logprobs or self.asked.tide.details)
-        if not parts and not wants_tokens and not burst.is_last:
-            return []
-        deltas = [ChatDelta(index=burst.index, delta=part, finish_reason=None) for part in parts or [ChatMessage()]]
-        last = deltas[-1]
-        if self.asked.logprobs:
-            last.logprobs = for_chat(self.service.tokenizer, burst.logprobs)
-        if self.asked.tide.details:
-            last.tide = self.call.jobs[burst.index].details(burst.tokens, burst.is_last)
-        last.finish_reason = self._reason(burst)
-        return [self._chunk([delta]) for delta in deltas]
+    def parts(self, delta: Delta) -> list[ChatDelta]:
+        messages = self._parsed(delta) or ([] if self.is_silent(delta) else [ChatMessage()])
+        return [ChatDelta(index=delta.index, delta=message, finish_reason=None) for message in messages]
 
-    def end(self) -> list[Answer]:
-        if not self.asked.sends_usage:
-            return []
-        return [ChatChunk(id=self.id, created=self.created, model=self.service.names[0], choices=[], usage=self.usage)]
+    def choice(self, deltas: list[Delta]) -> ChatChoice:
+        messages = [message for delta in deltas for message in self._parsed(delta)]  # as they are streamed
+        return ChatChoice(index=deltas[0].index, message=joined(messages), logprobs=None, finish_reason="stop")
 
-    def _chunk(self, choices: list[ChatDelta]) -> ChatChunk:
-        chunk = ChatChunk(id=self.id, created=self.created, model=self.service.names[0], choices=choices)
-        if self.asked.sends_usage:
-            chunk.usage = self.usage if self.asked.sends_usage_always else None
-        return chunk
+    def _parsed(self, delta: Delta) -> list[ChatMessage]:
+        return self.parsers[delta.index].feed(delta.text, is_last=delta.is_last)
+
+    def reason(self, delta: Delta) -> Reason | None:
+        return "tool_calls" if delta.reason == "stop" and self.parsers[delta.index].calls else delta.reason
+
+    def logprobs(self, delta: Delta) -> ChatLogprobs:
+        return for_chat(self.tokenizer, delta.logprobs)

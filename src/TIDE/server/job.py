@@ -1,7 +1,7 @@
 """A job: one answer, from its prompt to its last token. A call: the answers of one request.
 
-The worker's thread reads the tokens of a job's row and turns them into bursts: what a round added. A call takes the bursts of
-its jobs out of one queue, on the side of asyncio. A job may also have its prompt scored, before its answer or instead of one.
+The worker's thread reads the tokens of a job's row and turns them into deltas, one a round. A call takes the deltas of its jobs
+out of one queue, on the side of asyncio. A job may also have its prompt scored, before its answer or instead of one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from TIDE.server.text import Detokenizer, StopStrings
 
 
 @dataclass(frozen=True)
-class Ask:
-    """The answer that is asked for.
+class GenerationSpec:
+    """A prompt and how one answer to it is generated.
 
     Attributes:
         options: keywords of `engine.add`; None: nothing is written, the prompt is scored only.
@@ -54,7 +54,7 @@ class Times:
     last: float = 0.0
 
 
-class Written(NamedTuple):
+class DecodedToken(NamedTuple):
     """A token of an answer: its text before stop strings are cut off, and where it was decided."""
 
     id: int
@@ -64,18 +64,18 @@ class Written(NamedTuple):
 
 
 @dataclass
-class Burst:
-    """The part that a round added to an answer; with a reason or an error it is the last one.
+class Delta:
+    """The part of an answer that a round added; with a reason or an error it is the last one.
 
     Attributes:
         count: tokens of the answer so far.
-        scores: of the prompt, all in one burst.
+        scores: of the prompt, all in one delta.
     """
 
     index: int
     count: int = 0
     text: str = ""
-    tokens: list[Written] = field(default_factory=list)
+    tokens: list[DecodedToken] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     scores: list[Logprob | int] = field(default_factory=list)
     reason: Reason | None = None
@@ -93,71 +93,71 @@ class Job:
         tokens: written so far, up to the one that completed a stop string.
         row: in the engine, once it has one.
         cancelled: nobody waits for it any more.
-        bursts: the queue that it writes to, of the thread of asyncio.
+        queue: for its deltas, of the thread of asyncio.
     """
 
-    def __init__(self, ask: Ask, index: int, bursts: asyncio.Queue[Burst], tokenizer: Any) -> None:
-        self.ask = ask
+    def __init__(self, spec: GenerationSpec, index: int, queue: asyncio.Queue[Delta], tokenizer: Any) -> None:
+        self.spec = spec
         self.index = index
-        self.bursts = bursts
+        self.queue = queue
         self.times = Times()
         self.row: Row | None = None
         self.tokens = 0
         self.cancelled = False
         self._scorer: PromptScorer | None = None
-        self._text = Detokenizer(tokenizer, ask.ids, ask.keeps_special)
-        self._stops = StopStrings(ask.stops)
+        self._text = Detokenizer(tokenizer, spec.ids, spec.keeps_special)
+        self._stops = StopStrings(spec.stops)
 
-    def score(self, engine: TIDE) -> Burst | None:
+    def score(self, engine: TIDE) -> Delta | None:
         """Score a piece of the prompt; return the scores of all of it once there are."""
-        assert self.ask.scores is not None
+        assert self.spec.scores is not None
         if self._scorer is None:
-            self._scorer = PromptScorer(engine, self.ask.ids, self.ask.scores)
+            self._scorer = PromptScorer(engine, self.spec.ids, self.spec.scores)
         self._scorer.score_piece()
         if not self._scorer.is_done:
             return None
         found, self._scorer = self._scorer.found, None
-        return Burst(self.index, scores=found, reason="length" if self.ask.options is None else None)
+        return Delta(self.index, scores=found, reason="length" if self.spec.options is None else None)
 
-    def read(self) -> Burst | None:
+    def read(self) -> Delta | None:
         """Return what the row has got since the last time; None: nothing."""
         row = self.row
         assert row is not None
         new = row.tokens[row.prompt + self.tokens :]
         if not new and not row.finished:
             return None
-        burst = Burst(self.index, self.tokens)
+        delta = Delta(self.index, self.tokens)
         ends = row.finished and bool(new) and new[-1] in row.stop.end_tokens
         for number, token in enumerate(new):
-            burst.count = self.tokens + 1
-            self._add(burst, token, is_text=not (ends and number == len(new) - 1))
+            delta.count = self.tokens + 1
+            self._add(delta, token, is_text=not (ends and number == len(new) - 1))
             if self._stops.found:
-                burst.reason = "stop"
-                return burst
+                delta.reason = "stop"
+                return delta
         if row.error is not None:
-            burst.error = of_row(row.error)
+            delta.error = of_row(row.error)
         elif row.finished:
-            burst.text += self._stops.add(self._text.rest(), self._may_stop)
-            burst.reason = "stop" if ends or self._stops.found else "length"
-            burst.text += self._stops.rest()
-        return burst
+            delta.text += self._stops.add(self._text.rest(), self._may_stop)
+            delta.reason = "stop" if ends or self._stops.found else "length"
+            delta.text += self._stops.rest()
+        return delta
 
-    def _add(self, burst: Burst, token: int, is_text: bool) -> None:
+    def _add(self, delta: Delta, token: int, is_text: bool) -> None:
         assert self.row is not None
         place = self.row.prompt + self.tokens
         decided = self.row.decided[self.tokens]
         self.tokens += 1
         written = self._text.add(token) if is_text else ""
-        burst.text += self._stops.add(written, self._may_stop)
-        burst.tokens.append(Written(token, written, decided.depth, decided.score))
-        if self.ask.logprobs is not None:
-            burst.logprobs.append(logprob_of(self.row.kept.pop(place).logits, token, self.ask.logprobs))
+        delta.text += self._stops.add(written, self._may_stop)
+        delta.tokens.append(DecodedToken(token, written, decided.depth, decided.score))
+        if self.spec.logprobs is not None:
+            delta.logprobs.append(logprob_of(self.row.kept.pop(place).logits, token, self.spec.logprobs))
 
     @property
     def _may_stop(self) -> bool:
-        return self.tokens > self.ask.min_tokens
+        return self.tokens > self.spec.min_tokens
 
-    def details(self, tokens: list[Written], is_last: bool) -> Details:
+    def details(self, tokens: list[DecodedToken], is_last: bool) -> Details:
         """Return what TIDE did: for some tokens, with the counts of the whole answer behind the last."""
         assert self.row is not None
         found = Details(tokens=[WrittenToken(**token._asdict()) for token in tokens], num_layers=self.row.num_layers)
@@ -181,36 +181,36 @@ class Call:
         cancel: gives up jobs that have not ended.
     """
 
-    def __init__(self, cancel: Callable[[Sequence[Job]], None], tokenizer: Any, asks: Sequence[Ask]) -> None:
+    def __init__(self, cancel: Callable[[Sequence[Job]], None], tokenizer: Any, specs: Sequence[GenerationSpec]) -> None:
         self._cancel = cancel
-        self._queue: asyncio.Queue[Burst] = asyncio.Queue()
-        self._kept: deque[Burst] = deque()  # that came while prompts were scored
-        self.jobs = [Job(ask, index, self._queue, tokenizer) for index, ask in enumerate(asks)]
+        self._queue: asyncio.Queue[Delta] = asyncio.Queue()
+        self._kept: deque[Delta] = deque()  # that came while prompts were scored
+        self.jobs = [Job(spec, index, self._queue, tokenizer) for index, spec in enumerate(specs)]
 
     async def scores(self) -> list[list[Logprob | int]]:
         """Return the scores of prompts, in the order of their jobs, once there are all. What is written meanwhile is kept."""
         found: dict[int, list[Logprob | int]] = {}
-        wanted = [job.index for job in self.jobs if job.ask.scores is not None]
+        wanted = [job.index for job in self.jobs if job.spec.scores is not None]
         while len(found) < len(wanted):
-            burst = await self._next()
-            self._kept.append(burst)
-            if burst.scores:
-                found[burst.index] = burst.scores
+            delta = await self._next()
+            self._kept.append(delta)
+            if delta.scores:
+                found[delta.index] = delta.scores
         return [found[index] for index in wanted]
 
-    async def bursts(self) -> AsyncIterator[Burst]:
+    async def deltas(self) -> AsyncIterator[Delta]:
         """Yield what is written, until all answers have ended. An error of one is the error of the request."""
         left = len(self.jobs)
         while left:
-            burst = self._kept.popleft() if self._kept else await self._next()
-            left -= burst.is_last
-            yield burst
+            delta = self._kept.popleft() if self._kept else await self._next()
+            left -= delta.is_last
+            yield delta
 
-    async def _next(self) -> Burst:
-        burst = await self._queue.get()
-        if burst.error is not None:
-            raise burst.error
-        return burst
+    async def _next(self) -> Delta:
+        delta = await self._queue.get()
+        if delta.error is not None:
+            raise delta.error
+        return delta
 
     def cancel(self) -> None:
         """Give up what is not written yet."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from jinja2.exceptions import TemplateError
 
 from TIDE.server.errors import refused
 from TIDE.server.requests import ChatRequest, Message, TokenizeRequest, shallow
 
+T = TypeVar("T")
+
 
 class Prompts:
-    """Turns what clients send into token ids.
+    """Turns texts and messages of clients into token ids.
 
     Args:
         limit: tokens of a prompt and its answer; None: any number.
@@ -26,6 +30,11 @@ class Prompts:
         self.vocabulary = vocabulary
         longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self.most_characters = None if limit is None else limit * longest
+        self._thread = ThreadPoolExecutor(1, "tide-tokenizer")
+
+    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run work that uses the tokenizer. It has a thread of its own, so that long texts do not hold up the server."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def of_text(self, prompt: str | Sequence[int], add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
         """Return the ids of a text, or those that were given; `param` is the field they came in."""

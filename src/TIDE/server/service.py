@@ -1,14 +1,10 @@
-"""The parts of a server, put together: a model with its tokenizer, the worker, and what routes need of them."""
+"""The parts of a server, put together: a model with its tokenizer, the worker, and the answers to generate for a request."""
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import time
-import uuid
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Request
 
@@ -16,16 +12,14 @@ from TIDE.engine.engine import TIDE
 from TIDE.engine.rows.context import context_of
 from TIDE.server.errors import APIError
 from TIDE.server.grammar import Grammars
-from TIDE.server.job import Ask, Call
+from TIDE.server.job import Call, GenerationSpec
 from TIDE.server.metrics import Metrics
 from TIDE.server.parsing import response_template
 from TIDE.server.prompt import Prompts
-from TIDE.server.requests import Sampling
+from TIDE.server.requests import ChatRequest, CompletionRequest
 from TIDE.server.sampling import SamplingDefaults, seeds, with_processor
 from TIDE.server.settings import ServerSettings
 from TIDE.server.worker import Worker
-
-T = TypeVar("T")
 
 
 class Service:
@@ -40,54 +34,43 @@ class Service:
         self.tokenizer = tokenizer
         self.settings = settings
         self.root = name
-        self.names = settings.names or (name,)
         self.created = int(time.time())
         vocabulary = engine.adapter.vocab_size
         made_for = context_of(engine.model).made_for
-        self.limit = settings.max_model_len or made_for
-        if made_for is not None and self.limit is not None and self.limit > made_for:
-            raise ValueError(
-                f"max_model_len must be at most the {made_for} tokens this model was made for, found {self.limit}."
-            )
-        self.prompts = Prompts(copy.deepcopy(tokenizer), self.limit, vocabulary)
-        self._tokenizing = ThreadPoolExecutor(1, "tide-tokenizer")
+        limit = settings.max_model_len or made_for
+        if made_for is not None and limit is not None and limit > made_for:
+            raise ValueError(f"max_model_len must be at most the {made_for} tokens this model was made for, found {limit}.")
+        self.prompts = Prompts(copy.deepcopy(tokenizer), limit, vocabulary)
         self.sampling = SamplingDefaults(engine.model.generation_config, vocabulary)
         self.grammars = Grammars(tokenizer, vocabulary, self.sampling.ends)
         self.template = response_template(tokenizer, engine.model)
         self.metrics = Metrics(self.names[0])
         self.worker = Worker(engine, tokenizer, settings, self.metrics)
 
-    def check_model(self, asked: str | None) -> None:
-        if asked is not None and asked not in self.names:
-            raise APIError(404, f"there is no model {asked[:200]!r} here. There is {', '.join(self.names)}.", "model")
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the model; the first is in answers."""
+        return self.settings.names or (self.root,)
 
-    async def tokenizing(self, work: Callable[..., T], *given: Any) -> T:
-        """Run something with the tokenizer of `prompts`. It has a thread of its own: long texts hold up nobody."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *given)
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise APIError(404, f"there is no model {name[:200]!r} here. There is {', '.join(self.names)}.", "model")
 
-    def asks(
-        self,
-        asked: Sampling,
-        prompts: list[list[int]],
-        tokens: int | None,
-        logprobs: int | None,
-        keeps_special: bool = False,
-    ) -> list[Ask]:
+    def specs(
+        self, body: ChatRequest | CompletionRequest, prompts: list[list[int]], keeps_special: bool = False
+    ) -> list[GenerationSpec]:
         """Return the answers of a request: `n` for each prompt."""
-        found = []
-        each, own_seeds = asked.n or 1, seeds(asked, (asked.n or 1) * len(prompts))
-        for number, ids in enumerate(prompts):
-            room = self.prompts.room(ids, tokens, "prompt")
-            options = self.sampling.options(asked, room, keeps_logits=logprobs is not None)
-            for place in range(number * each, (number + 1) * each):
-                processor = self.grammars.processor(asked.response_format, len(ids))
-                own = with_processor(options, processor) | {"seed": own_seeds[place]}
-                found.append(Ask(ids, own, asked.stops, logprobs, asked.tide.exits, keeps_special, asked.min_tokens or 0))
-        return found
-
-
-def new_id(kind: str) -> str:
-    return f"{kind}-{uuid.uuid4().hex}"
+        specs, logprobs, count = [], body.asked_logprobs, body.n or 1
+        next_seed = iter(seeds(body, count * len(prompts)))
+        for ids in prompts:
+            room = self.prompts.room(ids, body.asked_tokens, "prompt")
+            options = self.sampling.options(body, room, keeps_logits=logprobs is not None)
+            for _ in range(count):
+                processor = self.grammars.processor(body.response_format, len(ids))
+                of_answer = with_processor(options, processor) | {"seed": next(next_seed)}
+                exits, least = body.tide.exits, body.min_tokens or 0
+                specs.append(GenerationSpec(ids, of_answer, body.stops, logprobs, exits, keeps_special, least))
+        return specs
 
 
 def note(request: Request, call: Call | None = None, **facts: Any) -> None:
