@@ -26,18 +26,18 @@ import transformers
 import TIDE
 from bench_decode import SHAPES, random_model, timed
 from TIDE.engine.cache.prefix_tree import new_salt
+from TIDE.prompt_exits.maps import SIGNALS, FittedPromptExit, StateMap
 from TIDE.routing.router import Router
-from TIDE.routing.settling import SIGNALS, FittedSettling, StateMap
 
 RANK, BOTTLENECK = 64, 128  # of maps and routers, as calibration makes them
 
 
-class Forced(FittedSettling):
-    """Scores tokens as ever, and settles a share of them whatever the scores: every n-th, spread evenly."""
+class Forced(FittedPromptExit):
+    """Scores tokens as ever, and stops a share of them whatever the scores: every n-th, spread evenly."""
 
     share = 0.0
 
-    def settles(self, states, positions):
+    def stops(self, states, positions):
         chosen = (positions * self.share).int() > ((positions - 1) * self.share).int()
         return chosen & (self.scores(states) >= 0)
 
@@ -57,7 +57,7 @@ class Settles(TIDE.ExitPolicy):
             for depth in range(layers // 2 + 1, layers + 1)
         }
         router = Router(hidden, BOTTLENECK, SIGNALS).to(model.device).requires_grad_(False)
-        self.settling = Forced(layers // 2, router, maps, 0.5)
+        self.prompt_exit = Forced(layers // 2, router, maps, 0.5)
 
     def score(self, candidates):
         raise AssertionError("there is no checkpoint")
@@ -81,7 +81,7 @@ def settled(engine: TIDE.TIDE, ids: torch.Tensor, share: float) -> Run:
     """Choose a token with exits in the prompt."""
 
     def run() -> torch.Tensor:
-        engine.policy.settling.share = share
+        engine.policy.prompt_exit.share = share
         found = engine.generate(ids, **asked(ids))
         expected = int((ids.shape[1] - 2) * share)
         assert abs(engine.last_stats.settled_tokens - expected) <= 1, (engine.last_stats.settled_tokens, expected)

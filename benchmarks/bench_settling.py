@@ -3,7 +3,7 @@
     python benchmarks/bench_settling.py --learn train.txt --measure test.txt
     python benchmarks/bench_settling.py --model tiny --learn a.txt --measure b.txt --texts 2 --prompt 24 --follow 8 --windows 12
 
-Maps and router are fitted on windows of the first file (`TIDE.calibration.fit_settling`); the last sixth of them is held out.
+Maps and router are fitted on windows of the first file (`TIDE.prompt_exits.fit`); the last sixth of them is held out.
 Then the engine's own prefill takes prompts of the second file, with nobody settling, by score, and at random; what follows runs
 all layers. Runs of a text are interleaved. Time is that of the prompt alone: wall clock, and the CPU time of this process, to
 which other work on the machine does not add. Prints a table, then one JSON line.
@@ -24,22 +24,23 @@ import TIDE
 from bench_decode import SHAPES, random_model
 from TIDE.calibration.collect import Collection, laid_out
 from TIDE.calibration.fit import Split
-from TIDE.calibration.fit_settling import fit_at
 from TIDE.calibration.text import Text
 from TIDE.engine.host.segments import Segments
 from TIDE.engine.rows.row import Row
 from TIDE.engine.rows.stop import StopRule
-from TIDE.routing.settling import FittedSettling, Settling
+from TIDE.prompt_exits.fit import fit_at
+from TIDE.prompt_exits.maps import FittedPromptExit, PromptExit
+from TIDE.prompt_exits.prefill import PromptExitPass
 
 
-class Chosen(Settling):
-    """Settles above a score, or at random, with or without maps."""
+class Chosen(PromptExit):
+    """Stops tokens above a score, or at random, with or without maps."""
 
-    def __init__(self, fitted: FittedSettling, threshold: float, maps: bool, random_share: float | None = None) -> None:
+    def __init__(self, fitted: FittedPromptExit, threshold: float, maps: bool, random_share: float | None = None) -> None:
         self.fitted, self.threshold, self.maps, self.random_share = fitted, threshold, maps, random_share
         self.depth = fitted.depth
 
-    def settles(self, states, positions):
+    def stops(self, states, positions):
         if self.random_share is not None:
             chance = torch.rand(len(states), generator=torch.Generator().manual_seed(len(states)))
             found = (chance < self.random_share).to(states.device)
@@ -53,15 +54,16 @@ class Chosen(Settling):
 
 
 @torch.no_grad()
-def run(engine: TIDE.TIDE, tokens: list[int], prompt: int, settling: Settling | None) -> dict[str, float]:
+def run(engine: TIDE.TIDE, tokens: list[int], prompt: int, exit_: PromptExit | None) -> dict[str, float]:
     """Prefill a prompt, then run what follows; return seconds of the first and logits of the second."""
     row = Row(tokens, StopRule(), engine.adapter.num_layers)
     row.prompt = prompt
     spans = [range(engine.adapter.num_layers)]
-    segments = Segments(engine.runner, spans, [row], len(tokens), settling=settling)
+    prompt_pass = None if exit_ is None else PromptExitPass(exit_, None)
+    segments = Segments(engine.runner, spans, [row], len(tokens), prompt_pass=prompt_pass)
     with engine.runner.grad_off():
         began, worked = time.perf_counter(), time.process_time()
-        segments.run(0, {row: prompt}, {row: prompt - 1}, are_prompts=True)
+        segments.run_prompts({row: prompt}, {row: prompt - 1})
         wall, cpu = time.perf_counter() - began, time.process_time() - worked
         last = segments.run(0, {row: len(tokens) - 1 - prompt}, {row: prompt})[row]
     return dict(wall=wall, cpu=cpu, logs=last.float().log_softmax(-1), share=row.stats.settled_tokens / (prompt - 1))
@@ -107,7 +109,7 @@ def measured(model, texts, held: int, measure: list[list[int]], depth: int, args
         fitted, curve = fit_at(engine.adapter, split, depth, 128, 0)
         print(json.dumps(dict(depth=depth, **fitted.figures)), flush=True)
         by_share = {round(point.share, 1): point.threshold for point in curve}
-        settings: dict[str, Settling | None] = {"full": None, "none settle": Chosen(fitted, 2.0, True)}
+        settings: dict[str, PromptExit | None] = {"full": None, "none settle": Chosen(fitted, 2.0, True)}
         for share, threshold in by_share.items():
             settings[f"map, {share:g}"] = Chosen(fitted, threshold, True)
             if share in (0.1, 0.3):

@@ -147,11 +147,11 @@ def of_file(model: Any, name: str, path: Path, thresholds: list[float]) -> list[
 
 def exiting(name: str, engine: Any, router: str, thresholds: list[float]) -> list[Way]:
     """Return the ways of a router file: exits of new tokens, and exits in the prompt where it has them."""
-    settling = engine.policy.settling
-    if settling is None:
+    exit_ = engine.file.prompt_exit
+    if exit_ is None:
         return fast(name, engine, router, thresholds)
-    kind = "map" if settling.maps else "plain"
-    points = [own for own in settling.figures.get("curve", ()) if own["kind"] == kind]
+    kind = "map" if exit_.maps else "plain"
+    points = [own for own in exit_.figures.get("curve", ()) if own["kind"] == kind]
     config = replace(engine.config, mode="fast", prefill_exits=True, max_exit_share=0.0)
     series = f"prefill exits, {name}"
     settled = [Way(series, f"{own['share']:.0%}", engine, config, router, own["threshold"]) for own in points]
@@ -213,15 +213,15 @@ def measure(ways: list[Way], asked: list[list[int]], new_tokens: int, meter: Any
 def answered(way: Way, ids: list[int], new_tokens: int, meter: Any) -> Record:
     from TIDE.calibration.prompts import continued
 
-    settling = None if way.settles is None else way.engine.policy.settling
-    if settling is not None:
-        settling.threshold = way.settles
     with way.engine.using(way.config, exits=way.router is not None):
+        prompt_pass = way.engine.plan.prompt_pass
+        if prompt_pass is not None:
+            prompt_pass.exit.threshold = way.settles
         joules, wall, cpu = meter.joules(), time.perf_counter(), time.process_time()
         text = continued(way.engine, [ids], new_tokens)[0]
         took = {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
         after, stats = meter.joules(), way.engine.last_stats
-    spared = 0 if settling is None else stats.settled_tokens * (stats.num_layers - settling.depth)
+    spared = 0 if prompt_pass is None else stats.settled_tokens * (stats.num_layers - prompt_pass.depth)
     layers = stats.layers_run - len(ids) * stats.num_layers + spared
     spent = None if joules is None or after is None else after - joules
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
@@ -25,6 +26,7 @@ from TIDE.engine.slots.stage import SlotStage
 from TIDE.kernels.dispatch import cpu_layers
 from TIDE.kernels.reference import layers as reference
 from TIDE.kernels.reference import sampling
+from TIDE.prompt_exits.prefill import prompt_exit_of, prompt_pass
 
 
 def rows_of(ids, num_layers: int, stop: StopRule | None = None) -> list[Row]:
@@ -35,7 +37,9 @@ def rows_of(ids, num_layers: int, stop: StopRule | None = None) -> list[Row]:
 def decode(model, policy, ids, new_tokens: int, **config) -> HostStage:
     """Decode greedily through the model's own modules and hand back the stage with its rows and its cache."""
     adapter = ModelAdapter(model)
-    plan = make_plan(TIDEConfig(**config), policy, adapter)
+    asked = TIDEConfig(**config)
+    exit_ = prompt_exit_of(policy, adapter)
+    plan = replace(make_plan(asked, policy, adapter), prompt_pass=prompt_pass(asked, policy, exit_, adapter))
     stop = StopRule(StoppingCriteriaList([MaxLengthCriteria(ids.shape[1] + new_tokens)]))
     rows = rows_of(ids, adapter.num_layers, stop)
     scheduler = Scheduler()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from TIDE import Candidates, ExitPolicy
-from TIDE.routing.settling import Settling
+from TIDE.prompt_exits.maps import PromptExit
 
 
 class Everyone(ExitPolicy):
@@ -47,22 +47,22 @@ class ByState(Everyone):
         return (candidates.states[:, 0] > 0).float()
 
 
-class OddPlaces(Settling):
-    """Tokens of a prompt settle at odd positions."""
+class OddPlaces(PromptExit):
+    """Tokens of a prompt stop at odd positions."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
 
-    def settles(self, states, positions):
+    def stops(self, states, positions):
         return torch.tensor([position % 2 == 1 for position in positions], dtype=torch.bool, device=states.device)
 
 
-class Settled(Nobody):
+class Stopped(Nobody):
     """No exits but in the prompt."""
 
     def __init__(self, depth: int, *checkpoints: int) -> None:
         super().__init__(*checkpoints)
-        self.settling = OddPlaces(depth)
+        self.prompt_exit = OddPlaces(depth)
 
 
 class Knowing(Everyone):

@@ -35,32 +35,43 @@ LEVEL = {
     "the public surface": 8,
     "cli": 9,
 }
+# Exits in the prompt are one package, cut by the layers of the table that its files belong to; each has one door.
+PROMPT_EXITS = {
+    "routing": ("maps",),
+    "engine": ("gathered", "slots", "prefill"),
+    "calibration": ("moments", "effects", "fit"),
+}
+DOORS = {"maps": "routing/record.py", "prefill": "engine/engine.py", "fit": "calibration/calibrate.py"}
 FILES = sorted(SOURCE.rglob("*.py"))
 ENGINE = ["rows", "cache", "runners", "request", "round", "schedule", "host", "slots", "loop", "forward", "check", "select"]
 ENGINE += ["warm_up", "batch", "engine"]  # a file or folder imports those before it
 
 
-def imported(file: Path) -> set[str]:
-    """The parts of TIDE a file imports, at the top or inside functions."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        found |= {
-            module.partition(".")[2].partition(".")[0] or "the public surface"
-            for module in modules
-            if module.split(".")[0] == "TIDE"
-        }
-    return found
+def part_of(module: str) -> str:
+    """The part of TIDE that a module belongs to."""
+    _, part, *inner = [*module.split("."), ""]
+    if part == "prompt_exits":
+        return next((layer for layer, names in PROMPT_EXITS.items() if inner[0] in names), "config")
+    return part or "the public surface"
 
 
 def test_imports_point_one_way():
     for file in FILES:
-        part = file.relative_to(SOURCE).parts[0].removesuffix(".py")
-        if part == "__init__":
-            continue
-        for other in imported(file):
-            assert other == part or LEVEL[other] < LEVEL[part], f"{file.name} of {part} imports {other}"
+        module = module_of(file)
+        for other in modules_imported(file) if module != "TIDE" else ():
+            part, imported = part_of(module), part_of(other)
+            assert imported == part or LEVEL[imported] < LEVEL[part], f"{module} imports {other}"
+
+
+def test_exits_in_the_prompt_are_known_in_three_places():
+    others = [file for file in FILES if not file.is_relative_to(SOURCE / "prompt_exits")]
+    knowing = {str(file.relative_to(SOURCE)) for file in others if "prompt_exit" in file.read_text()}
+    assert knowing == set(DOORS.values())
+    for name, place in DOORS.items():
+        inside = {module for module in modules_imported(SOURCE / place) if module.startswith("TIDE.prompt_exits")}
+        assert inside == {f"TIDE.prompt_exits.{name}"}
+    names = {name for layer in PROMPT_EXITS.values() for name in layer}
+    assert names == {file.stem for file in (SOURCE / "prompt_exits").glob("*.py")} - {"__init__"}
 
 
 def module_of(file: Path) -> str:

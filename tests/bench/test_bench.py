@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from families import LAYERS, build
-from policies import Everyone, Settled, Where
+from policies import Everyone, Stopped, Where
 from TIDE import TIDE, TIDEConfig
 from TIDE.bench import contenders, energy
 from TIDE.bench.arrivals import Arrivals, percentile
@@ -320,7 +320,7 @@ def test_a_table_says_which_contender_is_first_where_the_first_one_is_lost(endle
 
 
 def test_an_engine_with_exits_in_the_prompt_is_compared_with_all_modes_and_counts_layers_of_new_tokens(endless):
-    with TIDE(endless, Settled(2), TIDEConfig(mode="fast", prefill_exits=True)) as engine:
+    with TIDE(endless, Stopped(2), TIDEConfig(mode="fast", prefill_exits=True)) as engine:
         found = measured(engine, ["generate", "off", "exact", "fast"], [[*range(5, 30)]])
     assert found.absent == {} and found.wrong_layers == {}
     assert [row(found, name)["same_texts"] for name in ("off", "exact")] == [1, 1]

@@ -69,12 +69,12 @@ def test_one_call_gives_a_file_with_which_the_engine_writes_the_models_text(stra
 def test_exits_in_the_prompt_are_fitted_if_asked_for(llama, chatty, tmp_path):
     path = tmp_path / "router.safetensors"
     file = calibrated(llama, chatty, path, config={"exit_strategy": "identity", "prefill_exits": True})
-    assert file.settling is not None and file.settling.figures["curve"]
-    assert TIDE.RouterFile.load(path).settling.describe() == file.settling.describe()
+    assert file.prompt_exit is not None and file.prompt_exit.figures["curve"]
+    assert TIDE.RouterFile.load(path).prompt_exit.describe() == file.prompt_exit.describe()
     ids = torch.tensor([[1, *range(20, 50)]])
     with TIDE.TIDE(llama, path, TIDE.TIDEConfig(mode="fast", prefill_exits=True)) as engine:
         engine.generate(ids, max_new_tokens=4, do_sample=False)
-        assert (engine.last_stats.settled_tokens > 0) == (file.settling.threshold is not None)
+        assert (engine.last_stats.settled_tokens > 0) == (file.prompt_exit.threshold is not None)
 
 
 @pytest.mark.parametrize(("family", "why"), [("bloom", "alone"), ("lfm2", "running state"), ("gemma4-shared", "share")])

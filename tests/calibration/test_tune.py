@@ -14,7 +14,7 @@ from TIDE import TIDEConfig
 from TIDE.calibration import tune as module
 from TIDE.calibration.losses import mismatch, rouge_l
 from TIDE.disturbance import Load
-from TIDE.routing.settling import Settling
+from TIDE.prompt_exits.maps import PromptExit
 
 
 class Graded(Where):
@@ -121,18 +121,18 @@ def test_a_model_with_running_states_is_tuned_with_what_it_can_do(asked):
             TIDE.tune(engine, asked[:1], max_new_tokens=4, strategies=("zero_pad",))
 
 
-class Half(Settling):
-    """Every second token of a prompt settles at depth 1."""
+class Half(PromptExit):
+    """Every second token of a prompt stops at depth 1."""
 
     depth = 1
 
-    def settles(self, states, positions):
+    def stops(self, states, positions):
         return torch.tensor([position % 2 == 1 for position in positions])
 
 
 def test_exits_in_the_prompt_belong_to_mode_fast_alone(llama, asked):
     policy = Graded(1)
-    policy.settling = Half()
+    policy.prompt_exit = Half()
     with TIDE.TIDE(llama, policy, TIDEConfig(mode="fast", prefill_exits=True)) as engine:
         found = TIDE.tune(engine, asked[:1], max_new_tokens=4, thresholds=(0.8,), strategies=("exact",))
         assert [row.mode for row in found.rows] == ["off", "exact", "fast"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import TIDE
+from TIDE.prompt_exits.maps import SIGNALS, FittedPromptExit
 from TIDE.routing.router import Router
-from TIDE.routing.settling import SIGNALS, FittedSettling
 
 pytestmark = pytest.mark.full
 
@@ -150,19 +150,19 @@ def other_data(data, tmp_path):
 
 
 @pytest.fixture
-def settling_router(shared_router, tmp_path):
-    """A router file with exits in the prompt, half of whose tokens settle at depth 2."""
+def prompt_exit_router(shared_router, tmp_path):
+    """A router file with exits in the prompt, half of whose tokens stop at depth 2."""
     file = TIDE.RouterFile.load(shared_router)
     hidden = next(iter(file.exits.values())).router.down.in_features - 4
     point = {"kind": "plain", "threshold": 0.0, "share": 0.5, "rise": 0.0, "divergence": 0.0}
-    file.settling = FittedSettling(2, Router(hidden, 8, SIGNALS), {}, 0.5, {"curve": [point]})
-    file.save(path := tmp_path / "settling.safetensors")
+    file.prompt_exit = FittedPromptExit(2, Router(hidden, 8, SIGNALS), {}, 0.5, {"curve": [point]})
+    file.save(path := tmp_path / "prompt_exit.safetensors")
     return path
 
 
-def test_the_curve_has_every_way_and_goes_on(warm, folder, shared_router, settling_router, data, other_data, tmp_path):
+def test_the_curve_has_every_way_and_goes_on(warm, folder, shared_router, prompt_exit_router, data, other_data, tmp_path):
     asked = ("--model", folder, "--memory", shared_router, "--data", data, "--prompts", 2, "--new-tokens", 4)
-    asked += ("--threshold", 0.5, "--router", f"lens={tmp_path / 'none.safetensors'}", "--router", f"own={settling_router}")
+    asked += ("--threshold", 0.5, "--router", f"lens={tmp_path / 'none.safetensors'}", "--router", f"own={prompt_exit_router}")
     places = ("--work", tmp_path / "work", "--out", tmp_path, "--figure", tmp_path / "new" / "curve.svg")
     for _ in range(2):
         done = warm.run(FOLDER / "curve.py", *asked, *places)
@@ -178,7 +178,7 @@ def test_the_curve_has_every_way_and_goes_on(warm, folder, shared_router, settli
     answers = (tmp_path / "work" / "curve.jsonl").read_text().splitlines()
     assert len(answers) == 1 + 2 * len(table)
     of_memory = [name for name in table if name == "exact" or name.startswith("fast, memory")]
-    done = warm.run(FOLDER / "curve.py", *(settling_router if word is shared_router else word for word in asked), *places)
+    done = warm.run(FOLDER / "curve.py", *(prompt_exit_router if word is shared_router else word for word in asked), *places)
     assert done.returncode == 0, done.stderr
     more = (tmp_path / "work" / "curve.jsonl").read_text().splitlines()[len(answers) :]
     assert len(more) == 2 * (len(of_memory) + 1), "those of the other memory file, which has exits in the prompt besides"
@@ -218,7 +218,7 @@ def test_a_study_writes_its_figures(warm, folder, shared_router, data, tmp_path,
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_does_not_go_on_with_other_exits_or_data(
-    warm, folder, shared_router, settling_router, data, other_data, tmp_path, name
+    warm, folder, shared_router, prompt_exit_router, data, other_data, tmp_path, name
 ):
     def run(router, data):
         asked = (name, "--model", folder, "--router", router, "--data", data, *STUDIES[name])
@@ -226,7 +226,7 @@ def test_a_study_does_not_go_on_with_other_exits_or_data(
 
     assert run(shared_router, data).returncode == 0
     if name != "convergence":
-        done = run(settling_router, data)
+        done = run(prompt_exit_router, data)
         assert done.returncode != 0 and "begun with other settings: found router " in done.stderr
     if name not in ("determinism", "thresholds"):  # which have prompts of their own
         done = run(shared_router, other_data)

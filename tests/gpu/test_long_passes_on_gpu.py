@@ -1,4 +1,4 @@
-"""Long passes on a GPU: prompts whose tokens settle. And what calibration takes a step to cost there."""
+"""Long passes on a GPU: prompts some of whose tokens stop. And what calibration takes a step to cost there."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from families import build
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration import timing
 from TIDE.kernels.layer import Attention, Norm, Pass, no_norm
-from TIDE.routing.settling import Settling
+from TIDE.prompt_exits.maps import PromptExit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
 OPTIONS = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
-class EveryThird(Settling):
+class EveryThird(PromptExit):
     depth = 2
 
-    def settles(self, states, positions):
+    def stops(self, states, positions):
         return torch.tensor([position % 3 == 1 for position in positions], device=states.device)
 
     def predict(self, depth, states):
         return states * (1 + 0.1 * (depth - self.depth))
 
 
-class Settles(TIDE.ExitPolicy):
+class Stops(TIDE.ExitPolicy):
     """No exits but in the prompt."""
 
     checkpoints = ()
 
     def __init__(self) -> None:
-        self.settling = EveryThird()
+        self.prompt_exit = EveryThird()
 
     def score(self, candidates):
         raise AssertionError("there is no checkpoint")
@@ -68,16 +68,16 @@ def test_queries_of_some_tokens_have_the_bits_of_all(tokens, norms, dim):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_prompts_settle_as_on_the_models_own_modules(rows, monkeypatch):
+def test_tokens_of_prompts_stop_as_on_the_models_own_modules(rows, monkeypatch):
     model = build("llama", max_position_embeddings=2048).cuda()
     ids = torch.randint(3, 128, (rows, 700), generator=torch.Generator().manual_seed(2)).cuda()
     config = TIDE.TIDEConfig(mode="fast", prefill_exits=True)
     with monkeypatch.context() as patched:
         patched.setenv("TIDE_BACKEND", "modules")
-        with TIDE.TIDE(model, Settles(), config) as engine:
+        with TIDE.TIDE(model, Stops(), config) as engine:
             expected = engine.generate(ids, **OPTIONS)
             assert engine.runner.name != "triton" and engine.last_stats.settled_tokens == rows * 233
-    with TIDE.TIDE(model, Settles(), config) as engine:
+    with TIDE.TIDE(model, Stops(), config) as engine:
         for _ in range(3):  # the first prompt runs twice, and kernels are compared
             assert torch.equal(engine.generate(ids, **OPTIONS), expected)
             assert engine.last_stats.settled_tokens == rows * 233

@@ -18,13 +18,13 @@ from router_files import SIZES, made, tensors_of
 from TIDE import TIDE
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.models.default import default_router
+from TIDE.prompt_exits.maps import FittedPromptExit
 from TIDE.routing import storage
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.certificate import Certificate, Settings
 from TIDE.routing.policies import policy_for
 from TIDE.routing.router import Router
 from TIDE.routing.router_file import RouterFile
-from TIDE.routing.settling import FittedSettling
 
 SUFFIXES = ["safetensors", "pt"]
 STRATEGIES = ["identity", "lens", "memory"]  # whose exits may stand at several depths
@@ -168,10 +168,10 @@ def test_a_useless_file_is_not_loaded(tmp_path, monkeypatch, name):
 
 
 def test_exits_in_the_prompt_whose_temperature_is_0_are_useless():
-    settling = FittedSettling(1, Router(64, 8, 1), {})
-    assert settling.wrong() is None
-    settling.router.temperature.zero_()
-    assert settling.wrong() == "settling.router.temperature is not above 0"
+    exit_ = FittedPromptExit(1, Router(64, 8, 1), {})
+    assert exit_.wrong() is None
+    exit_.router.temperature.zero_()
+    assert exit_.wrong() == "settling.router.temperature is not above 0"
 
 
 class Hostile:

@@ -195,11 +195,11 @@ class Benchmark:
         with counted_layers(self.engine.adapter.layers) as found:
             (text,) = asked.texts(run(asked, None))
         told: ExitStats | None = self.engine.last_stats if name in OURS else None
-        layers, settles_at = self.engine.adapter.num_layers, self.engine.plan.settles_at
+        layers, prompt_pass = self.engine.adapter.num_layers, self.engine.plan.prompt_pass
         drafting = self._running[name].draft_layers.get(setting, 0) if asked.max_new_tokens > 1 else 0
         of_prompt = asked.width * (layers + drafting)
-        if told is not None and settles_at is not None:
-            of_prompt -= told.settled_tokens * (layers - settles_at)
+        if told is not None and prompt_pass is not None:
+            of_prompt -= told.settled_tokens * (layers - prompt_pass.depth)
         own = self.results.measured[name]
         wrong = None if told is None else wrong_with(found, told)
         if told is not None and own.stats is not None:

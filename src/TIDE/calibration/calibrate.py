@@ -33,7 +33,6 @@ from TIDE.calibration.clock import FEWEST, MOST, MOST_EPOCHS, Clock, room
 from TIDE.calibration.collect import TRIAL_TOKENS, Budget, collect, collecting_seconds, extended, trial
 from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, agreement, fit_head, measure, step_seconds
 from TIDE.calibration.fit_router import FittedRouter, fit_router, fresh_router
-from TIDE.calibration.fit_settling import check_settling, fit_settling
 from TIDE.calibration.placement import Candidate, Placed, best_setting, is_worth_going_deeper, place
 from TIDE.calibration.self_texts import ANSWER, TYPICAL, answering_seconds, writing_seconds
 from TIDE.calibration.start import Start
@@ -45,6 +44,7 @@ from TIDE.calibration.work import Work
 from TIDE.config import TIDEConfig, with_short_names
 from TIDE.engine.check import check_unknown
 from TIDE.hub import check_dataset
+from TIDE.prompt_exits import fit as prompt_exits
 from TIDE.routing import storage
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.exits import EAGLE3, Exit
@@ -118,7 +118,7 @@ def calibrate(
         effort = replace(effort, schedule=replace(effort.schedule, epochs=epochs, least_steps=0))
     with _open(model) as adapter, tempfile.TemporaryDirectory(prefix="tide-states-") as folder:
         if config.prefill_exits:
-            check_settling(adapter)
+            prompt_exits.check_model(adapter)
         made_for = fingerprint(model, tokenizer)
         begin = Start(adapter, config, seed, start)
         config = replace(config, exit_strategy=begin.strategy)
@@ -177,14 +177,13 @@ class _Job:
         self.trained_on = training_vocabulary(self.adapter, self.tokens) if held is None else _on(held.vocabulary, self.adapter)
         self.choice: Choice | None = None
         self.steps: dict[int, int] = {}  # of training, by depth
-        settling = None
+        prompt_exit = None
         if self.config.prefill_exits:
-            settling = fit_settling(self.adapter, self.split, self.config.router_bottleneck_dim, self.seed)
-            settling = settling.to(torch.device("cpu"), torch.bfloat16)
+            prompt_exit = prompt_exits.fit_prompt_exit(self.adapter, self.split, self.config.router_bottleneck_dim, self.seed)
         exits, candidates, tried = self._try_all()
         placed = place(candidates, tried, self.costs)
         file = self._file(exits, placed, len(texts))
-        file.settling = settling
+        file.prompt_exit = prompt_exit
         return file
 
     def _texts(self) -> list[Text]:

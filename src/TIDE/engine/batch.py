@@ -216,8 +216,8 @@ class Batch:
             reason = _why_not_final(row, policy)
         if reason is None and isinstance(self.runner, DeviceRunner) and together > self.runner.most_rows == 1:
             return "its modules run whole rounds for one row at a time"
-        if reason is None and plan.settles_at is not None and not getattr(self.runner, "has_compiled_layers", False):
-            return "exits in the prompt gather tokens, which its modules do pass by pass"
+        if reason is None and plan.prompt_pass is not None:
+            return plan.prompt_pass.why_not_on_slots(self.runner)
         return reason
 
     def _take_in(self) -> None:

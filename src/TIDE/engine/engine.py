@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ from TIDE.engine.select import select_runner
 from TIDE.engine.slots.drafter import why_not_planned
 from TIDE.engine.warm_up import warm_up
 from TIDE.kernels.dispatch import wrong_dtype
+from TIDE.prompt_exits.prefill import prompt_exit_of, prompt_pass
 from TIDE.routing.policies import for_model, policy_for
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router_file import RouterFile
@@ -112,7 +114,8 @@ class TIDE:
                 policy = policy_for(self.file, self.adapter, self.runner.head)
             else:
                 self.file, policy = None, router
-            self._settings = _Settings(config, policy, make_plan(config, policy, self.adapter))
+            self._prompt_exit = prompt_exit_of(self.file or policy, self.adapter)
+            self._settings = _Settings(config, policy, self._make_plan(config, policy))
         except BaseException:
             self.adapter.give_back()
             raise
@@ -298,7 +301,7 @@ class TIDE:
                     raise ValueError(f"add takes one prompt, found {len(request.padding)}. Call it once for each.")
                 (row,) = request.rows(self.adapter.num_layers, self._context)
             policy = self.policy if exits else None
-            plan = self.plan if config is None and exits else make_plan(config or self.config, policy, self.adapter)
+            plan = self.plan if config is None and exits else self._make_plan(config or self.config, policy)
             with self._sharing:
                 self._counts.begin(row)
                 self._shared_batch().add([row], plan, policy)
@@ -376,7 +379,7 @@ class TIDE:
         """
         self._check_usable()
         policy = self.policy if exits else None
-        before = self._others.set(_Settings(config, policy, make_plan(config, policy, self.adapter)))
+        before = self._others.set(_Settings(config, policy, self._make_plan(config, policy)))
         try:
             yield
         finally:
@@ -413,6 +416,10 @@ class TIDE:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _make_plan(self, config: TIDEConfig, policy: ExitPolicy | None) -> Plan:
+        plan = make_plan(config, policy, self.adapter)
+        return replace(plan, prompt_pass=prompt_pass(config, policy, self._prompt_exit, self.adapter))
 
     def _prepare(self, options: dict[str, Any], generation_config: GenerationConfig | None) -> Request:
         """Check a prompt and let transformers make sense of the options; without a prompt the model's first token is one."""

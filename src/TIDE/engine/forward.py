@@ -2,8 +2,8 @@
 
 Mode "exact": the model's logits, in one pass. Mode "fast": for every token the logits the engine would choose from at that
 place, which is found out by letting the engine itself write the given tokens, one after the other. The first token of a row
-runs all layers, as a prompt does. With exits in the prompt all given tokens are one: they run in one pass, and a token that
-settles has the logits of its predicted state at full depth.
+runs all layers, as a prompt does. Where prompts run in a pass of their own kind,
+all given tokens are one prompt.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def forward(runner: Runner, plan: Plan, policy: ExitPolicy | None, rows: list[Ro
 
 
 def _is_script(plan: Plan, policy: ExitPolicy | None) -> bool:
-    return policy is not None and not plan.exact and plan.settles_at is None
+    return policy is not None and not plan.exact and plan.prompt_pass is None
 
 
 def laid_out(logits: list[torch.Tensor], ids: torch.Tensor, padding: list[int]) -> torch.Tensor:
@@ -74,16 +74,18 @@ def loss_of(model: PreTrainedModel, logits: torch.Tensor, labels: torch.Tensor, 
 
 def _in_one_pass(runner: Runner, plan: Plan, policy: ExitPolicy | None, rows: list[Row]) -> list[torch.Tensor]:
     clock = Clock(rows[0].stats.seconds)
-    settling = None if plan.settles_at is None or policy is None else policy.settling
-    segments = Segments(runner, plan.spans, rows, max(row.size for row in rows), settling=settling)
-    counts = {row: row.size for row in rows}
-    for segment in range(segments.last):
-        segments.run(segment, counts, are_prompts=settling is not None)
-    found = segments.run(segments.last, counts, dict.fromkeys(rows, 0), are_prompts=settling is not None)
+    segments = Segments(runner, plan.spans, rows, max(row.size for row in rows), prompt_pass=plan.prompt_pass)
+    counts, wanted = {row: row.size for row in rows}, dict.fromkeys(rows, 0)
+    if plan.prompt_pass is not None:
+        found = segments.run_prompts(counts, wanted)
+    else:
+        for segment in range(segments.last):
+            segments.run(segment, counts)
+        found = segments.run(segments.last, counts, wanted)
+    least = runner.num_layers if plan.prompt_pass is None else plan.prompt_pass.depth
     for row in rows:
         for number in range(len(row.tokens)):
-            settled = settling is not None and number < row.stats.settled_tokens
-            row.stats.count_token(settling.depth if settled and settling is not None else runner.num_layers)
+            row.stats.count_token(least if number < row.stats.settled_tokens else runner.num_layers)
     clock.lap("prompt")
     return [found[row] for row in rows]
 

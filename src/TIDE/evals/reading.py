@@ -64,7 +64,7 @@ def _are_exits_final(engine: TIDE) -> bool:
 def _is_plain(engine: TIDE, longest: int) -> bool:
     """Return True if only the engine itself knows which tokens leave."""
     plan, switch = engine.plan, engine.runner.rope.switches_at
-    if plan.settles_at is not None or (switch is not None and longest >= switch):
+    if plan.prompt_pass is not None or (switch is not None and longest >= switch):
         return True
     return _are_exits_final(engine) and not (plan.catches_up and isinstance(engine.policy, CalibratedPolicy))
 

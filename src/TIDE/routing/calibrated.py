@@ -38,7 +38,6 @@ class CalibratedPolicy(ExitPolicy):
         self.checkpoints = file.checkpoints
         self.exit_thresholds = {depth: at.threshold for depth, at in self.exits.items()}
         self.max_pending = file.max_pending
-        self.settling = None if file.settling is None else file.settling.to(device, dtype)
         self.num_layers = adapter.num_layers
         self.vocabulary = None if file.vocabulary is None else file.vocabulary.to(device)
         self.vocab_size = adapter.vocab_size

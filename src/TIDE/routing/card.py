@@ -14,7 +14,6 @@ from huggingface_hub import ModelCardData
 from TIDE.routing.fingerprint import Fingerprint
 
 LIBRARY = "tide-inference"
-PROMPTS = "exits in the prompt"
 ORIGIN = ("origin", "source", "tried")  # facts of a head that others have trained
 Row = dict[str, Any]
 
@@ -43,11 +42,12 @@ with TIDE.TIDE(model, router) as engine:  # mode "exact": the text stays the mod
 """
 
 
-def summary_text(values: Row) -> str:
+def summary_text(values: Row, others: dict[str, Row]) -> str:
     """Return everything in a file except its tensors, as text.
 
     Args:
         values: of `RouterFile.as_dict`.
+        others: values of the file's other parts, by title.
     """
     lines = _pairs(_head(values))
     lines += ["", "exits", *_indented(_aligned(_exit_rows(values)))]
@@ -59,28 +59,30 @@ def summary_text(values: Row) -> str:
             tables |= _exit_tables(values)
         for title, rows in tables.items():
             lines += ["", title, *_indented(_aligned(rows))]
-    plain, tables = _sorted_out(_settled(values))
-    for title, rows in {PROMPTS: [plain] if plain else [], **tables}.items():
-        if rows:
-            lines += ["", title, *_indented(_pairs(plain) if title == PROMPTS else _aligned(rows))]
+    for part, held in others.items():
+        plain, tables = _sorted_out(held)
+        lines += ["", part, *_indented(_pairs(plain))]
+        for title, rows in tables.items():
+            lines += ["", title, *_indented(_aligned(rows))]
     return "\n".join(lines)
 
 
-def brief_text(values: Row) -> str:
+def brief_text(values: Row, others: dict[str, Row]) -> str:
     """Return what a user of a file has to know, as text."""
     origin = {name: values["facts"][name] for name in ORIGIN if name in values["facts"]}
     lines = [*_pairs(_head(values) | origin | _speedup(values)), "", "exits", *_indented(_aligned(_exit_rows(values)))]
     if certified := _certified(values):
         lines += ["", "certificate", *_indented(_pairs(_sorted_out(certified)[0]))]
-    if values.get("settling") is not None:
-        lines += ["", PROMPTS, *_indented(_pairs(_sorted_out(_settled(values))[0]))]
+    for part, held in others.items():
+        lines += ["", part, *_indented(_pairs(_sorted_out(held)[0]))]
     return "\n".join([*lines, "", "configuration, training facts and all figures: --all"])
 
 
-def card_text(values: Row, repo_id: str | None = None, base_model: str | None = None) -> str:
+def card_text(values: Row, others: dict[str, Row], repo_id: str | None = None, base_model: str | None = None) -> str:
     """Return the model card of a file.
 
     Args:
+        others: values of its other parts, by title.
         repo_id: hub id of the repository for the file.
         base_model: hub id of the model it is for.
     """
@@ -102,8 +104,9 @@ def card_text(values: Row, repo_id: str | None = None, base_model: str | None = 
     sections |= _exit_tables(values)
     plain, tables = _sorted_out(_certified(values))
     sections |= {"certificate": _named(plain)} | tables
-    plain, tables = _sorted_out(_settled(values))
-    sections |= {PROMPTS: _named(plain)} | tables
+    for part, held in others.items():
+        plain, tables = _sorted_out(held)
+        sections |= {part: _named(plain)} | tables
     for title, rows in sections.items():
         if rows:
             text += f"\n## {title[0].upper()}{title[1:]}\n\n" + "\n".join(_markdown(rows)) + "\n"
@@ -115,12 +118,6 @@ def _speedup(values: Row) -> Row:
     if (speedup := values["figures"].get("expected_speedup")) is None:
         return {}
     return {"expected speedup": f"{_shown(speedup)} on {values['facts'].get('machine') or 'the machine of calibration'}"}
-
-
-def _settled(values: Row) -> Row:
-    """Return what is known of exits in the prompt, if a file has any."""
-    own = values.get("settling")
-    return {} if own is None else {"depth": own["depth"], "threshold": own["threshold"], **own["figures"]}
 
 
 def _made_for(values: Row) -> Fingerprint | None:

@@ -18,7 +18,6 @@ import torch
 
 from TIDE.routing.certificate import Certificate
 from TIDE.routing.exits import Exit
-from TIDE.routing.settling import Settling
 
 if TYPE_CHECKING:
     from TIDE.adapters.adapter import ModelAdapter
@@ -46,7 +45,6 @@ class ExitPolicy(ABC):
         certificate: gives the threshold of mode "fast" instead, if its settings are those of the engine.
         exits: heads and routers by depth, if it has any: whole rounds on a device draft from one of them.
         vocabulary: token ids that its exits may predict; None: all.
-        settling: which tokens of prompts settle, if there is something that decides it: see `TIDEConfig.prefill_exits`.
         watches: depths whose states are passed to `observe`, for all tokens.
         weighs: True if scores are probabilities of agreement, so that mode "exact" may weigh them against time instead of
             using thresholds.
@@ -61,7 +59,6 @@ class ExitPolicy(ABC):
     certificate: Certificate | None = None
     exits: Mapping[int, Exit] = MappingProxyType({})
     vocabulary: torch.Tensor | None = None
-    settling: Settling | None = None
     min_layers: int = 0
     max_pending: int = 8
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from TIDE.prompt_exits.maps import KEY, FittedPromptExit, build_prompt_exit
 from TIDE.routing import storage
 from TIDE.routing.certificate import Certificate
 from TIDE.routing.exits import Exit
 from TIDE.routing.fingerprint import Fingerprint
-from TIDE.routing.settling import FittedSettling
 from TIDE.version import __version__
 
 FORMAT = 2
@@ -34,7 +34,7 @@ class Record:
         vocabulary: token ids an exit may predict; None: all.
         config, facts, figures: configuration, training facts and measured figures, as plain values.
         certificate: result of `TIDE.certify`, used by mode "fast".
-        settling: exits in the prompt, if calibration fitted them.
+        prompt_exit: exits in the prompt, if calibration fitted them.
         version: of the TIDE that made the file.
         path: the file it was read from.
     """
@@ -49,7 +49,7 @@ class Record:
     facts: dict[str, Any] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     certificate: Certificate | None = None
-    settling: FittedSettling | None = None
+    prompt_exit: FittedPromptExit | None = None
     version: str = __version__
     path: Path | None = None
 
@@ -69,6 +69,14 @@ class Record:
             "figures": self.figures,
             "certificate": None if self.certificate is None else self.certificate.as_dict(),
         }
-        if self.settling is not None:
-            values["settling"] = self.settling.describe()
-        return storage.plain(values)
+        return storage.plain(values | {name: part.describe() for name, part in self.parts.items()})
+
+    @property
+    def parts(self) -> dict[str, FittedPromptExit]:
+        """Parts beside the exits, by their names in the document."""
+        return {} if self.prompt_exit is None else {KEY: self.prompt_exit}
+
+
+def parts_in(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the fields of a record that are parts beside the exits. Their tensors are removed from the dictionary."""
+    return {"prompt_exit": build_prompt_exit(document[KEY], tensors) if document.get(KEY) is not None else None}

@@ -55,8 +55,8 @@ class RouterFile(Record, ModelHubMixin):
         for depth, at in self.exits.items():
             heads |= at.head_tensors(depth)
             others |= at.router_tensors(depth)
-        if self.settling is not None:
-            others |= self.settling.tensors()
+        for part in self.parts.values():
+            others |= part.tensors()
         if self.vocabulary is not None:
             others["vocabulary"] = self.vocabulary.to(torch.int32)
         document = json.dumps(self.as_dict(), sort_keys=True, allow_nan=False)
@@ -118,7 +118,7 @@ class RouterFile(Record, ModelHubMixin):
         Args:
             everything: also configuration, training facts and figures.
         """
-        return summary_text(self.as_dict()) if everything else brief_text(self.as_dict())
+        return (summary_text if everything else brief_text)(self.as_dict(), self._parts_shown())
 
     def generate_model_card(self, repo_id: str | None = None, base_model: str | None = None) -> ModelCard:
         """Return the model card of the file for the Hub.
@@ -127,7 +127,10 @@ class RouterFile(Record, ModelHubMixin):
             repo_id: hub id of the repository for the file.
             base_model: hub id of the model it is for.
         """
-        return ModelCard(card_text(self.as_dict(), repo_id, base_model))
+        return ModelCard(card_text(self.as_dict(), self._parts_shown(), repo_id, base_model))
+
+    def _parts_shown(self) -> dict[str, dict[str, Any]]:
+        return {part.title: storage.plain(part.shown()) for part in self.parts.values()}
 
     def _save_pretrained(self, save_directory: Path) -> None:
         self.save(save_directory / HUB_FILE)

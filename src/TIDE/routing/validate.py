@@ -10,8 +10,7 @@ from TIDE.routing import storage
 from TIDE.routing.certificate import Certificate
 from TIDE.routing.exits import EAGLE3, KINDS, build_exit
 from TIDE.routing.fingerprint import Fingerprint
-from TIDE.routing.record import Record
-from TIDE.routing.settling import build_settling
+from TIDE.routing.record import Record, parts_in
 
 
 def fields_of(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -28,20 +27,22 @@ def fields_of(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dic
     exits = {}
     for depth in sorted(document["exits"], key=int):
         exits[int(depth)] = build_exit(document["strategy"], depth, document["exits"][depth], tensors)
-    described = document.get("settling")
-    settling = None if described is None else build_settling(described, tensors)
+    parts = parts_in(document, tensors)
     if tensors:
         raise ValueError(f"it holds tensors that belong to no exit: {sorted(tensors)[:3]}")
     made_for, certificate = document["fingerprint"], document.get("certificate")  # older files have none
     same = {name: document[name] for name in ("version", "strategy", "max_pending", "config", "facts", "figures")}
-    return same | {
-        "exits": exits,
-        "checkpoints": tuple(document["checkpoints"]),
-        "vocabulary": None if vocabulary is None else vocabulary.long(),
-        "fingerprint": None if made_for is None else Fingerprint(**made_for),
-        "certificate": None if certificate is None else Certificate.from_dict(certificate),
-        "settling": settling,
-    }
+    return (
+        same
+        | parts
+        | {
+            "exits": exits,
+            "checkpoints": tuple(document["checkpoints"]),
+            "vocabulary": None if vocabulary is None else vocabulary.long(),
+            "fingerprint": None if made_for is None else Fingerprint(**made_for),
+            "certificate": None if certificate is None else Certificate.from_dict(certificate),
+        }
+    )
 
 
 def wrong_with(file: Record) -> str | None:
@@ -62,8 +63,9 @@ def wrong_with(file: Record) -> str | None:
         return "expected names and values as config, facts and figures"
     if file.certificate is not None and (wrong := file.certificate.wrong()):
         return wrong
-    if file.settling is not None and (wrong := file.settling.wrong()):
-        return wrong
+    for part in file.parts.values():
+        if wrong := part.wrong():
+            return wrong
     for depth, at in file.exits.items():
         if wrong := at.wrong(file.strategy):
             return f"at depth {depth}, {wrong}"

@@ -17,7 +17,6 @@ class View:
     rows: list[int]
     starts: list[int]  # first new column of each row
     width: int  # new columns, padding included
-    picked: torch.Tensor | None = None  # of one row: only these of its new columns are written, and have queries
 
     @property
     def start(self) -> int:
@@ -71,11 +70,6 @@ class KVLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows = _as_slice(view.rows)
-        if view.picked is not None:
-            columns = view.start + view.picked.to(key_states.device)
-            self.keys[view.rows[0]].index_copy_(1, columns, key_states[0])
-            self.values[view.rows[0]].index_copy_(1, columns, value_states[0])
-            return self.keys[rows, :, : view.stop], self.values[rows, :, : view.stop]
         assert key_states.shape[2] == view.width
         if offset is not None:
             columns = offset + torch.arange(view.width, device=offset.device)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -156,26 +156,6 @@ class SegmentCache(Cache):
                 layer.check_in(rows, own.length)
         finally:
             self._view = None
-
-    @contextmanager
-    def picking(self, numbers: list[int]) -> Iterator[None]:
-        """Inside a pass of one row: some of its tokens, by their numbers, which see all that stands before each of them."""
-        view = self.view
-        assert len(view.rows) == 1 and not self.static
-        self._view = replace(view, picked=torch.tensor(numbers))
-        try:
-            yield
-        finally:
-            self._view = view
-
-    def picked_mask(self, like: torch.Tensor) -> torch.Tensor:
-        """(1, 1, picked, columns) what is added to the scores of tokens that were picked: 0 where they see a column."""
-        view, own = self.view, self.segments[self.view.segment]
-        assert view.picked is not None
-        columns, newest = torch.arange(view.stop), view.start + view.picked[:, None]
-        seen = (columns >= own.origin[view.rows[0]]) & (columns <= newest)
-        hidden = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(like.dtype).min)
-        return hidden.to(like)[None, None]
 
     @contextmanager
     def open_at(self, column: torch.Tensor, width: int) -> Iterator[None]:

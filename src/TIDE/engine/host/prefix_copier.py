@@ -47,8 +47,8 @@ class Beginnings:
         self.texts = texts or Texts(0)
         self.runner = runner
         self.policy = policy
-        # what settled in a prompt, or did not catch up, is not the full model's
-        are_whole = plan.settles_at is None and (plan.exact or plan.catches_up)
+        # what skipped layers and did not catch up is not the full model's
+        are_whole = plan.prompt_pass is None and (plan.exact or plan.catches_up)
         has_copies = watcher is None or not watcher.watches or type(watcher).copied is not ExitPolicy.copied
         self.shares = texts is not None and are_whole and has_copies and runner.rope.switches_at is None
         self._epoch: int | None = None  # the model as it is now; None: nothing is shared

@@ -81,6 +81,9 @@ class HostRound:
         self.going = self.deciding = [row for row in self.left if not row.finished] if step and self.stage.waits else active
         self.left = []
         self._start_over_where_rope_switches(self.going)
+        if self.is_prefill:  # no token of it leaves
+            self.held, self.stage.has_asked = self.going, False
+            return False
         may_leave = {row for row in self.going if self._may_leave(row)} if len(self.stage.plan.spans) > 1 else set()
         seconds = 0.0
         self.segment = 0
@@ -121,7 +124,10 @@ class HostRound:
         for row, tokens in counts.items():
             row.stats.catch_ups += tokens > 1 and row not in self.stage.joining
         best_only = self.stage.sampler.takes_best_only(self.going)
-        self.logits = self.stage.segments.run(self.segment, counts, wanted, last, best_only, self.is_prefill)
+        if self.is_prefill:
+            self.logits = self.stage.segments.run_prompts(counts, wanted, best_only)
+        else:
+            self.logits = self.stage.segments.run(self.segment, counts, wanted, last, best_only)
         self._pass = sum(counts.values()), self.stage.clock.lap("deep")
 
     def sample(self, drafted: int) -> None:
@@ -160,7 +166,7 @@ class HostRound:
             reached -= 1  # the others stand before the last segment
         counts = self._counts()
         if reached > self.segment or not self.stage.segments.skip(self.segment, counts):
-            self.stage.segments.run(self.segment, counts, last=reached, are_prompts=self.is_prefill)
+            self.stage.segments.run(self.segment, counts, last=reached)
             self.stage.clock.lap("shallow")
         self.segment = reached + 1
         return False

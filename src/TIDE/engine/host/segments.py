@@ -18,12 +18,11 @@ from TIDE.adapters.rotary_table import RotaryTable
 from TIDE.engine.cache.pending import Pending
 from TIDE.engine.cache.prefix_store import Copied
 from TIDE.engine.cache.segment_cache import SegmentCache
-from TIDE.engine.host.settler import Settler
 from TIDE.engine.rows.row import Row
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.passes import PassTokens
+from TIDE.engine.runners.prompt_pass import PromptPass
 from TIDE.routing.policy import ExitPolicy
-from TIDE.routing.settling import Settling
 
 MOST_PADDING = 0.03  # of the tokens that a pass of prompts computes
 PASS_COST = 16  # tokens that take about as long to compute as one pass more does
@@ -37,7 +36,7 @@ class Segments:
         rows: to begin with, in slots numbered from 0; `make_room` and `clear` are for those that come and go.
         capacity: columns of the cache to begin with.
         watcher: is shown the states at the depths it watches, and told of rollbacks.
-        settling: which tokens of prompts settle; None: none do.
+        prompt_pass: how prompts run; None: through all layers.
     """
 
     def __init__(
@@ -47,11 +46,11 @@ class Segments:
         rows: Sequence[Row],
         capacity: int,
         watcher: ExitPolicy | None = None,
-        settling: Settling | None = None,
+        prompt_pass: PromptPass | None = None,
     ) -> None:
         self.runner = runner
         self._changing = None if runner.rope.switches_at is None else RotaryTable(runner.adapter.model)
-        self.settler = None if settling is None else Settler(runner, settling)
+        self.prompt_pass = prompt_pass
         self.watcher = watcher
         self.watched = frozenset(watcher.watches if watcher is not None else ())
         self.spans = spans
@@ -134,19 +133,25 @@ class Segments:
         counts = {row: count for row, count in counts.items() if count > 0}
         logits: dict[Row, torch.Tensor] = {}
         last = segment if last is None else last
-        settling = self._settling(segment, counts) if are_prompts else []
-        others = {row: count for row, count in counts.items() if row not in settling}
-        for rows in [*self._passes(segment, last, others, are_prompts), *([row] for row in settling)]:
-            own = [counts[row] for row in rows]
-            logits |= self._pass(segment, last, rows, own, logits_from, best_only, rows[0] in settling)
+        for rows in self._passes(segment, last, counts, are_prompts):
+            logits |= self._pass(segment, last, rows, [counts[row] for row in rows], logits_from, best_only)
         return logits
 
-    def _settling(self, segment: int, counts: dict[Row, int]) -> list[Row]:
-        """Return the rows that run alone because tokens of their prompts may settle."""
-        settler = self.settler
-        if settler is None:
-            return []
-        return [row for row, count in counts.items() if settler.takes(row, self.length(segment, row), count)]
+    def run_prompts(
+        self, counts: dict[Row, int], logits_from: dict[Row, int] | None = None, best_only: bool = False
+    ) -> dict[Row, torch.Tensor]:
+        """Take the next tokens of rows through all layers, or as `prompt_pass` takes them; otherwise like `run`."""
+        logits, special = dict[Row, torch.Tensor](), self.prompt_pass
+        taken = [row for row, n in counts.items() if n > 0 and special is not None and special.takes(row, self.length(0, row))]
+        for row in taken:
+            logits |= self._pass(0, self.last, [row], [counts[row]], logits_from, best_only, special)
+        counts, segment = {row: count for row, count in counts.items() if row not in taken}, 0
+        while segment <= self.last:
+            reached = self.reaches(segment, list(counts))
+            wanted = logits_from if reached == self.last else None
+            logits |= self.run(segment, counts, wanted, reached, best_only, are_prompts=True)
+            segment = reached + 1
+        return logits
 
     def reaches(self, segment: int, rows: list[Row]) -> int:
         """Return the last segment that one pass of these rows may go through from a segment on."""
@@ -172,8 +177,6 @@ class Segments:
     def _forget(self, row: Row, length: int) -> None:
         self.pending.cut(row.slot, length)
         self._embedded.clear()
-        if self.settler is not None:
-            self.settler.forget(row, length)
         if self.watcher is not None:
             self.watcher.forget(row.slot, length)
 
@@ -210,7 +213,7 @@ class Segments:
         counts: list[int],
         logits_from: dict[Row, int] | None,
         best_only: bool,
-        settles: bool,
+        prompt_pass: PromptPass | None = None,
     ) -> dict[Row, torch.Tensor]:
         span = range(self.spans[segment].start, self.spans[last].stop)
         starts = [self.length(segment, row) for row in rows]
@@ -227,8 +230,8 @@ class Segments:
             tokens = tokens._replace(kept=kept, best_only=best_only)
         taps = tuple(depth for depth in self.watched if span.start < depth < span.stop or 0 == span.start == depth < span.stop)
         with self.cache.open(segment, tokens.rows, counts, last, aligned=not self.runner.is_ragged(tokens)):
-            if settles and self.settler is not None:
-                passed = self.settler.run(span, rows[0], tokens, self.cache, hidden, taps)
+            if prompt_pass is not None:
+                passed = prompt_pass.run(self.runner, rows[0], tokens, self.cache, taps)
             else:
                 passed = self.runner.run(span, tokens, self.cache, hidden, taps)
         for row, computed in zip(rows, passed.computed, strict=True):

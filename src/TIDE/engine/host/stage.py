@@ -60,7 +60,6 @@ class HostStage:
     ) -> None:
         self.runner = runner
         self.plan = plan
-        self.source = policy
         self.sampler = sampler
         self.costs = RoundCosts(costs)
         self.most_rows = most_rows
@@ -149,8 +148,7 @@ class HostStage:
         return Launched(lambda: results, is_prefill=is_prefill)
 
     def _no_segments(self) -> Segments:
-        settling = None if self.plan.settles_at is None or self.source is None else self.source.settling
-        return Segments(self.runner, self.plan.spans, (), STEP, self.policy, settling)
+        return Segments(self.runner, self.plan.spans, (), STEP, self.policy, self.plan.prompt_pass)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -170,11 +168,7 @@ class HostStage:
         for row in self.joining:
             room = PROMPT_CHUNK - sum(counts.values())
             counts[row] = min(room, row.size - 1 - self.segments.length(0, row))
-        segment = 0
-        while segment <= self.segments.last:
-            reached = self.segments.reaches(segment, self.joining)
-            self.segments.run(segment, counts, last=reached, are_prompts=True)
-            segment = reached + 1
+        self.segments.run_prompts(counts)
         for row in self.joining:
             self.segments.commit(row)
         self.joining = [row for row in self.joining if self.segments.length(0, row) < row.size - 1]

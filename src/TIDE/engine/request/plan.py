@@ -16,11 +16,10 @@ from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.probe import Store
 from TIDE.config import MOST_ROWS, TIDEConfig, checked_config
 from TIDE.engine.cache.slots import MOST_ROUND
-from TIDE.engine.runners.gathering import why_no_gathering
+from TIDE.engine.runners.prompt_pass import PromptPass
 from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.routing.certificate import Certificate, Settings
 from TIDE.routing.policy import ExitPolicy
-from TIDE.routing.settling import FittedSettling
 
 logger = logging.getLogger(__name__)
 DRAFT_OVERHEAD = 0.25  # of a step: an exit head, its LM head and the draft's place in the deep pass
@@ -44,7 +43,7 @@ class Plan:
     max_exit_share: float = 1.0  # mode "fast": of a row's new tokens
     checkpoint: int | None = None  # the one that rounds launched as a whole draft from
     cache_gib: float | None = None  # of K/V on a GPU, at most
-    settles_at: int | None = None  # depth at which tokens of prompts may stop
+    prompt_pass: PromptPass | None = None  # None: prompts run all layers
     trees: Mapping[int, int] = field(default_factory=dict)  # drafts of a tree by slots; on others drafts are in a row
     has_asked_for_tree: bool = False  # the configuration has, and so wants to hear where there is none
 
@@ -109,7 +108,6 @@ def make_plan(config: TIDEConfig, policy: ExitPolicy | None, adapter: ModelAdapt
         max_exit_share=config.max_exit_share,
         checkpoint=_draft_checkpoint(policy, checkpoints, mode, adapter.num_layers),
         cache_gib=config.cache_gib,
-        settles_at=_settles_at(policy, adapter) if config.prefill_exits else None,
         trees=(trees := _trees(config, mode, checkpoints)),
         has_asked_for_tree=config.draft_tree is not None and bool(trees),
     )
@@ -137,31 +135,6 @@ def _draft_checkpoint(policy: ExitPolicy | None, checkpoints: list[int], mode: s
         return (agreement[0] if agreement else 0.5) / (depth / num_layers + DRAFT_OVERHEAD)
 
     return max(checkpoints, key=worth)
-
-
-def _settles_at(policy: ExitPolicy | None, adapter: ModelAdapter) -> int:
-    """Return the depth at which tokens of prompts may stop; raise with the reason if none may."""
-    settling = None if policy is None else policy.settling
-    if settling is None:
-        found = "no exits" if policy is None else "exits without them"
-        raise ValueError(
-            f"prefill_exits=True needs a router file with the maps and the router of prompts, found {found}. Make one with "
-            f"TIDE.calibrate(..., config=TIDEConfig(prefill_exits=True)) or tide calibrate MODEL --prefill-exits, or leave "
-            f"prefill_exits out."
-        )
-    if not 0 < settling.depth < adapter.num_layers:
-        raise ValueError(
-            f"prompts settle at a depth from 1 to {adapter.num_layers - 1} in a model of {adapter.num_layers} layers, "
-            f"found {settling.depth}. Use the router file of this model."
-        )
-    if reason := why_no_gathering(adapter):
-        raise ValueError(f"prefill_exits=True cannot be used with this model: {reason}. Leave prefill_exits out.")
-    if isinstance(settling, FittedSettling) and settling.threshold is None:
-        logger.warning(
-            "calibration found no score at which prompts settle without harm to what follows, so with prefill_exits=True no "
-            "token of a prompt will. Leave prefill_exits out."
-        )
-    return settling.depth
 
 
 def _checkpoints(config: TIDEConfig, policy: ExitPolicy, num_layers: int) -> list[int]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -111,13 +110,8 @@ class Runner(ABC):
         tokens: PassTokens,
         states: torch.Tensor,
         cache: SegmentCache,
-        predict: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """Write K/V made of (n, hidden) states into the layers of a span, which the tokens do not run.
-
-        Args:
-            predict: what the states are taken to be at a depth; None: as they are.
-        """
+        """Write K/V made of (n, hidden) states into the layers of a span, which the tokens do not run."""
 
     def is_ragged(self, tokens: PassTokens) -> bool:
         """Return True if rows of a pass may stand at columns of their own; otherwise their histories are aligned first."""

@@ -47,7 +47,7 @@ class CompiledRunner(ModuleRunner):
         self.scale, self.cap = _logit_transform(adapter.model.config.get_text_config(decoder=True))
 
     def is_ragged(self, tokens: PassTokens) -> bool:
-        fits = tokens.embeds is None and tokens.picked is None and len(tokens.ids) <= MOST_TOKENS
+        fits = tokens.embeds is None and len(tokens.ids) <= MOST_TOKENS
         return self.is_checked and fits
 
     def run(

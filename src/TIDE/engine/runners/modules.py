@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from TIDE.adapters.adapter import PassInputs
@@ -43,21 +41,13 @@ class ModuleRunner(Runner):
         tokens: PassTokens,
         states: torch.Tensor,
         cache: SegmentCache,
-        predict: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        def kv_of(layer: int) -> torch.Tensor:
-            return padded(states if predict is None else predict(layer, states), tokens.counts)
-
         hidden = padded(states, tokens.counts)
-        self.adapter.run(span.start, span.stop, self._inputs(tokens, cache), hidden=hidden, kv_of=kv_of)
+        self.adapter.run(span.start, span.stop, self._inputs(tokens, cache), hidden=hidden, kv_of=lambda layer: hidden)
 
     def _inputs(self, tokens: PassTokens, cache: SegmentCache) -> PassInputs:
         """Return ids, positions and mask; padding has the position of its row's last token."""
         width, device = tokens.width, self.device
-        if tokens.picked is not None:
-            own = torch.tensor([tokens.positions()], device=device)
-            like = torch.empty(0, dtype=self.adapter.model.dtype, device=device)
-            return PassInputs(torch.tensor([tokens.ids], device=device), own, cache.picked_mask(like), cache)
         pairs = list(zip(tokens.starts, tokens.counts, strict=True))
         positions = torch.tensor([[start + min(i, count - 1) for i in range(width)] for start, count in pairs], device=device)
         ids = padded(torch.tensor(tokens.ids, device=device), tokens.counts)

@@ -22,7 +22,6 @@ class PassTokens(NamedTuple):
     embeds: torch.Tensor | None = None  # (n, hidden) instead of ids
     kept: list[int] | None = None  # how many of the last tokens of each row logits are wanted of; None: of none
     best_only: bool = False  # of these logits only the highest matter
-    picked: list[int] | None = None  # of the tokens of an open pass of one row those with these numbers only: see `pick`
 
     @property
     def width(self) -> int:
@@ -31,14 +30,7 @@ class PassTokens(NamedTuple):
 
     def positions(self) -> list[int]:
         """Return the position of every token."""
-        if self.picked is not None:
-            return [self.starts[0] + number for number in self.picked]
         return [start + i for start, count in zip(self.starts, self.counts, strict=True) for i in range(count)]
-
-    def pick(self, numbers: list[int]) -> PassTokens:
-        """Return some of the tokens of a pass of one row, by their numbers, without logits."""
-        ids = [self.ids[number] for number in numbers]
-        return PassTokens(self.rows, self.starts, [len(numbers)], ids, picked=numbers)
 
     def kept_places(self) -> list[int]:
         """Return the places of the tokens whose logits are wanted."""

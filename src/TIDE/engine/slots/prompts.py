@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from TIDE.engine.rows.row import Row
 from TIDE.engine.runners.device import DeviceRunner, device_errors
+from TIDE.engine.runners.prompt_pass import PromptPass
 from TIDE.engine.slots.launcher import RoundLauncher
 from TIDE.engine.slots.module_prefill import ModulePrefill
 from TIDE.engine.slots.prefill import Prefill
 from TIDE.engine.slots.residents import Residents
-from TIDE.engine.slots.settled_prefill import SettledPrefill
-from TIDE.routing.settling import Settling
 
 
 class PromptRunner:
     """Runs texts of rows that join.
 
     Args:
-        settling: which of their tokens stop at a checkpoint; None: none does.
+        prompt_pass: how they run; None: through all layers.
     """
 
-    def __init__(self, runner: DeviceRunner, residents: Residents, launcher: RoundLauncher, settling: Settling | None) -> None:
+    def __init__(
+        self, runner: DeviceRunner, residents: Residents, launcher: RoundLauncher, prompt_pass: PromptPass | None
+    ) -> None:
         self.runner = runner
         self.residents = residents
         self.launcher = launcher
-        self.settling = settling
+        self.prompt_pass = prompt_pass
 
     @property
     def may_choose_first(self) -> bool:
@@ -36,9 +39,8 @@ class PromptRunner:
         if not self.runner.has_compiled_layers:
             return ModulePrefill(self.runner, slots, round_.depth)
         prompts = self.runner.pool.prompts(self.residents.exit, slots.columns)
-        if self.settling is not None:
-            return SettledPrefill(self.runner, prompts, round_.depth, round_.drafter, slots, self.settling)
-        return Prefill(self.runner, prompts, round_.depth, round_.drafter, slots)
+        make: Callable[..., Prefill] = Prefill if self.prompt_pass is None else self.prompt_pass.prefill
+        return make(self.runner, prompts, round_.depth, round_.drafter, slots)
 
     def run(self) -> tuple[bool, set[Row]]:
         """Run one pass if others wait for their next round, otherwise all.

@@ -40,18 +40,16 @@ class SlotStage:
         self.runner = runner
         self.plan = plan
         self.choice = DeviceChoice(runner, sampler)
-        exit_ = settling = self.drafter = None
+        exit_ = self.drafter = None
         if policy is not None and len(plan.spans) > 1:
             exit_ = exit_of(plan, policy)
             self.drafter = DeviceDrafter(runner, exit_, plan.checkpoint or 0, policy.vocabulary, self.choice)
-        if policy is not None and plan.settles_at is not None:
-            settling = policy.settling
         self.launcher = RoundLauncher(runner, plan, SlotRound(runner, plan, self.drafter, self.choice))
         has_trees = plan.draft_tree > 0 and self.launcher.without_tree is None
         ahead, trees = (AHEAD + plan.draft_tree, plan.trees) if has_trees else (AHEAD, {})
         most = runner.most_rows if plan.exact else min(runner.most_rows, most_slots(plan.most_drafts))
-        self.residents = Residents(runner, exit_, plan.cache_gib, ahead, settling is None, trees, most)
-        self.prompts = PromptRunner(runner, self.residents, self.launcher, settling)
+        self.residents = Residents(runner, exit_, plan.cache_gib, ahead, plan.prompt_pass is None, trees, most)
+        self.prompts = PromptRunner(runner, self.residents, self.launcher, plan.prompt_pass)
 
     @property
     def most_ahead(self) -> int:

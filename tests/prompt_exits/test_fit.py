@@ -13,15 +13,16 @@ from router_files import made
 from TIDE.adapters.adapter import ModelAdapter, PassInputs
 from TIDE.calibration.collect import Collection, laid_out
 from TIDE.calibration.fit import Split
-from TIDE.calibration.fit_settling import MOST_RISE, fit_settling, is_harmless
-from TIDE.calibration.settled_texts import SettledTexts
-from TIDE.calibration.state_maps import Moments, fit_maps
 from TIDE.calibration.text import Text
 from TIDE.engine.host.segments import Segments
 from TIDE.engine.rows.row import Row
 from TIDE.engine.rows.stop import StopRule
+from TIDE.prompt_exits.effects import StoppedTexts
+from TIDE.prompt_exits.fit import MOST_RISE, fit_prompt_exit, is_harmless
+from TIDE.prompt_exits.maps import FittedPromptExit, PromptExit, StateMap
+from TIDE.prompt_exits.moments import Moments, fit_maps
+from TIDE.prompt_exits.prefill import PromptExitPass
 from TIDE.routing.router_file import RouterFile
-from TIDE.routing.settling import FittedSettling, Settling, StateMap
 
 DEPTH, LAYERS = 2, 4
 
@@ -33,6 +34,13 @@ def some_ids(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
 def collection(ids: torch.Tensor) -> Collection:
     texts = [Text(own.tolist(), 0, number) for number, own in enumerate(ids)]
     return Collection([laid_out(texts, torch.device("cpu"))])
+
+
+@pytest.fixture
+def adapter(llama):
+    own = ModelAdapter(llama)
+    yield own
+    own.close()
 
 
 @pytest.fixture
@@ -68,12 +76,12 @@ def test_maps_are_nearer_to_the_states_than_plain_propagation(adapter, split):
         assert (own(x) - y).norm() < 0.9 * (x - y).norm()
 
 
-class Forced(Settling):
-    """Odd tokens settle."""
+class Forced(PromptExit):
+    """Odd tokens stop."""
 
     depth = DEPTH
 
-    def settles(self, states, positions):
+    def stops(self, states, positions):
         return torch.tensor([position % 2 == 1 for position in positions])
 
     def predict(self, depth, states):
@@ -83,22 +91,22 @@ class Forced(Settling):
 @torch.no_grad()
 def test_what_calibration_measures_is_what_the_engine_does(adapter):
     """Settled in part by shares of 0 and 1, in a pass of all tokens; and by the engine's gathered prefill."""
-    ids, settling = some_ids(1, 40), Forced()
-    texts = SettledTexts(adapter, ids, [40], DEPTH)
+    ids, exit_ = some_ids(1, 40), Forced()
+    texts = StoppedTexts(adapter, ids, [40], DEPTH)
     shares = torch.tensor([[float(position % 2 == 1) for position in range(texts.prompt - 1)]])
-    found = texts.followed(texts.predicted(settling.predict), shares)
+    found = texts.followed(texts.predicted(exit_.predict), shares)
     adapter.close()
     with TIDE.TIDE(adapter.model) as engine:
         row = Row(ids[0].tolist(), StopRule(), LAYERS)
         row.prompt = texts.prompt
-        segments = Segments(engine.runner, [range(LAYERS)], [row], 40, settling=settling)
-        segments.run(0, {row: texts.prompt}, are_prompts=True)
+        segments = Segments(engine.runner, [range(LAYERS)], [row], 40, prompt_pass=PromptExitPass(exit_, None))
+        segments.run_prompts({row: texts.prompt})
         segments.run(0, {row: 0})
         logits = segments.run(0, {row: 39 - texts.prompt}, {row: texts.prompt})[row]
         expected = -logits.log_softmax(-1).gather(1, ids[0, texts.prompt + 1 :, None]).sum()
         first = Row(ids[0, : texts.prompt].tolist(), StopRule(), LAYERS)
-        again = Segments(engine.runner, [range(LAYERS)], [first], 40, settling=settling)
-        own = again.run(0, {first: texts.prompt}, {first: texts.prompt - 1}, are_prompts=True)[first]
+        again = Segments(engine.runner, [range(LAYERS)], [first], 40, prompt_pass=PromptExitPass(exit_, None))
+        own = again.run_prompts({first: texts.prompt}, {first: texts.prompt - 1})[first]
         expected += -own.log_softmax(-1)[0, ids[0, texts.prompt]]
     assert row.stats.settled_tokens == int(shares.sum())
     torch.testing.assert_close(found.loss[0], expected, atol=1e-3, rtol=1e-4)
@@ -108,7 +116,7 @@ def test_what_calibration_measures_is_what_the_engine_does(adapter):
 def test_effects_of_small_errors_add_up_to_the_divergence(adapter):
     """The divergence is quadratic in small errors of K/V."""
     ids = some_ids(3, 40)
-    texts = SettledTexts(adapter, ids, [40] * 3, DEPTH)
+    texts = StoppedTexts(adapter, ids, [40] * 3, DEPTH)
     passed = adapter.run(0, LAYERS, PassInputs(ids, texts.positions, None, None), taps=(DEPTH, 3))
     noise = 0.01 * torch.randn(passed.taps[3].shape, generator=torch.Generator().manual_seed(0))
 
@@ -130,47 +138,49 @@ def test_the_smallest_effects_are_harmless():
 
 
 def test_all_of_it_is_fitted_measured_and_saved(adapter, split, tmp_path):
-    fitted = fit_settling(adapter, split, 16, seed=0)
-    again = fit_settling(adapter, split, 16, seed=0)
+    fitted = fit_prompt_exit(adapter, split, 16, seed=0)
+    again = fit_prompt_exit(adapter, split, 16, seed=0)
     assert json.dumps(fitted.describe()) == json.dumps(again.describe())
     curve = fitted.figures["curve"]
     assert {point["kind"] for point in curve} == {"map", "plain"}
     chosen = [point for point in curve if point["rise"] <= MOST_RISE]
     assert fitted.threshold == max(chosen, key=lambda point: point["share"])["threshold"]
     file = made("identity", adapter.model)
-    file.settling = fitted
+    file.prompt_exit = fitted
     file.save(tmp_path / "router.safetensors")
     read = RouterFile.load(tmp_path / "router.safetensors")
     states = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(read.settling.scores(states), fitted.scores(states))
+    assert torch.equal(read.prompt_exit.scores(states), fitted.scores(states))
     for depth in fitted.maps:
-        torch.testing.assert_close(read.settling.to("cpu", torch.float32).predict(depth, states), fitted.predict(depth, states))
+        torch.testing.assert_close(read.prompt_exit.predict(depth, states.bfloat16()), fitted.predict(depth, states.bfloat16()))
     assert "exits in the prompt" in read.summary()
     adapter.close()
     ids = some_ids(1, 30)
     with TIDE.TIDE(adapter.model, tmp_path / "router.safetensors", TIDE.TIDEConfig(mode="fast", prefill_exits=True)) as engine:
         engine.generate(ids, max_new_tokens=4, do_sample=False)
-        assert engine.last_stats.settled_tokens == int(engine.policy.settling.settles(_at(engine, ids), torch.arange(29)).sum())
+        assert engine.last_stats.settled_tokens == int(
+            engine.plan.prompt_pass.exit.stops(_at(engine, ids), torch.arange(29)).sum()
+        )
 
 
 @torch.no_grad()
 def _at(engine, ids):
     positions = torch.arange(ids.shape[1])[None]
     inputs = PassInputs(ids, positions, None, None)
-    return engine.adapter.run(0, engine.plan.settles_at, inputs).states[0, :-1]
+    return engine.adapter.run(0, engine.plan.prompt_pass.depth, inputs).states[0, :-1]
 
 
 def test_a_threshold_that_costs_too_much_is_not_chosen(adapter, split, monkeypatch, caplog):
-    monkeypatch.setattr("TIDE.calibration.fit_settling.MOST_RISE", -1.0)
-    fitted = fit_settling(adapter, split, 16, seed=0)
+    monkeypatch.setattr("TIDE.prompt_exits.fit.MOST_RISE", -1.0)
+    fitted = fit_prompt_exit(adapter, split, 16, seed=0)
     assert fitted.threshold is None and "no token will settle" in caplog.text
-    assert not fitted.settles(torch.randn(3, 64), torch.arange(3)).any()
+    assert not fitted.stops(torch.randn(3, 64), torch.arange(3)).any()
 
 
 def test_layers_that_share_kv_are_refused(split):
     other = ModelAdapter(build("gemma4-shared"))
     with pytest.raises(ValueError, match="Calibrate without prefill_exits"):
-        fit_settling(other, split, 16, seed=0)
+        fit_prompt_exit(other, split, 16, seed=0)
     other.close()
 
 
@@ -180,12 +190,12 @@ def test_damaged_maps_are_named(tmp_path):
     maps = {depth: StateMap(*(torch.randn(s, generator=generator) for s in ((8, 64), (64, 8), (64,)))) for depth in (3, 4)}
     from TIDE.routing.router import Router
 
-    file.settling = FittedSettling(DEPTH, Router(64, 8, 1), maps, 0.5)
+    file.prompt_exit = FittedPromptExit(DEPTH, Router(64, 8, 1), maps, 0.5)
     file.save(tmp_path / "router.pt")
-    assert RouterFile.load(tmp_path / "router.pt").settling.describe()["ranks"] == {3: 8, 4: 8}
-    del file.settling.maps[3]
+    assert RouterFile.load(tmp_path / "router.pt").prompt_exit.describe()["ranks"] == {3: 8, 4: 8}
+    del file.prompt_exit.maps[3]
     with pytest.raises(ValueError, match="expected maps of prompts to every depth behind 2"):
         file.save(tmp_path / "other.pt")
-    file.settling = None
+    file.prompt_exit = None
     file.save(tmp_path / "none.pt")
-    assert RouterFile.load(tmp_path / "none.pt").settling is None
+    assert RouterFile.load(tmp_path / "none.pt").prompt_exit is None

@@ -6,7 +6,7 @@
     down = (B V)ᵀ, up = V, shift = mean(y) − mean(x) B V Vᵀ
 
 Only sums of products are kept, not states, so any number of texts can be used. The first token of a text is left out: its
-state is of another size, and it never settles.
+state is of another size, and it never stops.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from TIDE.adapters.adapter import ModelAdapter, PassInputs
 from TIDE.calibration.collect import Collection
-from TIDE.routing.settling import StateMap
+from TIDE.prompt_exits.maps import StateMap
 
 RANK = 64
 RIDGE = 1e-3  # of the mean variance of a coordinate
@@ -44,8 +44,8 @@ class Moments:
         self.weight += weight.sum()
         self.x += (weight * x).sum(0)
         self.xx += (weight * x).T @ x
-        for depth, own in deeper.items():
-            y = own.double() - x
+        for depth, there in deeper.items():
+            y = there.double() - x
             weighed = weight * y
             for table, sums in ((self.y, weighed.sum(0)), (self.xy, x.T @ weighed), (self.yy, (weighed * y).sum())):
                 table[depth] = table[depth] + sums if depth in table else sums
@@ -67,7 +67,7 @@ class Moments:
 
 
 def fit_maps(adapter: ModelAdapter, data: Collection, depth: int, rank: int = RANK) -> tuple[dict[int, StateMap], list[float]]:
-    """Return a map to every depth behind a checkpoint, and the shares of variance that they leave unexplained."""
+    """Return a map to every depth after a checkpoint, and the shares of variance that they leave unexplained."""
     last, moments, seen = adapter.num_layers, Moments(adapter.hidden_dim, adapter.device), 0
     depths = range(depth + 1, last + 1)
     for shard, rows in tqdm(list(data.in_order(TOKENS_AT_ONCE)), desc=f"maps from depth {depth}", unit="batch"):
@@ -81,5 +81,5 @@ def fit_maps(adapter: ModelAdapter, data: Collection, depth: int, rank: int = RA
         real = (positions > 0) & (positions < lengths[:, None])
         moments.add(states[depth][real], {deeper: states[deeper][real] for deeper in depths})
         seen += int(real.sum())
-    found = {deeper: moments.fit(deeper, rank) for deeper in depths}
-    return {deeper: own for deeper, (own, _) in found.items()}, [round(left, 4) for _, left in found.values()]
+    fitted = {deeper: moments.fit(deeper, rank) for deeper in depths}
+    return {deeper: one for deeper, (one, _) in fitted.items()}, [round(left, 4) for _, left in fitted.values()]

@@ -1,14 +1,14 @@
-"""The effect of settled tokens on what follows, on given texts.
+"""The effect of stopped tokens on the text after them, on given texts.
 
-    text     [ prompt: some tokens settle ][ what follows: runs all layers ]
-    K/V      true + share · (predicted − true)          share: 1 settled, 0 not; behind the checkpoint, for prompt tokens
+    text     [ prompt: some tokens stop ][ what follows: runs all layers ]
+    K/V      true + share · (predicted − true)          share: 1 stopped, 0 not; after the checkpoint, for prompt tokens
 
-With shares between, the K/V are in between too, so that the KL divergence of what follows (full model ‖ with settled tokens)
+With shares between, the K/V are in between too, so that the KL divergence of what follows (full model ‖ with stopped tokens)
 can be differentiated by each token's share. Around 0 it is quadratic in the shares, and then
 
     effect of a token = ½ · share · ∂KL / ∂share            adds up to the KL itself
 
-which takes one backward pass for all tokens of a text, at random tokens settled, instead of a forward pass for each.
+which takes one backward pass for all tokens of a text, at random tokens stopped, instead of a forward pass for each.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Followed(NamedTuple):
     tokens: torch.Tensor  # (rows,)
 
 
-class SettledTexts:
+class StoppedTexts:
     """Texts of one batch: the first half of the shortest is the prompt of all, and the rest follows.
 
     Args:
@@ -88,8 +88,8 @@ class SettledTexts:
         self._full = passed.logits.float().log_softmax(-1)
 
     @property
-    def asked(self) -> torch.Tensor:
-        """(rows, prompt - 1, hidden) states of the tokens that may settle: not the last one of the prompt."""
+    def may_stop(self) -> torch.Tensor:
+        """(rows, prompt - 1, hidden) states of the tokens that may stop: not the last one of the prompt."""
         return self.states[:, : self.prompt - 1]
 
     def predicted(self, predict: Predict) -> MixedCache:
@@ -104,7 +104,7 @@ class SettledTexts:
         return cache
 
     def followed(self, cache: MixedCache | None, shares: torch.Tensor | None, with_grad: bool = False) -> Followed:
-        """Return what follows with some tokens settled.
+        """Return what follows with some tokens stopped.
 
         Args:
             shares: (rows, prompt - 1).
@@ -120,9 +120,9 @@ class SettledTexts:
         return Followed(-(own * real).sum(1), (divergence * real).sum(1), real.sum(1))
 
     def effects(self, predict: Predict, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Settle random halves of the prompts; return (n, hidden) states of the settled tokens and (n,) their effects on the
+        """Stop random halves of the prompts; return (n, hidden) states of the stopped tokens and (n,) their effects on the
         mean divergence of what follows."""
-        rows, tokens, _ = self.asked.shape
+        rows, tokens, _ = self.may_stop.shape
         chosen = (torch.rand(rows, tokens, generator=generator) < 0.5).to(self.ids.device)
         chosen[:, 0] = False
         cache = self.predicted(predict)
@@ -131,14 +131,14 @@ class SettledTexts:
             found = self.followed(cache, shares, with_grad=True)
             mean = (found.divergence / found.tokens.clamp_min(1)).sum()
             (slope,) = torch.autograd.grad(mean, shares)
-        return self.asked[chosen], 0.5 * slope[chosen]
+        return self.may_stop[chosen], 0.5 * slope[chosen]
 
     def _run(self, cache: MixedCache, **options: Any) -> Any:
         inputs = PassInputs(self.ids, self.positions, None, cache)
         return self.adapter.run(self.depth, self.adapter.num_layers, inputs, hidden=self.states, **options)
 
 
-def batches(adapter: ModelAdapter, data: Collection, depth: int, most: int) -> Iterator[SettledTexts]:
+def batches(adapter: ModelAdapter, data: Collection, depth: int, most: int) -> Iterator[StoppedTexts]:
     """Yield the texts of a collection, up to `most` of them, spread evenly over it."""
     texts = [(shard, row) for shard in data.shards for row in range(len(shard.lengths))]
     step = max(1, len(texts) // most)
@@ -149,7 +149,7 @@ def batches(adapter: ModelAdapter, data: Collection, depth: int, most: int) -> I
         while count < len(some) and some[count][0] is shard and (count + 1) * width <= TOKENS_AT_ONCE:
             count += 1
         rows = [row for _, row in some[:count]]
-        yield SettledTexts(adapter, shard.ids[rows], [shard.lengths[row] for row in rows], depth)
+        yield StoppedTexts(adapter, shard.ids[rows], [shard.lengths[row] for row in rows], depth)
         some = some[count:]
 
 

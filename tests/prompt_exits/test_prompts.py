@@ -1,4 +1,4 @@
-"""Exits in the prompt: settled tokens run no deeper layer, the others see K/V made of their predicted states."""
+"""Exits in the prompt: stopped tokens run no deeper layer, the others see K/V made of their predicted states."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from runners import on_modules, on_references, why_on_the_host
 from TIDE import TIDE, Conversation, TIDEConfig
 from TIDE.engine.cache.prefill_buffers import STEP
 from TIDE.engine.request.plan import settings
-from TIDE.engine.runners.gathering import why_no_gathering, window_of
 from TIDE.engine.slots import prefill
 from TIDE.kernels.reference import layers as reference
+from TIDE.prompt_exits.gathered import why_no_gathering, window_of
+from TIDE.prompt_exits.maps import SIGNALS, FittedPromptExit, PromptExit, StateMap, features
 from TIDE.routing.policies import policy_for
 from TIDE.routing.policy import ExitPolicy
 from TIDE.routing.router import Router
-from TIDE.routing.settling import SIGNALS, FittedSettling, Settling, StateMap, features
 
 DEPTH, PROMPT, NEW = 2, 12, 6
 OPTIONS = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
 FAST = TIDEConfig(mode="fast", prefill_exits=True)
 
 
-class Forced(Settling):
-    """Tokens settle where a rule over positions says so; deeper states are `predicted` from the one at the checkpoint."""
+class Forced(PromptExit):
+    """Tokens stop where a rule over positions says so; deeper states are `predicted` from the one at the checkpoint."""
 
     def __init__(self, rule: Callable[[int], bool], depth: int = DEPTH, slope: float = 0.1) -> None:
         self.rule, self.depth, self.slope = rule, depth, slope
         self.asked: list[int] = []
 
-    def settles(self, states, positions):
+    def stops(self, states, positions):
         self.asked += positions.tolist()
         return torch.tensor([self.rule(position) for position in positions.tolist()], dtype=torch.bool, device=states.device)
 
@@ -46,12 +46,12 @@ class Forced(Settling):
         return states * (1 + self.slope * (depth - self.depth))
 
 
-class Settles(Everyone):
+class Stops(Everyone):
     """No exits but in the prompt."""
 
     def __init__(self, rule, *checkpoints: int, **options) -> None:
         super().__init__(*checkpoints)
-        self.settling = Forced(rule, **options)
+        self.prompt_exit = Forced(rule, **options)
 
     def score(self, candidates):
         return torch.zeros(len(candidates.rows))
@@ -76,20 +76,20 @@ def ids():
 
 @torch.no_grad()
 def by_hand(model, ids: torch.Tensor, policy: ExitPolicy) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Logits and K/V of a Llama: every layer for all tokens, with the K/V of settled ones exchanged behind the checkpoint."""
-    settling = policy.settling
+    """Logits and K/V of a Llama: every layer for all tokens, with the K/V of stopped ones exchanged after the checkpoint."""
+    exit_ = policy.prompt_exit
     n = ids.shape[1]
-    settled = torch.tensor([settling.rule(position) and position < n - 1 for position in range(n)])
+    stopped = torch.tensor([exit_.rule(position) and position < n - 1 for position in range(n)])
     x = model.model.embed_tokens(ids)
     positions = torch.arange(n)[None]
     cos, sin = model.model.rotary_emb(x, positions)
     found, left = [], None
     for index, layer in enumerate(model.model.layers):
-        left = x.clone() if index == settling.depth else left
+        left = x.clone() if index == exit_.depth else left
         own = layer.self_attn
         states = x
         if left is not None:
-            states = torch.where(settled[None, :, None], settling.predict(index, left), x)
+            states = torch.where(stopped[None, :, None], exit_.predict(index, left), x)
         heads = (1, n, -1, own.head_dim)
         key, value = (p(layer.input_layernorm(states)).view(heads).transpose(1, 2) for p in (own.k_proj, own.v_proj))
         query = own.q_proj(layer.input_layernorm(x)).view(heads).transpose(1, 2)
@@ -99,7 +99,7 @@ def by_hand(model, ids: torch.Tensor, policy: ExitPolicy) -> tuple[torch.Tensor,
         seen = torch.nn.functional.scaled_dot_product_attention(query, *many, is_causal=True, scale=own.scaling)
         x = x + own.o_proj(seen.transpose(1, 2).flatten(2))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
-    x = torch.where(settled[None, :, None], settling.predict(len(model.model.layers), left), x)
+    x = torch.where(stopped[None, :, None], exit_.predict(len(model.model.layers), left), x)
     return model.lm_head(model.model.norm(x))[0], found
 
 
@@ -113,18 +113,18 @@ def halves_turned(x: torch.Tensor) -> torch.Tensor:
 def test_stats_say_what_hooks_count(llama, rows, checkpoints):
     counted = Count(llama)
     ids = torch.randint(3, 128, (rows, PROMPT), generator=torch.Generator().manual_seed(0))
-    with TIDE(llama, Settles(odd, *checkpoints), FAST) as engine:
+    with TIDE(llama, Stops(odd, *checkpoints), FAST) as engine:
         counted.pairs = 0  # the engine has tried the model
         engine.generate(ids, **OPTIONS)
-    settled = len([position for position in range(PROMPT - 1) if odd(position)])
-    assert engine.last_stats.settled_tokens == rows * settled
+    stopped = len([position for position in range(PROMPT - 1) if odd(position)])
+    assert engine.last_stats.settled_tokens == rows * stopped
     assert engine.last_stats.layers_run == counted.pairs
-    assert counted.pairs == rows * (LAYERS * (PROMPT + NEW - 1) - settled * (LAYERS - DEPTH))
+    assert counted.pairs == rows * (LAYERS * (PROMPT + NEW - 1) - stopped * (LAYERS - DEPTH))
 
 
 @pytest.mark.parametrize("checkpoints", [(), (1,), (3,), (2,)], ids=str)
 def test_kv_are_those_of_predicted_states(llama, ids, checkpoints):
-    policy = Settles(odd, *checkpoints)
+    policy = Stops(odd, *checkpoints)
     stage = decode(llama, policy, ids, 1, mode="fast", prefill_exits=True)
     _, expected = by_hand(llama, ids, policy)
     for layer in range(LAYERS):
@@ -136,7 +136,7 @@ def test_kv_are_those_of_predicted_states(llama, ids, checkpoints):
 def test_a_call_gives_the_logits_of_a_prefill(llama, checkpoints):
     """Settled tokens have those of their predicted states; the last token has run all layers."""
     ids = torch.randint(3, 128, (2, PROMPT), generator=torch.Generator().manual_seed(1))
-    policy = Settles(odd, *checkpoints)
+    policy = Stops(odd, *checkpoints)
     with TIDE(llama, policy, FAST) as engine:
         found = engine(ids).logits
         stats = engine.last_stats
@@ -147,12 +147,12 @@ def test_a_call_gives_the_logits_of_a_prefill(llama, checkpoints):
 
 
 @pytest.mark.parametrize("backend", ["modules", "numba"])
-def test_none_settling_is_a_full_prefill(any_backend_llama, ids, backend, monkeypatch):
+def test_with_none_stopping_it_is_a_full_prefill(any_backend_llama, ids, backend, monkeypatch):
     monkeypatch.setenv("TIDE_BACKEND", backend)
     ids = torch.randint(3, 128, (1, 40), generator=torch.Generator().manual_seed(3))
     with TIDE(any_backend_llama) as engine:
         expected = engine.generate(ids, **OPTIONS)
-    with TIDE(any_backend_llama, Settles(nobody), FAST) as engine:
+    with TIDE(any_backend_llama, Stops(nobody), FAST) as engine:
         assert torch.equal(engine.generate(ids, **OPTIONS), expected)
         assert engine.last_stats.settled_tokens == 0
 
@@ -162,31 +162,31 @@ def any_backend_llama():
     return build("llama")
 
 
-def test_with_none_settling_kv_are_the_full_models(llama, ids):
+def test_with_none_stopping_kv_are_the_full_models(llama, ids):
     full = decode(llama, None, ids, 1, mode="fast")
-    none = decode(llama, Settles(nobody), ids, 1, mode="fast", prefill_exits=True)
+    none = decode(llama, Stops(nobody), ids, 1, mode="fast", prefill_exits=True)
     for layer in range(LAYERS):
         for found, own in zip(none.segments.cache.kv(layer, 0), full.segments.cache.kv(layer, 0), strict=True):
             assert torch.equal(found, own)
 
 
 def test_the_last_token_of_a_prompt_and_written_ones_are_never_asked(llama, ids):
-    policy = Settles(everyone)
+    policy = Stops(everyone)
     with TIDE(llama, policy, FAST) as engine:
         engine.generate(ids, **OPTIONS)
-        assert sorted(policy.settling.asked) == list(range(PROMPT - 1))
+        assert sorted(policy.prompt_exit.asked) == list(range(PROMPT - 1))
         assert engine.last_stats.settled_tokens == PROMPT - 1
-        policy.settling.asked.clear()
+        policy.prompt_exit.asked.clear()
         engine.generate(ids[:, :1], **OPTIONS)
-        assert not policy.settling.asked
+        assert not policy.prompt_exit.asked
 
 
-def test_rows_settle_alike_alone_and_together(llama):
+def test_rows_stop_alike_alone_and_together(llama):
     """Whenever they join, and left-padded."""
     ids = torch.randint(3, 128, (3, PROMPT), generator=torch.Generator().manual_seed(5))
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
-    policy = Settles(odd)
+    policy = Stops(odd)
     with TIDE(llama, policy, FAST) as engine:
         together = engine.generate(ids, attention_mask=mask, **OPTIONS)
         assert torch.equal(together[:1], engine.generate(ids[:1], **OPTIONS))
@@ -201,11 +201,11 @@ def test_rows_settle_alike_alone_and_together(llama):
     assert rows[1].tokens == together[2].tolist()
 
 
-def test_a_long_prompt_settles_alike_in_parts():
+def test_tokens_of_a_long_prompt_stop_alike_in_parts():
     """It joins while another row is decoded, so it runs a part at a time."""
     model = build("llama", max_position_embeddings=1024)
     ids = torch.randint(3, 128, (1, 700), generator=torch.Generator().manual_seed(5))
-    with TIDE(model, Settles(odd, 1), FAST) as engine:
+    with TIDE(model, Stops(odd, 1), FAST) as engine:
         expected = engine.generate(ids, **OPTIONS)[0].tolist()
         others = engine.add(ids[:, :5], **(OPTIONS | dict(max_new_tokens=20)))
         engine.step()
@@ -216,9 +216,9 @@ def test_a_long_prompt_settles_alike_in_parts():
     assert row.stats.settled_tokens == 349
 
 
-def test_every_family_settles_or_says_why_not(each_kind, ids, monkeypatch):
+def test_every_family_does_it_or_says_why_not(each_kind, ids, monkeypatch):
     monkeypatch.setenv("TIDE_BACKEND", "modules")
-    policy, ids = Settles(odd), ids[:, :8]
+    policy, ids = Stops(odd), ids[:, :8]
     with TIDE(each_kind) as engine:
         reason, window = why_no_gathering(engine.adapter), window_of(engine.adapter)
         expected = engine(ids).logits
@@ -230,13 +230,13 @@ def test_every_family_settles_or_says_why_not(each_kind, ids, monkeypatch):
     with TIDE(each_kind, policy, FAST) as engine:
         engine.generate(ids, **OPTIONS)
         assert engine.last_stats.settled_tokens == 3
-        policy.settling.rule = nobody
+        policy.prompt_exit.rule = nobody
         torch.testing.assert_close(engine(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_prompts_longer_than_a_window_run_all_layers_and_say_so(ids, caplog):
     model = build("mistral")
-    policy = Settles(odd)
+    policy = Stops(odd)
     with TIDE(model) as engine:
         window = window_of(engine.adapter)
         assert window is not None and window < PROMPT
@@ -258,14 +258,14 @@ def opened(model, policy, **settings):
 
 
 @pytest.mark.parametrize("strategy", [None, "identity", "memory", "eagle3"])
-def test_whole_rounds_settle_as_the_host_does(strategy, tmp_path):
+def test_in_whole_rounds_tokens_stop_as_on_the_host(strategy, tmp_path):
     model = build("llama", max_position_embeddings=1024)
     ids = torch.randint(3, 128, (2, 150), generator=torch.Generator().manual_seed(2))
     with TIDE(model, a_head(tmp_path, fc_norm=True) if strategy == "eagle3" else None) as engine:
         checkpoint = {"identity": (3,), "memory": (1,)}.get(strategy)
-        policy = Settles(odd) if strategy is None else engine.policy
+        policy = Stops(odd) if strategy is None else engine.policy
         policy = policy_for(a_file(model, strategy, checkpoint, 0.0), engine.adapter) if checkpoint else policy
-    policy.settling = Forced(odd)
+    policy.prompt_exit = Forced(odd)
     with TIDE(model, policy, replace(FAST, exit_threshold=0.0)) as engine:
         expected = engine.generate(ids, **OPTIONS)
         on_host = engine.last_stats
@@ -280,13 +280,13 @@ def test_whole_rounds_settle_as_the_host_does(strategy, tmp_path):
 
 @pytest.mark.parametrize("rule", [odd, nobody, everyone])
 @pytest.mark.parametrize(("exit_", "depth"), [(2, 2), (1, 2), (3, 2)])
-def test_a_head_sees_the_same_wherever_tokens_settle(exit_, depth, rule, monkeypatch):
-    """At its exit, before it and behind it; in some passes all tokens settle."""
+def test_a_head_sees_the_same_wherever_tokens_stop(exit_, depth, rule, monkeypatch):
+    """At its exit, before it and after it; in some passes all tokens stop."""
     model = build("phi", max_position_embeddings=1024)
     ids = torch.randint(3, 128, (2, 150), generator=torch.Generator().manual_seed(2))
     with TIDE(model) as engine:
         policy = policy_for(a_file(model, "memory", (exit_,), 0.0), engine.adapter)
-    policy.settling = Forced(rule, depth)
+    policy.prompt_exit = Forced(rule, depth)
     with TIDE(model, policy, replace(FAST, exit_threshold=0.0)) as engine:
         expected = engine.generate(ids, **OPTIONS)
     monkeypatch.setattr(prefill, "CHUNK", 48)
@@ -305,12 +305,12 @@ def nan_in_fresh_memory():
 
 
 @pytest.mark.parametrize("strategy", [None, "memory"])
-def test_rows_that_settle_together_write_what_they_write_alone(strategy, monkeypatch, nan_in_fresh_memory):
+def test_rows_that_stop_together_write_what_they_write_alone(strategy, monkeypatch, nan_in_fresh_memory):
     """In passes with padding and with parts of several prompts."""
     model = build("llama", max_position_embeddings=1024)
     with TIDE(model) as engine:
-        policy = Settles(odd) if strategy is None else policy_for(a_file(model, strategy, (1,), 0.0), engine.adapter)
-    policy.settling = Forced(odd)
+        policy = Stops(odd) if strategy is None else policy_for(a_file(model, strategy, (1,), 0.0), engine.adapter)
+    policy.prompt_exit = Forced(odd)
     texts = [torch.randint(3, 128, (1, n), generator=torch.Generator().manual_seed(n)) for n in (1, 70, 17, 130, 40)]
     engine = opened(model, policy, exit_threshold=0.0)
     expected = [engine.generate(text, **OPTIONS | {"max_new_tokens": 20})[0].tolist() for text in texts]
@@ -336,11 +336,11 @@ def test_predictions_are_those_of_each_depth(depths):
         return torch.randn(size, generator=generator)
 
     maps = {depth: StateMap(some(depth, 8), some(8, depth), some(8)) for depth in (3, 4, 5)}
-    settling, states = FittedSettling(2, Router(8, 4, SIGNALS), maps), some(6, 8)
+    exit_, states = FittedPromptExit(2, Router(8, 4, SIGNALS), maps), some(6, 8)
     out, found = torch.empty_like(states), []
-    for depth in settling.predictions(depths, states, out):
+    for depth in exit_.predictions(depths, states, out):
         found.append(depth)
-        torch.testing.assert_close(out, settling.predict(depth, states))
+        torch.testing.assert_close(out, exit_.predict(depth, states))
     assert found == list(depths)
 
 
@@ -353,14 +353,14 @@ def test_scores_are_the_routers_of_the_features(size):
     router.offset.fill_(-0.2)
     with torch.no_grad():
         expected = torch.sigmoid(router.raw(features(states)) / router.temperature + router.offset)
-        torch.testing.assert_close(FittedSettling(2, router, {}).scores(states), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(FittedPromptExit(2, router, {}).scores(states), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_prompt_that_runs_again_has_settled_once():
+def test_tokens_of_a_prompt_that_runs_again_are_counted_once():
     """The first request begins on the host, and goes on in whole rounds, where its prompt runs again."""
     model = build("llama", max_position_embeddings=1024)
     ids = torch.randint(3, 128, (2, 150), generator=torch.Generator().manual_seed(2))
-    engine = on_references(TIDE(model, Settles(odd), FAST))
+    engine = on_references(TIDE(model, Stops(odd), FAST))
     for _ in range(2):
         engine.generate(ids, **OPTIONS)
         assert [row.stats.settled_tokens for row in engine.last_rows] == [74, 74]
@@ -368,10 +368,10 @@ def test_a_prompt_that_runs_again_has_settled_once():
     engine.close()
 
 
-def test_blocks_with_settled_tokens_are_never_shared():
+def test_blocks_with_stopped_tokens_are_never_shared():
     model = build("llama", max_position_embeddings=1024)
     ids = torch.randint(3, 128, (1, 200), generator=torch.Generator().manual_seed(2))
-    engine = opened(model, Settles(odd))
+    engine = opened(model, Stops(odd))
     for _ in range(2):
         engine.generate(ids, **OPTIONS)
         assert engine.last_stats.reused_tokens == 0
@@ -396,7 +396,7 @@ def test_after_a_warm_up_those_that_stay_find_everything_ready(monkeypatch):
         return attend(attention, tokens, *given)
 
     monkeypatch.setattr(reference, "attend", noting)
-    engine = opened(model, Settles(odd))
+    engine = opened(model, Stops(odd))
     found.clear()
     engine.warm_up(tokens=256, progress=False)
     ready = set(found)
@@ -410,7 +410,7 @@ def test_after_a_warm_up_those_that_stay_find_everything_ready(monkeypatch):
 
 def test_modules_on_a_static_cache_leave_it_to_the_host(ids):
     model = build("gpt2")
-    engine = on_modules(TIDE(model, Settles(odd), FAST))
+    engine = on_modules(TIDE(model, Stops(odd), FAST))
     engine.generate(ids, **OPTIONS)
     assert "exits in the prompt gather tokens" in why_on_the_host(engine, ids, **OPTIONS)
     engine.generate(ids, **OPTIONS)
@@ -439,25 +439,25 @@ def test_a_router_file_without_maps_says_what_to_do(llama, tmp_path):
 
 def test_a_depth_that_the_model_does_not_have_is_named(llama):
     with pytest.raises(ValueError, match="from 1 to 3 in a model of 4 layers, found 4"):
-        TIDE(llama, Settles(odd, depth=4), FAST)
+        TIDE(llama, Stops(odd, depth=4), FAST)
 
 
 def test_without_a_mode_it_is_fast_and_says_so(llama, caplog):
-    with TIDE(llama, Settles(odd), TIDEConfig(prefill_exits=True)) as engine:
+    with TIDE(llama, Stops(odd), TIDEConfig(prefill_exits=True)) as engine:
         assert not engine.plan.exact
     assert "prefill_exits=True goes with mode 'fast' only" in caplog.text
 
 
 def test_a_certificate_does_not_hold_with_exits_in_the_prompt(llama):
-    policy = Settles(odd, 1)
+    policy = Stops(odd, 1)
     with TIDE(llama, policy, FAST) as engine:
         with_them = settings(engine.config, policy, engine.adapter)
         without = settings(TIDEConfig(mode="fast"), policy, engine.adapter)
     assert without.differences(with_them) == ["prefill_exits True instead of False"]
 
 
-def test_a_conversation_does_not_take_settled_kv_over(llama):
-    policy = Settles(odd)
+def test_a_conversation_does_not_take_predicted_kv_over(llama):
+    policy = Stops(odd)
     ids = torch.randint(3, 128, (1, PROMPT), generator=torch.Generator().manual_seed(0))
     with TIDE(llama, policy, FAST) as engine:
         conversation = Conversation(engine)
