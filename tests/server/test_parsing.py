@@ -1,4 +1,4 @@
-"""Reasoning and tool calls, by the response template of a tokenizer."""
+"""Reasoning and tool calls by the response template of a tokenizer. Text is never lost, and streamed it is the same message."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from servers import bytewise, tiny
+from servers import Running, bytewise, tiny
 from TIDE.models.gguf import Loaded
 from TIDE.server.parsing import MessageParser, joined
 
@@ -29,8 +29,8 @@ CALL = '<call>{"name": "weather", "arguments": {"city": "Łódź"}}</call>'
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 
-def parsed(text: str, size: int = 1000, prompt: str = "<user>Hi<bot>"):
-    parser = MessageParser(TEMPLATE, prompt, None, "id")
+def parsed(text: str, size: int = 1000, prompt: str = "<user>Hi<bot>", template=TEMPLATE, tools=None):
+    parser = MessageParser(template, prompt, tools, "id")
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.feed("", is_last=True)
     return joined(parts), parser
@@ -55,38 +55,96 @@ def test_a_message_of_calls_has_no_content():
     assert parsed("")[0].content == ""
 
 
-@pytest.mark.parametrize("size", [1, 1000])
-def test_a_call_that_cannot_be_read_is_shown_as_it_was_written(size):
-    message, parser = parsed("<call>{oh no</call> well", size)
-    assert parser.calls == 0 and "oh no" in message.content
-
-
 def test_without_a_template_all_is_content():
-    parser = MessageParser(None, "", None, "id")
-    assert joined([*parser.feed("a"), *parser.feed(CALL), *parser.feed("", is_last=True)]).content == "a" + CALL
+    assert parsed(f"a{CALL}", template=None, prompt="")[0].content == f"a{CALL}"
 
 
-def test_a_chat_with_tools_ends_in_a_call(another, monkeypatch):
-    """The model is made to write the call, byte by byte."""
-    loaded = Loaded(tiny().model, bytewise(response_template=TEMPLATE))
-    server = another(model=loaded, router=None)
-    body = dict(messages=[{"role": "user", "content": "Hi"}], tools=[TOOL], max_tokens=100, temperature=0)
-    text = f"<think>Hm</think>{CALL}"
-    wanted = loaded.tokenizer(text, add_special_tokens=False)["input_ids"] + [loaded.tokenizer.eos_token_id]
-    grammars = server.app.state.service.grammars
-    monkeypatch.setattr(grammars, "processor", lambda asked, prompt: Writes(wanted, prompt))
-    whole = server.post("/v1/chat/completions", **body).json()["choices"][0]
-    with server.http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+HI = [{"role": "user", "content": "Hi"}]
+THOUGHT = "<think>Let me see.</think>"
+QWEN = {
+    "start_anchor": "<bot>",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close_pattern": r"\s*</s>", "content": "text", "optional": False},
+    },
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "calls"),
+    [
+        ("<call>{oh no</call> well", "<call>{oh no</call> well", None, 0),
+        (f"{THOUGHT}Hello <call>{{oh no</call> well", "Hello <call>{oh no</call> well", "Let me see.", 0),
+        (f"{CALL}<call>{{oh no</call>", "<call>{oh no</call>", None, 1),
+        (f"<call>{{oh no</call>{CALL}", "<call>{oh no</call>", None, 1),
+        (f"{THOUGHT}{CALL}<call>{{oh", "<call>{oh", "Let me see.", 1),
+        ('<call>["a"]</call> rest', '<call>["a"]</call> rest', None, 0),
+        ('<call>{"arguments": {}}</call> rest', '<call>{"arguments": {}}</call> rest', None, 0),
+        ('<call>{"name": 3}</call>', '<call>{"name": 3}</call>', None, 0),
+        (f"<call>{'[' * 5000}</call>.", f"<call>{'[' * 5000}</call>.", None, 0),
+        (f"{THOUGHT}<call>", "<call>", "Let me see.", 0),
+    ],
+)
+def test_a_call_that_is_none_is_content_as_it_was_written(text, content, reasoning, calls, size):
+    message, parser = parsed(text, size)
+    assert (message.content, message.reasoning_content, parser.calls) == (content, reasoning, calls)
+    assert len(message.tool_calls or ()) == calls
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_markers_that_are_patterns_are_kept_too(size):
+    good = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
+    text = f"Hm.\n{good}\n<tool_call>\n<function=f>\n<parameter=x>"
+    message, _ = parsed(text, size, "<bot>", QWEN, [TOOL])
+    assert message.content == "Hm." and len(message.tool_calls) == 2, "markup that is cut off is read as far as it goes"
+    assert json.loads(message.tool_calls[0].function.arguments) == {"x": "1"}
+
+
+def test_text_that_the_prompt_has_begun_is_not_sent_again():
+    assert parsed(" no</call>.", prompt="<bot><call>{oh")[0].content == " no</call>."
+    assert parsed(".", prompt="<bot><call>{oh no</call>")[0].content == "."
+
+
+def test_a_message_without_fields_that_its_template_requires_is_a_message():
+    message, _ = parsed(THOUGHT, prompt="<bot>", template=QWEN)
+    assert (message.reasoning_content, message.content) == ("Let me see.", "")
+
+
+@pytest.fixture(scope="module")
+def served():
+    """A server whose template opens the reasoning, and a way to make its model write a text."""
+    template = "<s>{% for m in messages %}<user>{{ m.content }}{% endfor %}<bot>{% if think %}<think>{% endif %}"
+    running = Running(Loaded(tiny().model, bytewise(template, response_template=TEMPLATE)))
+    yield running
+    running.close()
+
+
+def answers(served, **body):
+    """The choice of an answer, and the message that its stream is made of."""
+    body = dict(messages=HI, max_tokens=150, temperature=0, **body)
+    (whole,) = served.post("/v1/chat/completions", **body).json()["choices"]
+    with served.http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
         chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
-    assert whole["finish_reason"] == "tool_calls" and whole["message"]["content"] is None
-    assert whole["message"]["reasoning_content"] == "Hm"
-    (call,) = whole["message"]["tool_calls"]
-    assert call["function"] == {"name": "weather", "arguments": '{"city": "Łódź"}'} and call["type"] == "function"
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
-    (streamed,) = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert streamed["function"] == call["function"] and streamed["index"] == 0
-    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm"
-    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    streamed = {name: "".join(delta.get(name) or "" for delta in deltas) for name in ("content", "reasoning_content")}
+    streamed["calls"] = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
+    assert chunks[-1]["choices"][0]["finish_reason"] == whole["finish_reason"]
+    message = whole["message"]
+    assert streamed == {
+        "content": message["content"] or "",
+        "reasoning_content": message.get("reasoning_content", ""),
+        "calls": [call["function"] for call in message.get("tool_calls", [])],
+    }
+    return whole
 
 
 class Writes:
@@ -99,3 +157,33 @@ class Writes:
         found = scores - 1e9
         found[0, self.wanted[ids.shape[1] - self.prompt]] = 0.0
         return found
+
+
+def writes(served, monkeypatch, text: str) -> None:
+    service = served.app.state.service
+    wanted = service.tokenizer(text, add_special_tokens=False)["input_ids"] + [service.tokenizer.eos_token_id]
+    monkeypatch.setattr(service.grammars, "processor", lambda asked, prompt: Writes(wanted, prompt))
+
+
+@pytest.mark.parametrize("asked", [{}, {"tools": [TOOL], "tool_choice": "none"}], ids=["no tools", "none"])
+def test_without_tools_to_call_a_call_is_content(served, monkeypatch, asked):
+    writes(served, monkeypatch, f"{THOUGHT}Hm. {CALL}")
+    choice = answers(served, **asked)
+    assert choice["message"]["content"] == f"Hm. {CALL}" and choice["message"]["reasoning_content"] == "Let me see."
+    assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(("after", "content"), [("", None), ("<call>{oh no</call>", "<call>{oh no</call>")])
+def test_an_answer_ends_in_a_call_whatever_comes_after_it(served, monkeypatch, after, content):
+    writes(served, monkeypatch, f"{THOUGHT}{CALL}{after}")
+    choice = answers(served, tools=[TOOL])
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == content
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Łódź"}'} and call["type"] == "function"
+
+
+def test_an_answer_with_a_format_is_content_where_the_template_opens_the_reasoning(served):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["<think>", "<call>"]}}}
+    choice = answers(served, response_format=form, chat_template_kwargs={"think": True})
+    assert choice["message"]["content"] in ('"<think>"', '"<call>"') and "reasoning_content" not in choice["message"]
+    assert choice["finish_reason"] == "stop"

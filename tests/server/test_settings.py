@@ -14,8 +14,6 @@ import TIDE.server.app as app
 import TIDE.server.serve as process
 from commands import tide
 from TIDE.cli.serve import serve
-from TIDE.config import MOST_ROWS
-from TIDE.engine.runners.triton import TritonRunner
 
 
 def test_the_command_has_the_defaults_of_the_settings():
@@ -62,7 +60,3 @@ def test_the_command_bounds_the_k_v_of_the_engine(monkeypatch):
     assert tide("serve", "default", "--cache-gib", "0.5").exit_code == 0
     ((_, _, config, _),) = given
     assert config.cache_gib == 0.5
-
-
-def test_the_engine_has_places_for_the_most_rows_of_a_server():
-    assert TritonRunner.most_rows == MOST_ROWS
