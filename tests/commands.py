@@ -34,7 +34,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def tide(*arguments: object, stdin: str | bytes | None = None) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin, prog_name="tide")
 
 
 def script(*arguments: object, stdin: str = "", **environment: str) -> Done:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 
-import pytest
-
 from commands import tide
 from families import LAYERS
 
@@ -31,26 +29,3 @@ def test_json_has_the_heads_too_and_the_figure_is_drawn(folder, tmp_path):
     assert found["rows"][0]["memory"] is not None
     assert set(found["oracle_depth"]) == {"identity", "memory"}, "a lens has no candidate in so shallow a model"
     assert (tmp_path / "out.png").exists() == has_matplotlib
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--dataset", "missing.txt"], "missing.txt"),
-        (["--figure", "missing/out.png"], "missing"),
-        (["--figure", "out.xyz"], "out.xyz"),
-        (["--dataset", " "], "calibration_dataset"),
-    ],
-)
-def test_what_cannot_be_done_is_a_line_on_stderr(folder, options, said, monkeypatch, tmp_path):
-    if "--figure" in options:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.chdir(tmp_path)
-    done = tide("analyze", folder, "--no-heads", *options)
-    assert done.exit_code == 2 and done.stdout == ""
-    assert said in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def test_a_model_that_is_not_there_is_named(tmp_path):
-    done = tide("analyze", tmp_path / "nothing.gguf")
-    assert done.exit_code == 2 and "nothing.gguf. Give a folder with a model" in done.stderr

@@ -78,69 +78,6 @@ def test_tune_prints_a_table_and_draws(folder, router, tmp_path):
     assert (tmp_path / "out.png").exists() == has_matplotlib
 
 
-@pytest.mark.parametrize(
-    ("command", "changes", "said"),
-    [
-        ("certify", ["--risk", 1], "risk must be a number between 0 and 1, found 1.0"),
-        ("certify", ["--confidence", 0], "confidence must be a number between 0 and 1, found 0.0"),
-        ("certify", ["--loss", "bleu"], "'bleu' is not one of 'rouge_l', 'mismatch'"),
-        ("certify", ["--prompts", "missing.jsonl"], "missing.jsonl"),
-        ("certify", ["--router", "missing.safetensors"], "there is no router file"),
-        ("certify", ["-o", "out.txt"], "ends in .safetensors or .pt"),
-        ("certify", ["-o", "nowhere/out.pt"], "there is no folder nowhere"),
-        ("certify", ["--kv-cache-strategy", "magic"], "'magic' is not one of"),
-        ("tune", ["--prompts", "missing.jsonl"], "missing.jsonl"),
-        ("tune", ["--strategy", "magic"], "expected exact, propagate, zero_pad, found magic."),
-        ("tune", ["--figure", "out.xyz"], "out.xyz"),
-    ],
-)
-def test_wrong_usage_is_a_line_on_stderr(folder, router, command, changes, said, monkeypatch, tmp_path):
-    if "--figure" in changes:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.chdir(tmp_path)
-    done = tide(command, *options(folder, router), *changes)
-    assert done.exit_code == 2 and done.stdout == ""
-    assert said in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-@pytest.fixture
-def no_model(monkeypatch):
-    """No model can be loaded: only what is refused before that is refused in words."""
-
-    def load(name, **_):
-        raise AssertionError(f"{name} was loaded")
-
-    monkeypatch.setattr(TIDE, "load_model", load)
-
-
-def test_too_few_prompts_are_refused_before_the_model_is_loaded(folder, router, no_model):
-    before = router.read_bytes()
-    for changes, count in (([], 20), (["--risk", 0.2, "--confidence", 0.8, "--limit", 3], 3)):
-        done = tide("certify", *options(folder, router), *changes)
-        assert done.exit_code == 2 and done.stdout == ""
-        assert f"{count} prompts are too few" in done.stderr and len(done.stderr.splitlines()) == 1
-    assert router.read_bytes() == before
-
-
-BAD_PROMPTS = {
-    "{": "line 2 is not JSON",
-    "[1]": "line 2 is no object",
-    '{"text": "Hello."}': "line 2 asks nothing",
-    '{"prompt": " "}': "line 2 asks nothing",
-    '{"prompt": 3}': "line 2 asks nothing",
-    '{"turns": []}': "line 2 asks nothing",
-}
-
-
-@pytest.mark.parametrize("command", ["certify", "tune"])
-@pytest.mark.parametrize("line", BAD_PROMPTS)
-def test_a_bad_prompt_is_named_before_the_model_is_loaded(folder, router, no_model, tmp_path, command, line):
-    (tmp_path / "bad.jsonl").write_text(f'{{"prompt": "Hello."}}\n{line}\n')
-    done = tide(command, *options(folder, router), "--prompts", tmp_path / "bad.jsonl")
-    assert done.exit_code == 2 and done.stdout == ""
-    assert f"bad.jsonl, {BAD_PROMPTS[line]}" in done.stderr and len(done.stderr.splitlines()) == 1
-
-
 def test_prompts_are_counted_as_they_are_read(tmp_path, chatty):
     from TIDE.calibration.prompts import load_prompts
     from TIDE.cli.files import count_prompts
@@ -152,12 +89,6 @@ def test_prompts_are_counted_as_they_are_read(tmp_path, chatty):
     (tmp_path / "p.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match="holds no prompts"):
         count_prompts(tmp_path / "p.jsonl")
-
-
-def test_a_model_other_than_the_default_needs_a_router_file(folder):
-    done = tide("certify", folder, "--prompts", folder / "prompts.jsonl")
-    assert done.exit_code == 2
-    assert "give --router FILE" in done.stderr
 
 
 def test_the_shipped_file_is_taken_for_the_default_model():

@@ -76,9 +76,3 @@ def test_a_saved_head_is_exported_for_its_own_model_only(head, folder, tmp_path)
     assert "head.safetensors was made for" in done.stderr and "They differ in num_layers, weights." in done.stderr
     done = tide("export", tmp_path / "head.safetensors", "--model", folder, "--to", tmp_path / "new")
     assert done.exit_code == 0, done.output
-
-
-def test_names_that_nothing_has_are_wrong_usage():
-    for name in ("nowhere.safetensors", "a/b/c", "no such"):
-        done = tide("inspect", name)
-        assert done.exit_code == 2 and f"there is no router file {name}" in done.stderr

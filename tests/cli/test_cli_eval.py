@@ -99,20 +99,6 @@ def test_eval_does_not_go_on_with_a_threshold_that_differs_a_little(warm, asked,
     assert done.returncode == 1 and "found compared ['off', 'fast 1.0'] instead of ['off', 'fast 0.99999951']" in done.stderr
 
 
-def test_eval_refuses_what_cannot_work_before_it_loads_a_model(warm, folder, shared_router, questions, tmp_path):
-    given = (folder, "--router", shared_router, "--data", questions, "-o", tmp_path / "run.json")
-    for words, said in (
-        (("--tasks", "humaneval"), "Allow it with --execute-code"),
-        (("--tasks", " , "), "expected the name of a task, found none"),
-        (("--tasks", "gsm8k", "--mode", "slow"), "expected off, exact, fast, found slow"),
-        (("--tasks", "gsm8k", "--mode", "exact", "--threshold", 0.5), "Add --mode fast"),
-        (("--tasks", "gsm8k", "-o", "x.txt"), "expected a file that ends in .json"),
-    ):
-        done = warm.tide("eval", *given, *words)
-        assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_answers_with_other_exits_are_told_apart(tmp_path):
     """A router file by its content, a folder or a hub id by its name: `tide eval --router` takes all three."""
     file = tmp_path / "router.safetensors"

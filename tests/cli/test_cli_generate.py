@@ -56,28 +56,6 @@ def test_depths_are_coloured_and_explained(folder, router, monkeypatch):
     assert "all 4 layers" in done.stdout and "Total tokens: 12" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--mode", "slow"], "'slow' is not one of 'exact', 'fast'"),
-        (["--max-exit-share", 2], "max_exit_share must be a number from 0 to 1, found 2.0."),
-        (["--file", __file__], "expected prompts as arguments or --file, found both. Leave one out."),
-        (["--system", "Be brief.", "--raw"], "--system goes into the chat template, which --raw leaves out."),
-        (["--top-p", 0], "top_p must be above 0 and at most 1, found 0.0."),
-        (["--seed", 2**64], "seed must be an integer of 64 bits, found 18446744073709551616."),
-        (["--stop", ""], "stop must be texts that are not empty, found ['']."),
-        (["--router", "nowhere.safetensors"], "there is no router file nowhere.safetensors. Make one with tide calibrate"),
-        (["again", "--save", "run.json"], "--save keeps one run, found 2 prompts. Ask one at a time."),
-        (["--save", "run.txt"], "expected a file that ends in .json, found 'run.txt'."),
-        (["--save", "nowhere/run.json"], "there is no folder nowhere to write run.json to. Make it first."),
-    ],
-)
-def test_errors_are_one_line(folder, arguments, said):
-    done = tide("generate", "hello", "--model", folder, *arguments)
-    assert done.exit_code == 2 and done.stdout == ""
-    assert said in done.stderr and len(done.stderr.splitlines()) == 1
-
-
 @pytest.mark.parametrize("line", ["[1]", "{}", "{", '{"prompt": 3}'])
 def test_a_line_that_holds_no_prompt_is_shown(line, tmp_path):
     (tmp_path / "asked.jsonl").write_text(f'{{"prompt": "one"}}\n{line}\n')
@@ -195,12 +173,6 @@ def test_a_run_that_a_stop_string_ended_is_saved_up_to_it(folder, router, tmp_pa
     done = tide(*asked, "--save", tmp_path / "run.json", "--depth")
     assert done.exit_code == 0, done.stderr
     assert shown(TIDE.Run.load(tmp_path / "run.json")).startswith(text[: text.index(text[9:12])].strip())
-
-
-def test_what_is_no_run_is_said(tmp_path):
-    (tmp_path / "other.json").write_text('{"version": 0}')
-    done = tide("report", tmp_path / "other.json")
-    assert done.exit_code == 1 and "is not a run of this version" in done.stderr
 
 
 def test_a_chat_answers_each_turn_in_view_of_those_before(folder, router):

@@ -11,36 +11,6 @@ import pytest
 import TIDE
 from commands import tide
 
-BOTH_WAYS = ("calibrate", "analyze", "certify", "tune", "chat")
-
-
-def needed(command: str, folder) -> list[object]:
-    return ["--prompts", folder / "prompts.jsonl"] if command in ("certify", "tune") else []
-
-
-@pytest.mark.parametrize("command", BOTH_WAYS)
-def test_two_models_are_wrong_usage(command, folder):
-    done = tide(command, "one/model", "--model", "another/model", *needed(command, folder))
-    assert done.exit_code == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: expected one model, found one/model and --model another/model. Leave one out. See ")
-    assert len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("command", [command for command in BOTH_WAYS if command != "chat"])
-def test_no_model_is_wrong_usage(command, folder):
-    done = tide(command, *needed(command, folder))
-    assert done.exit_code == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: expected a model, found none. Give a folder with a model, a .gguf file, a hub id")
-    assert len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("command", BOTH_WAYS)
-@pytest.mark.parametrize("name", ["", "nowhere/to/be/found"])
-def test_what_can_be_no_model_is_wrong_usage(command, name, folder):
-    done = tide(command, "--model", name, *needed(command, folder))
-    assert done.exit_code == 2 and done.stdout == ""
-    assert f"there is no {name or 'model without a name'}. Give a folder with a model" in done.stderr
-
 
 def test_the_model_may_be_an_argument_or_an_option_or_both(folder):
     texts = ("--dataset", folder / "texts.txt", "--samples", 4, "--no-heads")
@@ -58,24 +28,6 @@ def test_without_a_router_file_answers_come_with_exits_off_and_a_line_says_so(co
     assert json.loads(done.stdout)["answer"] == json.loads(without.stdout)["answer"] and without.stderr == ""
 
 
-@pytest.mark.parametrize("command", [["bench", "hi", "--model"], ["serve"]])
-def test_without_a_router_file_the_way_without_one_is_named(command, folder):
-    done = tide(*command, folder)
-    assert done.exit_code == 2 and done.stdout == ""
-    assert f"or make one: tide calibrate {folder}. Or go without: --no-exits." in done.stderr
-
-
-@pytest.mark.parametrize("command", [["generate", "hi", "--model"], ["bench", "hi", "--model"], ["serve"]])
-def test_a_router_file_that_would_not_be_used_is_refused(command, folder, router):
-    done = tide(*command, folder, "--router", router, "--no-exits")
-    assert done.exit_code == 2 and "--no-exits uses no router file. Leave out --router or --no-exits." in done.stderr
-
-
-def test_an_empty_prompt_is_refused(folder):
-    done = tide("generate", " ", "--model", folder)
-    assert done.exit_code == 2 and "expected prompts with words in them, found an empty one." in done.stderr
-
-
 def test_a_file_of_another_kind_is_refused_before_anything_is_loaded(tmp_path):
     (tmp_path / "junk.gguf").write_text("junk")
     done = tide("generate", "hi", "--model", tmp_path / "junk.gguf")
@@ -90,7 +42,7 @@ def test_a_slow_load_is_said(folder, monkeypatch):
 
 @pytest.mark.parametrize("command", ["certify", "tune"])
 def test_commands_that_need_exits_do_not_name_a_way_without(command, folder):
-    done = tide(command, folder, *needed(command, folder))
+    done = tide(command, folder, "--prompts", folder / "prompts.jsonl")
     assert done.exit_code == 2 and "give --router FILE" in done.stderr and "--no-exits" not in done.stderr
 
 
@@ -172,3 +124,15 @@ def test_a_hub_that_is_away_is_known_before_anything_heavy_is_imported():
     assert done.returncode == 1
     assert done.stderr.startswith("error: cannot load 'no/such-model'") and done.stderr.count("\n") == 1
     assert "The hub cannot be reached (http://127.0.0.1:9 does not answer" in done.stderr
+
+
+@pytest.mark.real
+def test_the_demo_of_the_default_model_shows_text_speed_and_stats_and_ends_with_a_report(tmp_path):
+    page = tmp_path / "page.html"
+    done = tide("demo", "--max-new-tokens", 12, "--rounds", 1, "--output", page)
+    assert done.exit_code == 0, done.stderr
+    for said in ("model.generate", "TIDE, exits off", "TIDE, exact exits", "tok/s", "Total tokens: 12"):
+        assert said in done.stdout, said
+    assert done.stdout.count("same text yes") == 2
+    assert done.stdout.splitlines()[-1].startswith(f"report: {page} ")
+    assert page.read_text("utf-8").count('class="token') == 12

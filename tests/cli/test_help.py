@@ -44,6 +44,7 @@ def test_options_that_are_on_or_off_take_no_value(page, command):
 @pytest.mark.parametrize("command", PAGES)
 def test_examples_are_a_block_of_one_command_a_line(page, command):
     lines = page(command)
+    assert f"Usage: tide {command}".rstrip() in lines[0] and (not command or "--json" in "\n".join(lines))
     began = lines.index("  Examples:") + 1
     block = lines[began : lines.index("", began)]
     assert len(block) >= 2

@@ -82,11 +82,6 @@ def test_the_demo_names_its_report_in_json_too(tmp_path):
     assert page.read_text().count('class="token') == 4
 
 
-def test_where_the_report_cannot_go_is_said_before_any_work(tmp_path):
-    done = tide("demo", "--output", tmp_path / "missing" / "a.html")
-    assert done.exit_code == 2 and "there is no folder" in done.output
-
-
 def test_colours_grow_lighter_with_depth_and_are_read_on_black():
     def light(share):
         parts = [part / 255 for part in colour(share)]

@@ -39,19 +39,6 @@ def test_the_command_line_does_not_import_the_server():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--max-rows", "65"], "max_rows must be at most 64, the answers that an engine decodes together, found 65."),
-        (["--cache-gib", "0"], "cache_gib must be a number of GiB above 0"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_before_a_model_is_loaded(monkeypatch, options, said):
-    monkeypatch.setattr(command, "load", lambda *_, **__: pytest.fail("a model was loaded"))
-    done = tide("serve", "default", *options)
-    assert done.exit_code == 2 and said in done.stderr
-
-
 def test_the_command_bounds_the_k_v_of_the_engine(monkeypatch):
     given = []
     monkeypatch.setattr(command, "load", lambda *_, **__: None)
