@@ -38,7 +38,7 @@ BRIEFLY = {  # command -> options that make it quick; all others generate two to
     "export": [],
 }
 ELSEWHERE = {  # what runs on, trains, or needs the harness -> the test that runs it
-    "serve": "server/test_faults.py",
+    "serve": "server/test_stopping.py",
     "chat --url": "server/test_remote_chat.py",
     "calibrate": "cli/test_cli_calibrate.py",
     "eval": "cli/test_cli_eval.py",

@@ -8,10 +8,7 @@ import gc
 import json
 import logging
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +18,8 @@ import httpx
 import pytest
 import torch
 
-from families import build
 from properties import IS_LONG
-from servers import SPECIAL, Running, bytewise, tiny
+from servers import Running, tiny
 from TIDE.server import ServerSettings
 from TIDE.server.errors import INTERNAL
 from TIDE.server.job import Job
@@ -252,11 +248,6 @@ def test_an_answer_that_cannot_be_parsed_in_mid_stream_ends_with_an_error(anothe
     assert server.is_idle() and json.loads(server.lines(1)[-1])["error"] == INTERNAL
 
 
-def test_health_is_told_without_a_body_too(server):
-    answer = server.http.head("/health")
-    assert answer.status_code == 200 and answer.content == b""
-
-
 @pytest.mark.parametrize(
     "extreme",
     [dict(temperature=5e-324), dict(temperature=100), dict(top_p=5e-324), dict(min_p=1), dict(repetition_penalty=0.01)],
@@ -279,36 +270,6 @@ def test_a_stop_finishes_what_is_there_and_takes_nothing_new(router):
     assert not running.worker._thread.is_alive()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{running.url}/health")
-
-
-@pytest.mark.full
-def test_a_signal_under_load_drains_and_ends_the_process(tmp_path):
-    """The command itself, with a drain that is too short for one of its requests."""
-    model = build("llama", vocab_size=len(SPECIAL) + 256, max_position_embeddings=65536)
-    model.save_pretrained(tmp_path)
-    bytewise().save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "TIDE.cli.app", "serve", str(tmp_path), "--no-exits", "--port", "0", "--json"]
-    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"TIDE_API_KEY": "other, k"})
-    with subprocess.Popen([*command, "--drain-seconds", "4"], **options) as process:
-        told = json.loads(process.stdout.readline())
-        assert told["model"] == str(tmp_path)
-        with (
-            httpx.Client(base_url=told["url"], timeout=240, headers={"Authorization": "Bearer k"}) as client,
-            ThreadPoolExecutor(1) as threads,
-            client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 60000}) as long,
-        ):
-            lines = long.iter_lines()
-            next(lines)
-            short = threads.submit(client.post, "/v1/completions", json=LONG | {"max_tokens": 20})
-            time.sleep(0.1)
-            process.send_signal(signal.SIGTERM)
-            *_, error, done = (line.removeprefix("data: ") for line in lines if line)
-            assert short.result().json()["usage"]["completion_tokens"] == 20
-        assert "this server is stopping" in error and done == "[DONE]"
-        out, log = process.communicate(timeout=240)
-    assert process.returncode in (0, -signal.SIGTERM) and out == "" and "Traceback" not in log
-    assert [json.loads(line)["status"] for line in log.splitlines() if line.startswith("{")] == [200, 200]
-    assert any(line.startswith("warm-up: ") for line in log.splitlines())
 
 
 def memory() -> float:
