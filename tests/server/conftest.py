@@ -1,4 +1,4 @@
-"""One server on a tiny model with exits, for all tests that leave it as it was."""
+"""Servers on a tiny model, one with exits and one without, for all tests that leave them as they were."""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ def router():
 @pytest.fixture(scope="session")
 def server(loaded, router):
     running = Running(loaded, router)
+    yield running
+    assert running.is_idle(), "a test left something running"
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def server_without_exits():
+    running = Running(tiny())
     yield running
     assert running.is_idle(), "a test left something running"
     running.close()

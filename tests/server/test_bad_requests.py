@@ -7,7 +7,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from servers import tiny
+from servers import Running, tiny
 from TIDE.server import ServerSettings
 from TIDE.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest
 
@@ -178,37 +178,43 @@ def test_health_checkers_may_ask_for_headers_alone(server, path):
     assert answer.status_code == 200 and not answer.content
 
 
-def test_huge_bodies_are_refused_before_they_are_read(another):
-    small = another(ServerSettings(max_body=2048))
-    said = checked(small.post(TEXT, prompt="x" * 4096), 413)
+@pytest.fixture(scope="module")
+def strict():
+    settings = ServerSettings(max_body=2048, api_keys=("first", "second"), cors_origins=("https://a.example",))
+    running = Running(tiny(), settings=settings)
+    yield running
+    running.close()
+
+
+def test_huge_bodies_are_refused_before_they_are_read(strict):
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer first"}
+    said = checked(strict.http.post(TEXT, json={"prompt": "x" * 4096}, headers=headers), 413)
     assert "2048 bytes at most" in said
 
     def pieces():
         yield from [b"x" * 1024] * 100
 
-    checked(small.http.post(TEXT, content=pieces(), headers={"Content-Type": "application/json"}), 413)
-    assert small.http.get("/health").status_code == 200
+    checked(strict.http.post(TEXT, content=pieces(), headers=headers), 413)
+    assert strict.http.get("/health").status_code == 200
 
 
-def test_one_of_several_keys_lets_in_and_others_do_not(another):
-    locked = another(ServerSettings(api_keys=("first", "second")))
+def test_one_of_several_keys_lets_in_and_others_do_not(strict):
     for path in ("/v1/models", "/metrics", "/version", "/openapi.json"):
-        assert checked(locked.http.get(path), 401).startswith("expected a valid API key")
+        assert checked(strict.http.get(path), 401).startswith("expected a valid API key")
         for header in ("Bearer third", "first", "Basic first", "Bearer first,second", "Bearer f\xefrst"):
-            checked(locked.http.get(path, headers={"Authorization": header.encode("latin-1")}), 401)
+            checked(strict.http.get(path, headers={"Authorization": header.encode("latin-1")}), 401)
         for key in ("first", "second"):
-            assert locked.http.get(path, headers={"Authorization": f"Bearer {key}"}).status_code == 200
-    assert locked.http.get("/health").status_code == locked.http.get("/").status_code == 200
+            assert strict.http.get(path, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    assert strict.http.get("/health").status_code == strict.http.get("/").status_code == 200
 
 
-def test_other_origins_may_call_only_if_they_were_named(server, another):
+def test_other_origins_may_call_only_if_they_were_named(server, strict):
     asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     assert "access-control-allow-origin" not in server.http.options(TEXT, headers=asked).headers
     assert "access-control-allow-origin" not in server.http.get("/health", headers=asked).headers
-    named = another(ServerSettings(cors_origins=("https://a.example",)))
-    assert named.http.options(TEXT, headers=asked).headers["access-control-allow-origin"] == "https://a.example"
+    assert strict.http.options(TEXT, headers=asked).headers["access-control-allow-origin"] == "https://a.example"
     other = asked | {"Origin": "https://b.example"}
-    assert "access-control-allow-origin" not in named.http.options(TEXT, headers=other).headers
+    assert "access-control-allow-origin" not in strict.http.options(TEXT, headers=other).headers
 
 
 @pytest.mark.parametrize(

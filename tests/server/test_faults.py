@@ -202,9 +202,9 @@ def test_an_answer_that_breaks_a_step_fails_alone(another, monkeypatch, backend)
 
 @pytest.mark.parametrize("others", [True, False], ids=["among others", "alone"])
 @pytest.mark.parametrize("fault", ["add", "read"])
-def test_an_answer_that_fails_outside_of_a_step_fails_alone(another, monkeypatch, fault, others):
+def test_an_answer_that_fails_outside_of_a_step_fails_alone(server_without_exits, monkeypatch, fault, others):
     """There is no memory for one answer's row, or the tokens of one cannot be read."""
-    server = another(router=None)
+    server = server_without_exits
     engine, bad_ids = server.worker.engine, [50, 51, 52]
     add, read = engine.add, Job.read
 
@@ -230,8 +230,9 @@ def test_an_answer_that_fails_outside_of_a_step_fails_alone(another, monkeypatch
     assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
 
 
-def test_an_answer_that_cannot_be_parsed_in_mid_stream_ends_with_an_error(another, monkeypatch):
-    server = another(router=None)
+def test_an_answer_that_cannot_be_parsed_in_mid_stream_ends_with_an_error(server_without_exits, monkeypatch):
+    server = server_without_exits
+    server.log.lines.clear()
     feed, fed = MessageParser.feed, []
 
     def failing_feed(parser, text, is_last=False):

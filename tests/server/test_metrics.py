@@ -30,8 +30,7 @@ def total(samples: dict[tuple, float], name: str) -> float:
     return sum(value for (own, *_), value in samples.items() if own == name)
 
 
-def test_everything_that_happened_is_counted(another):
-    server = another()
+def test_everything_that_happened_is_counted(server):
     before = read(server)
     answers = [server.post("/v1/completions", prompt="Hello", max_tokens=8, tide={"details": True}).json() for _ in range(3)]
     assert server.post("/v1/completions", prompt="~", max_tokens=8, stop=[" "], n=2).status_code == 200
@@ -48,22 +47,25 @@ def test_everything_that_happened_is_counted(another):
     assert counted("spec_decode_num_draft_tokens") >= sum(own["drafted"] for own in details) > 0
     assert counted("layers_run") >= sum(own["layers_run"] for own in details)
     assert counted("depth_tokens") == counted("generation_tokens")
-    whole = after["tide:e2e_request_latency_seconds"]
-    assert total(whole, "tide:e2e_request_latency_seconds_count") == 5
+    name = "tide:e2e_request_latency_seconds"
+    whole = after[name]
+    assert total(whole, f"{name}_count") - total(before[name], f"{name}_count") == 5
     assert {dict(labels)["model_name"] for _, *labels in whole} == {"tiny"}
     assert total(after["tide:num_requests_running"], "tide:num_requests_running") == 0
 
 
-def test_tokens_of_prompts_that_were_there_already_are_counted(another):
-    server = another()
-    prompt = "a prompt that is longer than what is worth a copy"
+def test_tokens_of_prompts_that_were_there_already_are_counted(server):
+    def counted() -> list[float]:
+        found = read(server)
+        return [total(found[f"tide:{name}"], f"tide:{name}_total") for name in ("prefix_cache_queries", "prefix_cache_hits")]
+
+    prompt, before = "§ a prompt that begins as no other one does, and is longer than what is worth a copy", counted()
     for _ in range(2):
         assert server.post("/v1/completions", prompt=prompt, max_tokens=2).status_code == 200
     assert server.is_idle()
-    queries, hits = (
-        total(read(server)[f"tide:{name}"], f"tide:{name}_total") for name in ("prefix_cache_queries", "prefix_cache_hits")
-    )
-    assert queries == 2 * len(prompt) and hits == len(prompt) - 1
+    queries, hits = (now - then for now, then in zip(counted(), before, strict=True))
+    length = len(prompt.encode())
+    assert queries == 2 * length and hits == length - 1
 
 
 def test_names_are_vllms_and_under_its_prefix_if_asked_for(server, another):

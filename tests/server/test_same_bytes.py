@@ -62,9 +62,9 @@ def test_the_comparison_notices_a_model_whose_logits_depend_on_the_load(another)
     assert alone != together
 
 
-def test_the_comparison_notices_seeds_that_are_not_kept(another, monkeypatch):
+def test_the_comparison_notices_seeds_that_are_not_kept(server_without_exits, monkeypatch):
     monkeypatch.setattr("TIDE.server.service.seeds", lambda asked, count: [None] * count)
-    alone, together, _ = compared(another(router=None))
+    alone, together, _ = compared(server_without_exits)
     greedy = [place for place, body in enumerate(bodies()) if body["temperature"] == 0]
     assert [alone[place] for place in greedy] == [together[place] for place in greedy]
     assert alone != together

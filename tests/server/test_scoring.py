@@ -106,8 +106,8 @@ def test_scores_that_nobody_waits_for_are_given_up(another, slow):
     assert len(pieces) <= 3 and server.is_idle()
 
 
-def test_rows_go_on_between_pieces(another, slow):
-    server = another(router=None)
+def test_rows_go_on_between_pieces(server_without_exits, slow, monkeypatch):
+    server = server_without_exits
     slow(0.05)
     steps, step = [], server.worker.engine.step
 
@@ -115,7 +115,7 @@ def test_rows_go_on_between_pieces(another, slow):
         steps.append(len(server.worker.decoder.scoring))
         return step()
 
-    server.worker.engine.step = counted
+    monkeypatch.setattr(server.worker.engine, "step", counted)
     with ThreadPoolExecutor(4) as threads:
         written = threads.submit(server.post, "/v1/completions", prompt="Hello", max_tokens=300, ignore_eos=True)
         while not server.worker.decoder.running:
@@ -126,8 +126,8 @@ def test_rows_go_on_between_pieces(another, slow):
     assert sum(count > 0 for count in steps) >= 3 * 4, "a step behind every piece"
 
 
-def test_scores_are_counted(another):
-    server = another(router=None)
+def test_scores_are_counted(server_without_exits):
+    server = server_without_exits
     before = read(server)
     assert scored(server, ["Hello", "You"]).status_code == 200 and server.is_idle()
     after = read(server)
@@ -148,8 +148,8 @@ def test_a_stop_finishes_scores_and_the_answers_behind_them(another, slow):
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [0, 4]
 
 
-def test_a_prompt_that_cannot_be_scored_fails_alone(another, monkeypatch):
-    server = another(router=None)
+def test_a_prompt_that_cannot_be_scored_fails_alone(server_without_exits, monkeypatch):
+    server = server_without_exits
     failed = threading.Event()
 
     def score_piece(scorer):
