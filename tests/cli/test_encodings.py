@@ -25,17 +25,10 @@ def refused(done, name, found) -> None:
 
 
 @others
-@pytest.mark.parametrize("command", ["generate", "bench"])
+@pytest.mark.parametrize("command", ["generate --file", "bench --file", "certify default --prompts", "tune default --prompts"])
 def test_a_file_in_another_encoding_is_refused(command, data, found, tmp_path):
     (tmp_path / "asked.jsonl").write_bytes(data)
-    refused(tide(command, "--file", tmp_path / "asked.jsonl"), tmp_path / "asked.jsonl", found)
-
-
-@others
-@pytest.mark.parametrize("command", ["certify", "tune"])
-def test_prompts_in_another_encoding_are_refused(command, data, found, tmp_path):
-    (tmp_path / "asked.jsonl").write_bytes(data)
-    refused(tide(command, "default", "--prompts", tmp_path / "asked.jsonl"), tmp_path / "asked.jsonl", found)
+    refused(tide(*command.split(), tmp_path / "asked.jsonl"), tmp_path / "asked.jsonl", found)
 
 
 @others
