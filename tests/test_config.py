@@ -101,7 +101,7 @@ def test_without_a_mode_the_kv_strategy_chooses_it():
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "config.yml", "config.json"])
-def test_what_is_saved_is_loaded(tmp_path, name):
+def test_a_saved_configuration_is_loaded_again(tmp_path, name):
     config = TIDEConfig(
         mode="fast",
         exit_threshold=0.9,
@@ -181,7 +181,7 @@ def test_copies_and_the_shown_signature_are_those_of_a_dataclass():
         (TIDEConfig, "found type. Use TIDEConfig(...)."),
     ],
 )
-def test_what_is_no_config_is_refused_with_what_to_write_instead(given, instead):
+def test_another_type_as_config_is_refused_with_the_right_call(given, instead):
     with pytest.raises(TypeError, match=re.escape(f"config must be a TIDEConfig, {instead}")):
         checked_config(given)
 

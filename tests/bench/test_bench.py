@@ -136,7 +136,7 @@ def test_choosing_a_setting_takes_no_longer_than_measuring_it(endless, monkeypat
     assert any(words in line for line in said), said
 
 
-def test_what_is_done_is_said_before_it_is_done(endless):
+def test_progress_is_printed_before_each_step(endless):
     said = []
     with TIDE(endless) as engine:
         Benchmark(engine, PROMPTS[:1], ["generate", "lookup", "off"], max_new_tokens=4, rounds=1, say=said.append).run()
@@ -214,7 +214,7 @@ def test_an_engine_that_reports_exits_only_where_nobody_counts_fails_the_count(e
     assert "timed: 16 of 16 tokens were reported as exits" in found.wrong_layers[name]
 
 
-def test_what_timed_runs_report_has_to_agree_with_what_was_counted():
+def test_reports_of_timed_runs_have_to_agree_with_the_layer_count():
     def told(exits, layers, depth=0, drafted=8):
         return ExitStats(4, 12, Counter({depth: exits}), 12 - exits, layers, drafted_by_step=Counter({1: drafted}))
 

@@ -120,6 +120,6 @@ def test_72_prompts_are_needed_for_five_percent_at_ninety_five():
         ([float("nan")], 0.1, 0.9, "from 0 to 1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(losses, risk, confidence, said):
+def test_losses_and_levels_out_of_range_are_refused(losses, risk, confidence, said):
     with pytest.raises(ValueError, match=said):
         p_values(losses, risk, confidence)

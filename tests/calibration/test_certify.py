@@ -144,7 +144,7 @@ def test_strings_go_into_the_chat_template(llama, chatty, plain):
         ({"prompts": [[]] * 12}, "the prompt is empty"),
     ],
 )
-def test_what_cannot_be_certified_is_said(llama, asked, changes, said):
+def test_arguments_that_cannot_be_certified_are_refused(llama, asked, changes, said):
     options = LENIENT | {"prompts": asked} | changes
     with TIDE.TIDE(llama, Sure(1)) as engine, pytest.raises(ValueError, match=said):
         TIDE.certify(engine, **options)

@@ -99,7 +99,7 @@ def test_time_that_measuring_a_step_takes_is_not_left_for_steps(now):
     assert Clock(2, "a").steps(0, measured, most=10**9) == HEAD_SHARE * 100 / 0.1
 
 
-def test_whether_time_is_left_is_decided_once(now):
+def test_the_end_of_time_is_decided_once(now):
     clock = Clock(2, "a")
     assert not clock.is_over(4)
     now[0] = 120.0

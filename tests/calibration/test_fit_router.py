@@ -134,7 +134,7 @@ def invented_split(adapter, chance, train=400, valid=150):
     return Split(invented(adapter, train, 100, chance), invented(adapter, valid, 101, chance))
 
 
-def test_what_can_be_told_is_told_and_scores_are_shares(adapter):
+def test_a_router_learns_a_pattern_and_its_scores_are_calibrated(adapter):
     split = invented_split(adapter, lambda states: torch.sigmoid(6 * states[:, :4].sum(-1) - 3))
     found = fit(adapter, build_head("identity", HeadSizes(adapter.hidden_dim)), split)
     assert found.figures["auroc"] > 0.9
@@ -144,7 +144,7 @@ def test_what_can_be_told_is_told_and_scores_are_shares(adapter):
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_one_class_is_no_accident(adapter, share):
+def test_a_router_is_fitted_where_all_examples_are_right_or_all_wrong(adapter, share):
     split = invented_split(adapter, lambda states: torch.full((len(states),), share), train=20, valid=10)
     found = fit(adapter, build_head("identity", HeadSizes(adapter.hidden_dim)), split)
     assert found.trace.scores.mean() == pytest.approx(share, abs=0.02)
@@ -158,7 +158,7 @@ def test_few_held_out_positions_are_used_for_both_and_said_to_be_few(adapter):
     assert found.figures["positions"] == 40
 
 
-def test_nothing_held_out_is_no_accident_and_nothing_to_train_on_is_told(adapter):
+def test_a_router_is_fitted_without_held_out_texts_but_not_without_training_texts(adapter):
     split = invented_split(adapter, lambda states: torch.full((len(states),), 0.5), train=20, valid=2)
     head = build_head("identity", HeadSizes(adapter.hidden_dim))
     found = fit(adapter, head, Split(split.train, Collection([])))

@@ -139,7 +139,7 @@ def test_a_head_of_a_model_of_the_same_sizes_may_be_trained_on(tmp_path):
         ("head", {"min_layers": 3}, "no checkpoint is left: an EAGLE-3 head stands before the first layer"),
     ],
 )
-def test_what_cannot_be_trained_on_from_is_refused_in_one_line(what, config, said, llama, tmp_path):
+def test_exits_that_cannot_be_trained_further_are_refused_in_one_line(what, config, said, llama, tmp_path):
     path = tmp_path / "start.pt"
     if what == "original":
         original_file(path, hidden=llama.config.hidden_size)

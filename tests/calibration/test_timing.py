@@ -35,7 +35,7 @@ def test_without_a_profiler_the_clock_is_taken(monkeypatch):
     assert 0.001 < timing.timed(an_adapter("cuda"), lambda: time.sleep(0.001)) < 0.2
 
 
-def test_a_profiler_that_fails_is_said(monkeypatch, caplog):
+def test_a_profiler_that_fails_is_logged(monkeypatch, caplog):
     def fails(**options):
         raise RuntimeError("another one is at work")
 

@@ -140,7 +140,7 @@ def test_exits_in_the_prompt_belong_to_mode_fast_alone(llama, asked):
         assert engine.total_stats.settled_tokens > 0
 
 
-def test_what_cannot_be_tuned_is_said(llama, asked):
+def test_engines_and_settings_that_cannot_be_tuned_are_refused(llama, asked):
     with TIDE.TIDE(llama) as engine, pytest.raises(ValueError, match="no exits to tune. Make it with a router file"):
         TIDE.tune(engine, asked)
     with TIDE.TIDE(llama, Graded(1)) as engine:

@@ -85,7 +85,7 @@ def test_a_conversation_is_saved_as_messages(chat, tmp_path):
         ("/save there.json", "there is a there.json already. Give another name."),
     ],
 )
-def test_what_cannot_be_saved_is_a_line_and_the_chat_goes_on(chat, tmp_path, line, said):
+def test_a_chat_that_cannot_be_saved_goes_on(chat, tmp_path, line, said):
     (tmp_path / "there.json").write_text("mine")
     done = chat("hello", line, "again", options=("--json",))
     assert done.stderr == f"error: {said}\n" and len(answers(done)) == 2

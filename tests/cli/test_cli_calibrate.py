@@ -42,7 +42,7 @@ def test_an_interruption_names_the_way_on(folder, tmp_path, monkeypatch):
     assert not (tmp_path / "router.pt").exists()
 
 
-def test_what_should_not_happen_is_said_to_be_so(folder, tmp_path, monkeypatch):
+def test_an_unexpected_error_asks_for_a_report(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "load_texts", lambda *_: {}["texts"])
     asked = ("calibrate", folder, "-o", tmp_path / "router.pt", *SMALL)
     done = tide(*asked)

@@ -57,7 +57,7 @@ def test_export_writes_a_head(layout, head, folder, tmp_path):
         assert config["speculators_config"]["verifier"]["name_or_path"] == str(folder)
 
 
-def test_what_cannot_be_exported_is_a_line(head, folder, router, tmp_path):
+def test_a_file_that_cannot_be_exported_is_one_line(head, folder, router, tmp_path):
     for file, said in ((router, "tide calibrate MODEL --strategy eagle3"), (head, "Give the model too (--model)")):
         done = tide("export", file, "--to", tmp_path / "new")
         assert done.exit_code == 1 and len(done.stderr.splitlines()) == 1

@@ -34,7 +34,7 @@ def test_a_file_of_another_kind_is_refused_before_anything_is_loaded(tmp_path):
     assert done.exit_code == 2 and "junk.gguf is not a GGUF file" in done.stderr and "exits are off" not in done.stderr
 
 
-def test_a_slow_load_is_said(folder, monkeypatch):
+def test_a_slow_load_is_announced(folder, monkeypatch):
     monkeypatch.setattr("TIDE.cli.model.PATIENCE", 0.0)
     monkeypatch.setattr("TIDE.cli.model.is_watched", lambda: True)
     assert f"loading {folder}" in tide("generate", "hi", "--model", folder, "--no-exits", "--max-new-tokens", 2).stderr

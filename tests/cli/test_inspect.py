@@ -105,7 +105,7 @@ def test_a_json_file_in_place_of_a_router_file_is_named_for_what_it_is(tmp_path,
 
 
 @pytest.mark.parametrize("name", ["damaged.safetensors", "router.bin"])
-def test_what_cannot_be_shown_is_one_line_on_stderr(file, name):
+def test_a_damaged_file_is_one_line_on_stderr(file, name):
     (file.parent / "damaged.safetensors").write_bytes(file.read_bytes()[:-10])
     (file.parent / "router.bin").touch()
     done = tide("inspect", file.parent / name)

@@ -65,7 +65,7 @@ def test_a_data_set_that_is_not_there_is_named(name, tmp_path):
         ("wikitext", "wikitext2/test.txt", "no heading", "expected articles below headings"),
     ],
 )
-def test_what_a_line_lacks_is_named(folder, name, file, line, said):
+def test_fields_that_a_line_lacks_are_named(folder, name, file, line, said):
     (folder / file).write_text(line)
     with pytest.raises(ValueError, match=said):
         LOCAL[name].rows(folder, 0)

@@ -164,7 +164,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(compared, tasks, tmp
     assert repeated == found
 
 
-def test_a_task_that_fails_is_told_and_the_others_are_measured(compared, tasks, monkeypatch):
+def test_a_task_that_fails_is_reported_and_the_others_are_measured(compared, tasks, monkeypatch):
     from TIDE.evals.evaluation import evaluate
 
     broken, fine = tasks["mmlu"], tasks["gsm8k"]

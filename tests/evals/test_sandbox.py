@@ -174,7 +174,7 @@ def test_no_signal_is_sent_by_way_of_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["F_SETSIG", "F_SETOWN", "F_NOTIFY", "F_SETFL", "F_SETLK", "F_SETLEASE"])
-def test_what_is_not_about_a_descriptor_alone_is_refused(command, tmp_path):
+def test_fcntl_commands_that_reach_beyond_a_descriptor_are_refused(command, tmp_path):
     code = f"import fcntl, os\nfcntl.fcntl(os.open({str(tmp_path)!r}, os.O_RDONLY), fcntl.{command}, 0)"
     assert REFUSED in run_code(code).said
 
@@ -207,7 +207,7 @@ def test_code_below_python_is_held_too():
         assert run_code(code.format(call=call)) == Verdict(True), call
 
 
-def test_what_is_printed_is_not_kept():
+def test_output_of_a_program_is_dropped():
     assert run_code("import os\nprint('x' * 1_000_000)\nos.write(1, b'x' * 100_000)") == Verdict(True)
 
 
@@ -276,7 +276,7 @@ def test_pipes_of_the_process_that_asked_are_not_emptied():
     os.close(read), os.close(write)
 
 
-def test_a_crash_is_told():
+def test_a_crash_is_reported_with_its_exit_status():
     assert run_code("import ctypes\nctypes.string_at(0)").said == "ended without a verdict (exit status -11)"
 
 

@@ -70,7 +70,7 @@ def test_streamers_get_every_token_and_the_end(engine, plain):
     assert texts[0] == texts[1] and len(texts[0]) > len("hello there")
 
 
-def test_what_does_not_fit_is_said(engine, llama):
+def test_engines_of_another_model_and_beam_search_are_refused(engine, llama):
     ids = torch.tensor([[5, 6, 7]])
     with pytest.raises(TypeError, match="custom_generate needs an engine: .* found NoneType for tide"):
         llama.generate(ids, custom_generate=TIDE.custom_generate, **OPTIONS)

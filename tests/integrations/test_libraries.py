@@ -231,7 +231,7 @@ def test_offloaded_models_run_as_they_are(place, llama, prompts, tmp_path):
 
 
 @pytest.mark.parametrize("which", ["layer", "embedding", "norm"])
-def test_whatever_is_exchanged_is_noticed(which, llama, prompts):
+def test_an_exchanged_layer_embedding_or_norm_is_noticed(which, llama, prompts):
     other = build("llama")
     with torch.no_grad():
         for weight in other.parameters():

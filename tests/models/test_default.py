@@ -148,7 +148,7 @@ def test_the_embedded_model_is_not_converted_again_and_talks(embedded, monkeypat
     assert "Paris" in tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :])
 
 
-def test_what_the_default_model_needs_is_known_before_it_is_downloaded(quick, monkeypatch):
+def test_missing_packages_are_named_before_the_default_model_is_downloaded(quick, monkeypatch):
     there = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else there(name))
     with pytest.raises(ImportError, match=r"the default model needs gguf. Install with: pip install gguf"):

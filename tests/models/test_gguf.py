@@ -93,7 +93,7 @@ def test_a_damaged_file_is_named(path, size):
         TIDE.load_model(path, device="cpu")
 
 
-def test_what_reading_a_gguf_file_needs_is_named(tmp_path, monkeypatch):
+def test_packages_that_a_gguf_file_needs_are_named(tmp_path, monkeypatch):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"model.gguf needs gguf and accelerate. Install with: pip install gguf accelerate"):

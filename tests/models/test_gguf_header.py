@@ -64,7 +64,7 @@ def test_the_sizes_are_those_of_the_loaded_model(file, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "other"])
-def test_of_a_damaged_file_nothing_is_known(file, damage):
+def test_a_damaged_file_has_no_sizes(file, damage):
     content = file.read_bytes()
     file.write_bytes({"truncated": content[:60], "empty": b"", "other": b"PK\3\4" + content[4:]}[damage])
     with pytest.raises(ValueError, match="no GGUF file|damaged|empty"):

@@ -81,7 +81,7 @@ class Broken(http.server.BaseHTTPRequestHandler):
     ],
     ids=["broken", "proxy"],
 )
-def test_a_hub_whose_answers_break_is_said_in_a_line(page, said, monkeypatch, tmp_path):
+def test_a_hub_whose_answers_break_is_an_error_of_one_line(page, said, monkeypatch, tmp_path):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Server", (Broken,), {"page": page}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     at = f"http://127.0.0.1:{server.server_port}"
@@ -97,7 +97,7 @@ def test_a_hub_whose_answers_break_is_said_in_a_line(page, said, monkeypatch, tm
     server.server_close()
 
 
-def test_what_was_downloaded_before_is_used_without_the_hub(no_hub, folder, monkeypatch, tmp_path):
+def test_earlier_downloads_are_used_without_the_hub(no_hub, folder, monkeypatch, tmp_path):
     """A folder as the hub's cache has it."""
     snapshot = tmp_path / "models--my-org--tiny" / "snapshots" / ("0" * 40)
     shutil.copytree(folder, snapshot)

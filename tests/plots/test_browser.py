@@ -107,7 +107,7 @@ def test_pointing_at_a_token_shows_it_its_depth_its_score_and_the_full_models_to
     assert tip(browser) == []
 
 
-def test_what_looks_like_html_is_text(browser, page, run):
+def test_tokens_that_look_like_html_are_text(browser, page, run):
     browser.open(page, 900, 900)
     assert ask(browser, "return document.querySelectorAll('script').length") == 1
     shown = ask(browser, "return document.querySelector('.answer').textContent")

@@ -53,7 +53,7 @@ def test_a_token_without_exits_has_no_score_and_the_page_says_why(run):
     assert "router score\tnone (exits off)" in page and "none (ran all layers)" not in page
 
 
-def test_what_was_not_verified_is_not_called_accepted(run):
+def test_drafts_of_mode_fast_are_not_called_accepted(run):
     assert "Accepted drafts" in report(run)
     assert "Accepted drafts" not in report(dataclasses.replace(run, mode="fast"))
 
@@ -63,7 +63,7 @@ def test_a_page_without_exits_says_so(run):
     assert "<title>Small-1B, exits off</title>" in page and "Accepted drafts" not in page
 
 
-def test_what_cannot_be_written_is_said(run, tmp_path):
+def test_a_report_with_another_suffix_or_in_no_folder_is_refused(run, tmp_path):
     with pytest.raises(ValueError, match=r"a report ends in .html, found 'a.txt'"):
         write_report(run, tmp_path / "a.txt")
     with pytest.raises(FileNotFoundError, match="there is no folder"):

@@ -41,14 +41,14 @@ NO_RUN = {
 
 
 @pytest.mark.parametrize("content", NO_RUN)
-def test_what_is_in_a_file_that_is_no_run_is_said_in_words(tmp_path, content):
+def test_a_file_that_is_no_run_is_refused_with_its_kind(tmp_path, content):
     (tmp_path / "a.json").write_text(content, "latin-1")
     with pytest.raises(ValueError, match="expected what tide generate --save writes") as problem:
         Run.load(tmp_path / "a.json")
     assert str(problem.value).endswith(f"{NO_RUN[content]}.")
 
 
-def test_a_damaged_run_is_said_to_be_one(run, tmp_path):
+def test_a_damaged_run_is_refused(run, tmp_path):
     for changes in ({"tokens": [1]}, {"acceptance_by_step": None}, {"colour": "red"}):
         (tmp_path / "run.json").write_text(json.dumps(run.as_dict() | changes))
         with pytest.raises(ValueError, match="is a damaged run: it has other fields than tide generate --save writes"):

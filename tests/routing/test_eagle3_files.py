@@ -48,7 +48,7 @@ def test_layer_ids_theta_and_norm_output_are_settled_by_agreement(ids, deep, kno
     assert file.fingerprint is not None and file.fingerprint.num_layers == 8
 
 
-def test_what_the_configuration_says_is_kept_where_nothing_is_clearly_better(deep, tmp_path):
+def test_the_configuration_decides_where_no_reading_is_clearly_better(deep, tmp_path):
     config = config_of("original", eagle_config={IDS: [0, 2, 5]}, rope_theta=1e6)
     sizes = tried(write(tmp_path, config, original(tensors_of())), deep).exits[0].sizes
     assert (sizes.depths, sizes.rope_theta, sizes.norm_output) == ((1, 3, 6), 1e6, False)
@@ -193,7 +193,7 @@ def test_speculators_name_the_model_in_full_or_are_refused(name, known, tmp_path
     export(file, tmp_path / "vllm")  # a layout that does not name it
 
 
-def test_what_a_layout_cannot_say_is_refused_with_the_reason(deep, tmp_path):
+def test_heads_that_a_layout_cannot_hold_are_refused_with_the_reason(deep, tmp_path):
     from router_files import made
 
     new = tmp_path / "new"

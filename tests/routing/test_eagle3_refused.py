@@ -136,7 +136,7 @@ REFUSED = {
 
 @pytest.mark.invariant(10)
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_used_is_refused_in_a_line(case, tmp_path):
+def test_a_folder_that_is_no_head_is_refused_in_a_line(case, tmp_path):
     tensors, config, said = REFUSED[case]
     write(tmp_path, config_of("original", **config), original(tensors))
     with pytest.raises(ValueError, match=said) as error:

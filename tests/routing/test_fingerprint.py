@@ -78,7 +78,7 @@ def test_few_values_are_read_and_they_lie_all_over(llama, monkeypatch):
     assert len(columns.unique()) > 0.7 * embedding.shape[1]
 
 
-def test_of_weights_that_are_not_there_nothing_is_said(llama):
+def test_weights_on_the_meta_device_are_not_compared(llama):
     expected = fingerprint(llama)
     llama.model.norm.weight = torch.nn.Parameter(torch.empty(64, device="meta"))
     found = fingerprint(llama)
@@ -106,7 +106,7 @@ def test_other_models_differ_in_the_fields_that_say_so(llama):
     assert ours.mismatch(fingerprint(build("llama", hidden_size=32, vocab_size=96))) == ["hidden_dim", "vocab_size", "weights"]
 
 
-def test_what_a_file_says_of_its_model_can_be_printed(llama):
+def test_hostile_names_in_a_fingerprint_are_made_printable(llama):
     said = replace(fingerprint(llama), name="x" * 10_000, weights="\ud800", tokenizer="\x1b[31m").describe()
     assert said.isprintable() and len(said) < 1000
 

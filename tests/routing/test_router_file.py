@@ -33,7 +33,7 @@ STRATEGIES = ["identity", "lens", "memory"]  # whose exits may stand at several 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_saved_comes_back(tmp_path, strategy, suffix, dtype):
+def test_a_saved_file_is_loaded_with_the_same_content(tmp_path, strategy, suffix, dtype):
     file, path = made(strategy, dtype=dtype), tmp_path / "new folder" / f"router.{suffix}"
     file.save(path)
     again = RouterFile.load(path)
@@ -352,7 +352,7 @@ def test_an_error_repeats_little_of_a_file_on_one_line(tmp_path, name, suffix):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_whatever_byte_is_changed_is_refused_or_does_not_matter(tmp_path, suffix):
+def test_a_changed_byte_is_refused_or_changes_no_content(tmp_path, suffix):
     path = tmp_path / f"damaged.{suffix}"
     made("identity").save(path)
     whole, choose = path.read_bytes(), random.Random(0)

@@ -112,7 +112,7 @@ def checked(answer, status: int, param: str | None = None) -> str:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_what_is_wrong_is_refused_by_name(server, name):
+def test_a_wrong_field_is_refused_by_its_name(server, name):
     path, body, param, said = TABLE[name]
     server.log.lines.clear()
     answer = server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
@@ -146,7 +146,7 @@ MANY = 2000
     ],
     ids=lambda body: "-".join(body),
 )
-def test_of_thousands_of_faults_one_of_each_kind_is_found(body):
+def test_validation_stops_at_the_first_fault_of_each_kind(body):
     """Pydantic would list them all, which takes seconds for a body that is not too large."""
     kind = CompletionRequest if "prompt" in body else ChatRequest if "messages" in body else DetokenizeRequest
     with pytest.raises(ValidationError) as found:

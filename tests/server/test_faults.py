@@ -257,7 +257,7 @@ def test_extreme_settings_are_answered(server, extreme):
     assert server.post("/v1/completions", prompt="Hello", max_tokens=8, **extreme).status_code == 200
 
 
-def test_a_stop_finishes_what_is_there_and_takes_nothing_new(router):
+def test_a_stopping_server_finishes_its_requests_and_takes_no_others(router):
     running = Running(tiny(), router, ServerSettings(drain_seconds=240))
     with ThreadPoolExecutor(6) as threads:
         asked = [threads.submit(running.post, "/v1/completions", **LONG | {"max_tokens": 150}) for _ in range(6)]

@@ -21,7 +21,7 @@ def test_the_description_names_every_route(server):
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_what_the_description_allows_is_never_an_error_of_the_server(server, schema, path):
+def test_requests_that_the_schema_allows_never_break_the_server(server, schema, path):
     @few
     @given(case=schema[path]["POST"].as_strategy())
     def ask(case):

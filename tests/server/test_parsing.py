@@ -101,7 +101,7 @@ def test_a_call_that_is_none_is_content_as_it_was_written(text, content, reasoni
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
-def test_markers_that_are_patterns_are_kept_too(size):
+def test_calls_between_patterns_are_read_and_text_after_them_is_kept(size):
     good = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
     text = f"Hm.\n{good}\n<tool_call>\n<function=f>\n<parameter=x>"
     message, _ = parsed(text, size, "<bot>", QWEN, [TOOL])
@@ -114,7 +114,7 @@ def test_text_that_the_prompt_has_begun_is_not_sent_again():
     assert parsed(".", prompt="<bot><call>{oh no</call>")[0].content == "."
 
 
-def test_a_message_without_fields_that_its_template_requires_is_a_message():
+def test_a_message_may_lack_fields_that_its_template_requires():
     message, _ = parsed(THOUGHT, prompt="<bot>", template=QWEN)
     assert (message.reasoning_content, message.content) == ("Let me see.", "")
 
