@@ -157,3 +157,9 @@ def test_every_public_name_is_there_and_a_wrong_one_is_named():
 
 def test_the_package_is_typed():
     assert (SOURCE / "py.typed").exists()
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """pytest imports them by name; two of one name are an error where all tests run."""
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert {name for name in names if names.count(name) > 1} == set()
