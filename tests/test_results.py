@@ -34,6 +34,8 @@ WITH_SOURCES = [
     "Drafts: 21,848. <!-- results: exact-arm.drafted -->",
     "Of these 2.3 % left. <!-- results: eval-mmlu:fast:exits,_% -->",
     LABEL.format("240 Spec-Bench prompts, 2 Arm cores"),
+    "<!-- settings: 2400 64 --> " + LABEL.format("2400 Spec-Bench prompts, 2 Arm cores"),
+    "<!-- settings: 2400 64 --> " + LABEL.format("240 Spec-Bench prompts, 64 Arm cores"),
     PRINTED.format(ROW),
     "```python\nx = 1.25\n```\n",
 ]
@@ -51,8 +53,6 @@ WITHOUT = [
     "Of these 2.4 % left. <!-- results: eval-mmlu:fast:exits,_% -->",
     LABEL.format("2400 Spec-Bench prompts, 2 Arm cores"),
     LABEL.format("240 Spec-Bench prompts, 64 Arm cores"),
-    "<!-- settings: 2400 64 --> " + LABEL.format("2400 Spec-Bench prompts, 2 Arm cores"),
-    "<!-- settings: 2400 64 --> " + LABEL.format("240 Spec-Bench prompts, 64 Arm cores"),
     *(PRINTED.format(ROW.replace(*other)) for other in (("-2.2", "+2.2"), ("fast", "exact"), ("fast", "slow"))),
     PRINTED.format(ROW).replace("<!-- results: eval-gsm8k -->", ""),
 ]

@@ -116,19 +116,6 @@ def test_a_loss_of_the_user_sees_what_was_found_and_what_the_full_model_wrote(ll
         TIDE.certify(engine, asked, loss=lambda found, full: 7, **LENIENT)
 
 
-def test_strings_go_into_the_chat_template(llama, chatty, plain):
-    words = [f"Say {n}." for n in range(12)]
-    for tokenizer in (chatty, plain):
-        if tokenizer.chat_template is None:
-            ids = [tokenizer(text)["input_ids"] for text in words]
-        else:
-            turns = [[{"role": "user", "content": text}] for text in words]
-            ids = [tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False) for turn in turns]
-        with TIDE.TIDE(llama, Sure(1)) as engine:
-            options = dict(thresholds=(0.6,), loss="mismatch", **LENIENT)
-            assert TIDE.certify(engine, words, tokenizer=tokenizer, **options) == TIDE.certify(engine, ids, **options)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

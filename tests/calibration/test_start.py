@@ -10,7 +10,8 @@ import torch
 
 import TIDE
 from eagle_heads import a_head, config_of, tensors_of, with_vocabulary, write
-from families import FAMILIES, build
+from families import FAMILIES, KINDS, build
+from levels import daily
 from router_files import a_file, original_file
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration import calibrate as module
@@ -181,7 +182,7 @@ def test_a_saved_eagle3_file_is_compared_with_the_model_before_any_work(other, s
         assert Start(adapter, TIDEConfig(), 0, tmp_path / "router.pt").depths() == [0], "another model of the same sizes"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", daily(FAMILIES, KINDS))
 def test_a_fresh_eagle3_head_has_the_models_logits_or_is_refused(name):
     model, dice = build(name), torch.Generator().manual_seed(0)
     for own, weight in model.named_parameters():

@@ -196,9 +196,14 @@ STUDIES = {
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_a_study_writes_its_figures(warm, folder, shared_router, data, tmp_path, name):
-    asked = (name, "--model", folder, "--router", shared_router, "--data", data, *STUDIES[name])
-    done = warm.run(FOLDER / "study.py", *asked, "--work", tmp_path / "work", "--out", tmp_path)
+def test_a_study_writes_its_figures_and_does_not_go_on_with_other_exits_or_data(
+    warm, folder, shared_router, prompt_exit_router, data, other_data, tmp_path, name
+):
+    def run(router, data):
+        asked = (name, "--model", folder, "--router", router, "--data", data, *STUDIES[name])
+        return warm.run(FOLDER / "study.py", *asked, "--work", tmp_path / "work", "--out", tmp_path)
+
+    done = run(shared_router, data)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / f"study-{name}.json").read_text())
     figures = found["figures"]
@@ -214,17 +219,6 @@ def test_a_study_writes_its_figures(warm, folder, shared_router, data, tmp_path,
     else:
         assert found["table"]["all"]["tokens"] == figures["tokens"] > 50
         assert found["table"]["all"]["depth 1"] <= found["table"]["all"]["depth 3"] <= 1
-
-
-@pytest.mark.parametrize("name", STUDIES)
-def test_a_study_does_not_go_on_with_other_exits_or_data(
-    warm, folder, shared_router, prompt_exit_router, data, other_data, tmp_path, name
-):
-    def run(router, data):
-        asked = (name, "--model", folder, "--router", router, "--data", data, *STUDIES[name])
-        return warm.run(FOLDER / "study.py", *asked, "--work", tmp_path / "work", "--out", tmp_path)
-
-    assert run(shared_router, data).returncode == 0
     if name != "convergence":
         done = run(prompt_exit_router, data)
         assert done.returncode != 0 and "begun with other settings: found router " in done.stderr

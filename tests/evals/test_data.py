@@ -51,16 +51,10 @@ def test_a_data_set_that_is_not_there_is_named(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "file", "line", "said"),
     [
-        (
-            "gsm8k",
-            "gsm8k/test.jsonl",
-            '{"question": "Why?"}',
-            "line 1: .* question, answer, found none of answer",
-        ),
+        ("gsm8k", "gsm8k/test.jsonl", '{"question": "Why?"}', "line 1: .* question, answer, found none of answer"),
         ("gsm8k", "gsm8k/test.jsonl", '{"question": "Why?", "answer": "so"}', "expected a text with its value after ####"),
         ("gsm8k", "gsm8k/test.jsonl", "Why?", "line 1: .* found no JSON object"),
         ("gsm8k", "gsm8k/test.jsonl", "", "is empty"),
-        ("mmlu", "mmlu/test.jsonl", '{"subject": "x", "question": "?", "choices": ["a"], "answer": 0}', "a list of 4 texts"),
         ("humaneval", "humaneval/humaneval.jsonl", '{"prompt": "def f():"}', "found none of test, entry_point"),
         ("wikitext", "wikitext2/test.txt", "no heading", "expected articles below headings"),
     ],

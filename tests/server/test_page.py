@@ -125,12 +125,15 @@ def test_a_stop_in_the_middle_frees_the_row_and_the_chat_goes_on(page, server):
 
 @pytest.mark.full
 @in_browser
-def test_a_new_chat_during_an_answer_forgets_the_old_one(page, server):
+def test_a_new_chat_during_an_answer_forgets_the_old_one_and_shows_the_hint_again(page, server):
     driver = page()
+    hint = driver.find_element("id", "hint")
+    assert "Ask the model something." in hint.text
     say(driver, "A question of the old chat", tokens=900)
     wait(driver, "document.querySelectorAll('.token').length > 3")
+    assert not hint.is_displayed()
     driver.find_element("id", "reset").click()
-    assert server.is_idle() and not find(driver, ".said")
+    assert server.is_idle() and not find(driver, ".said") and hint.is_displayed()
     server.log.lines.clear()
     say(driver, "Hello", tokens=4)
     is_done(driver)
@@ -145,19 +148,6 @@ def bodies(driver) -> Callable[[], list[dict]]:
         "window.fetch = (path, given) => { sent.push(JSON.parse(given.body)); return ask(path, given); };"
     )
     return lambda: driver.execute_script("return sent")
-
-
-@pytest.mark.full
-@in_browser
-def test_a_hint_stands_where_no_question_was_asked(page):
-    driver = page()
-    hint = driver.find_element("id", "hint")
-    assert "Ask the model something." in hint.text
-    say(driver, "Hello", tokens=4)
-    is_done(driver)
-    assert not hint.is_displayed()
-    driver.find_element("id", "reset").click()
-    assert hint.is_displayed()
 
 
 @pytest.mark.full
