@@ -58,7 +58,7 @@ def main() -> None:
 def measure(ops, layers: list[Layer], tokens: int, args: argparse.Namespace, bandwidth: float | None) -> dict:
     first, mlp = layers[0].attention, layers[0].mlp
     none = torch.zeros(0)
-    device, dtype, hidden = first.q.device, first.q.dtype, first.q.shape[1]
+    device, dtype, hidden = first.q.values.device, first.q.dtype, first.q.columns
 
     def some(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device).to(dtype)
@@ -68,10 +68,8 @@ def measure(ops, layers: list[Layer], tokens: int, args: argparse.Namespace, ban
 
     blocks = -(-(args.context + tokens) // BLOCK) + 1
     most = blocks * BLOCK
-    h, q, inner = some(tokens, hidden), some(tokens, len(first.q)), some(tokens, len(mlp.gate))
-    kept = torch.zeros(
-        2, len(layers), args.rows * blocks, len(first.k) // first.head_dim, BLOCK, first.head_dim, device=device, dtype=dtype
-    )
+    h, q, inner = some(tokens, hidden), some(tokens, first.q.rows), some(tokens, mlp.gate.rows)
+    kept = torch.zeros(2, len(layers), args.rows * blocks, first.kv_heads, BLOCK, first.head_dim, device=device, dtype=dtype)
     order = torch.arange(tokens)  # step by step, as in a round
     positions = numbers(args.context + order // args.rows)
     paged = numbers(torch.arange(args.rows * blocks).view(args.rows, blocks))
@@ -98,7 +96,7 @@ def measure(ops, layers: list[Layer], tokens: int, args: argparse.Namespace, ban
 
 
 def weight_of(layer: Layer, name: str) -> torch.Tensor:
-    return getattr(layer.attention if name in layer.attention._fields else layer.mlp, name)
+    return getattr(layer.attention if name in layer.attention._fields else layer.mlp, name).values
 
 
 def replayed(work: Callable[[], object]) -> Callable[[], object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from TIDE.kernels.layer import GELU, GELU_TANH, MLP, SILU, Attention, Layer, Norm, Pass
+from TIDE.kernels.weights import Dense
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, COLUMNS, ROWS = 24, 4, 2, 10, 38, 40, 3
 
@@ -46,6 +47,9 @@ def a_layer(
     def some(*shape, around=0.0):
         return around + 0.3 * torch.randn(*shape, generator=generator)
 
+    def weight(rows, columns):
+        return Dense(some(rows, columns))
+
     def maybe(wanted, *shape):
         return some(*shape) if wanted else torch.zeros(0)
 
@@ -55,15 +59,15 @@ def a_layer(
 
     q, kv = heads * DIM, KV_HEADS * DIM
     attention = Attention(
-        *[some(size, HIDDEN) for size in (q, kv, kv)],
-        some(HIDDEN, q),
+        *[weight(size, HIDDEN) for size in (q, kv, kv)],
+        weight(HIDDEN, q),
         *[maybe(bias, size) for size in (q, kv, kv, HIDDEN)],
         *[a_norm(head_norms, size if head_norms == "all" else DIM, of_heads=True) for size in (q, kv)],
         head_dim=DIM,
         **{"scaling": DIM**-0.5, **options},
     )
     mlp = MLP(
-        *[some(INNER if gated else 0, HIDDEN), some(INNER, HIDDEN), some(HIDDEN, INNER)],
+        *[weight(INNER if gated else 0, HIDDEN), weight(INNER, HIDDEN), weight(HIDDEN, INNER)],
         *[maybe(mlp_bias and gated, INNER), maybe(mlp_bias, INNER), maybe(mlp_bias, HIDDEN)],
         activation,
     )

@@ -10,6 +10,7 @@ from families import build
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.calibration import timing
 from TIDE.kernels.layer import Attention, Norm, Pass, no_norm
+from TIDE.kernels.weights import Dense
 from TIDE.prompt_exits.maps import PromptExit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
@@ -51,7 +52,8 @@ def test_queries_of_some_tokens_have_the_bits_of_all(tokens, norms, dim):
 
     none, hidden = no_norm(some(0)), 256
     own = Norm(some(dim), 1e-6, 0.0, False, some(0)) if norms else none
-    weights = some(4 * dim, hidden), some(2 * dim, hidden), some(2 * dim, hidden), some(hidden, 4 * dim)
+    shapes = (4 * dim, hidden), (2 * dim, hidden), (2 * dim, hidden), (hidden, 4 * dim)
+    weights = [Dense(some(*shape)) for shape in shapes]
     attention = Attention(*weights, *(some(0) for _ in range(4)), own, own, dim, dim**-0.5)
     at = torch.arange(tokens, dtype=torch.int32).cuda()
     tables = torch.arange(12, dtype=torch.int32).cuda()[None]

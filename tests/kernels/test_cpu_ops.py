@@ -17,6 +17,7 @@ from TIDE.kernels.reference import layers as reference
 pytest.importorskip("numba")
 from TIDE.kernels.cpu import exits as cpu_exits
 from TIDE.kernels.cpu import ops as cpu_ops
+from TIDE.kernels.weights import Dense, quantize_int8
 from TIDE.routing.router import signals_of
 
 pytestmark = pytest.mark.invariant(7)
@@ -89,7 +90,7 @@ def test_part_of_a_head_is_rotated():
 @pytest.mark.parametrize("outputs", [1, 2, 5, 31, 64])
 def test_products_of_odd_shapes(tokens, outputs):
     x, weight = torch.randn(tokens, 19), torch.randn(outputs, 19)
-    found = torch.from_numpy(cpu_ops.linear(x.numpy(), weight.numpy()))
+    found = torch.from_numpy(cpu_ops.linear(x.numpy(), Dense(weight.numpy())))
     torch.testing.assert_close(found, x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
@@ -111,7 +112,9 @@ def test_what_a_row_does_not_see_does_not_matter():
 def test_products_of_any_count(tokens, rows):
     generator = torch.Generator().manual_seed(tokens)
     x, weight = torch.randn(tokens, 70, generator=generator), torch.randn(rows, 70, generator=generator)
-    torch.testing.assert_close(torch.from_numpy(cpu_ops.linear(x.numpy(), weight.numpy())), x @ weight.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.from_numpy(cpu_ops.linear(x.numpy(), Dense(weight.numpy()))), x @ weight.T, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 64), (3, 70), (5, 200)])
@@ -120,7 +123,7 @@ def test_products_with_weights_in_8_bits_are_little_off(tokens, columns):
     generator = torch.Generator().manual_seed(tokens)
     x, weight = torch.randn(tokens, columns, generator=generator), torch.randn(40, columns, generator=generator)
     x[:, 3] *= 30
-    found = torch.from_numpy(cpu_ops.linear(x.numpy(), cpu_ops.quantize_int8(weight.numpy())))
+    found = torch.from_numpy(cpu_ops.linear(x.numpy(), arrays(quantize_int8(weight))))
     expected = x @ weight.T
     assert ((found - expected).norm() / expected.norm()) < 0.03
     assert not torch.equal(found, expected)
@@ -130,13 +133,16 @@ NEW_PROCESSES = """
 import os
 import numba, numpy, torch  # start no threads; TIDE's own compiled code does
 
-for call in ("cpu_ops.linear(x, x)", "cpu_ops.linear(x, cpu_ops.quantize_int8(x))", "cpu_exits.signals(x)"):
+for call in ("cpu_ops.linear(x, dense)", "cpu_ops.linear(x, int8)", "cpu_exits.signals(x)"):
     for _ in range(2):  # the second finds it compiled, if the first did not
         if not (child := os.fork()):
             from TIDE.kernels.cpu import exits as cpu_exits
             from TIDE.kernels.cpu import ops as cpu_ops
 
+            from TIDE.kernels.weights import Dense, Int8
+
             x = numpy.ones((3, 64), "float32")
+            dense, int8 = Dense(x), Int8(numpy.ones((3, 1, 64), "int8"), numpy.ones(3, "float32"), 64)
             eval(call)
             os._exit(0)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

@@ -12,6 +12,7 @@ from TIDE import TIDE
 
 pytest.importorskip("numba")
 from TIDE.kernels.cpu import screen as cpu_screen
+from TIDE.kernels.weights import Dense
 
 pytestmark = pytest.mark.invariant(7)
 
@@ -34,10 +35,10 @@ def weights(kind: str, rows: int, columns: int, random: np.random.Generator) -> 
 def test_the_best_token_is_that_of_the_full_product(kind, rows, columns):
     random = np.random.default_rng(rows)
     weight = weights(kind, rows, columns, random)
-    screen = cpu_screen.screen_of(weight)
+    screen = cpu_screen.screen_of(Dense(weight))
     for count in (1, 2, 5, 16):
         h = random.standard_normal((count, columns)).astype(np.float32) * np.float32(3)
-        full, found = h.astype(np.float64) @ weight.T.astype(np.float64), cpu_screen.best_logits(h, weight, screen)
+        full, found = h.astype(np.float64) @ weight.T.astype(np.float64), cpu_screen.best_logits(h, Dense(weight), screen)
         for own, exact in zip(found, full, strict=True):
             best = int(own.argmax())
             assert exact[best] >= exact.max() - 1e-5 * np.abs(exact).max()
@@ -50,7 +51,7 @@ def test_few_rows_are_multiplied_twice():
     random = np.random.default_rng(0)
     weight = weights("plain", 20000, 128, random)
     h = random.standard_normal((1, 128)).astype(np.float32)
-    found = cpu_screen.best_logits(h, weight, cpu_screen.screen_of(weight))
+    found = cpu_screen.best_logits(h, Dense(weight), cpu_screen.screen_of(Dense(weight)))
     exact = np.isclose(found[0], h[0] @ weight.T, rtol=1e-6, atol=1e-6).sum()
     assert 1 <= exact < 2000
 
@@ -59,7 +60,7 @@ def test_nan_stays_nan():
     weight = weights("plain", 50, 64, np.random.default_rng(0))
     h = np.full((2, 64), np.nan, np.float32)
     h[1] = 1
-    found = cpu_screen.best_logits(h, weight, cpu_screen.screen_of(weight))
+    found = cpu_screen.best_logits(h, Dense(weight), cpu_screen.screen_of(Dense(weight)))
     assert np.isnan(found[0]).all() and np.isfinite(found[1]).all()
 
 

@@ -16,6 +16,7 @@ from test_cards import CARDS
 from TIDE.kernels.layer import MLP, Attention, Pass, no_norm, only_kv
 from TIDE.kernels.triton.launch import knows_gluon
 from TIDE.kernels.triton.tiles import PART, PARTS, PartsTile, parts_tile, project_parts_tile
+from TIDE.kernels.weights import Dense
 
 products = pytest.importorskip("TIDE.kernels.triton.products")
 
@@ -181,7 +182,7 @@ def test_the_bits_of_products_are_those_of_rounds(shape, height, width, tokens, 
     x, gate, up, base = (
         some(*size, dtype=dtype) for size in ((tokens, width), (height, width), (height, width), (tokens, height))
     )
-    bias = some(height, dtype=dtype)
+    gate, up, bias = Dense(gate), Dense(up), some(height, dtype=dtype)
 
     def found(count):
         own = base[:count].clone()
@@ -208,7 +209,7 @@ def test_the_bits_of_queries_keys_and_values_are_those_of_rounds(shape, heads, d
     ops, asked = pytest.importorskip("TIDE.kernels.triton.ops"), []
     kv_heads, dim, width, counts = 3, 128, 264, (300, 330)
     none, sizes = torch.zeros(0, dtype=dtype, device="cuda"), [own * dim for own in (heads, kv_heads, kv_heads)]
-    weights = [some(size, width, dtype=dtype) / width**0.5 for size in sizes]
+    weights = [Dense(some(size, width, dtype=dtype) / width**0.5) for size in sizes]
     biases = [some(size, dtype=dtype) for size in sizes]
     attention = Attention(*weights, none, *biases, none, no_norm(none), no_norm(none), dim, dim**-0.5)
     at = torch.cat([torch.arange(count) for count in counts]).int().cuda()

@@ -40,7 +40,7 @@ def a_case(dtype, **features):
     attention = in_dtype(a_layer(generator, **features), dtype, DEVICE).attention
     nodes, rows = len(PARENTS) + 1, len(ROOTS)
     cache = torch.randn(2, rows, KV_HEADS, ROOM, DIM, generator=generator).to(dtype)
-    queries = torch.randn(nodes * rows, len(attention.q), generator=generator).to(DEVICE, dtype)
+    queries = torch.randn(nodes * rows, attention.q.rows, generator=generator).to(DEVICE, dtype)
     lines = [line_of(node) for node in range(nodes) for _ in ROOTS]
     roots = torch.tensor(ROOTS * nodes, dtype=torch.int32)
     columns = torch.tensor([node + root for node in range(nodes) for root in ROOTS], dtype=torch.int32)

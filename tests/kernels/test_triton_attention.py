@@ -37,7 +37,7 @@ def a_case(dtype, **features):
     tokens = a_pass(generator, dict.fromkeys(STARTS, EACH), STARTS, origins=dict.fromkeys(STARTS, 0))
     tokens = some_of(tokens, torch.arange(ROWS * EACH).view(ROWS, EACH).T.flatten())
     cache = torch.randn(2, ROWS, KV_HEADS, ROOM, DIM, generator=generator).to(dtype)
-    queries = torch.randn(len(tokens.rows), len(attention.q), generator=generator).to(DEVICE, dtype)
+    queries = torch.randn(len(tokens.rows), attention.q.rows, generator=generator).to(DEVICE, dtype)
     tables, paged = in_blocks(cache, LENGTHS, generator)
     tokens = in_dtype(tokens, dtype, DEVICE)
     return attention, tokens._replace(tables=tables.to(DEVICE)), queries, paged.to(DEVICE)
@@ -100,7 +100,7 @@ def test_a_small_card_takes_fewer_tokens_side_by_side(groups, monkeypatch):
     attention, tokens, queries, cache = a_case(torch.float32)
     tokens = tokens._replace(groups=groups) if groups == ROWS else grouped(tokens, groups)
     expected = attended(attention, tokens, queries, cache)
-    monkeypatch.setattr(triton_attention, "most_queries", lambda card, dim, size: 2 * len(attention.q) // len(attention.k))
+    monkeypatch.setattr(triton_attention, "most_queries", lambda card, dim, size: 2 * attention.heads // attention.kv_heads)
     assert_same(attended(attention, tokens, queries, cache), expected)
 
 
@@ -119,7 +119,7 @@ def prompts(seed, dtype, **features):
     starts, counts = {0: 0, 1: 50, 2: 3}, {0: 100, 1: 70, 2: 1}
     tokens = a_pass(generator, counts, starts, origins=dict.fromkeys(starts, 0))
     cache = torch.randn(2, ROWS, KV_HEADS, ROOM, DIM, generator=generator).to(dtype)
-    queries = torch.randn(len(tokens.rows), len(attention.q), generator=generator).to(DEVICE, dtype)
+    queries = torch.randn(len(tokens.rows), attention.q.rows, generator=generator).to(DEVICE, dtype)
     tables, paged = in_blocks(cache, [starts[row] + counts[row] for row in starts], generator)
     tokens = in_dtype(tokens, dtype, DEVICE)._replace(tables=tables.to(DEVICE))
     return attention, tokens, queries, paged.to(DEVICE)

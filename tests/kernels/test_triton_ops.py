@@ -16,6 +16,7 @@ from TIDE.kernels.result import ACCEPTED, FIELDS, IS_NAN, NOTHING_LEFT
 from TIDE.kernels.triton import attention as triton_attention
 from TIDE.kernels.triton import exits as triton_exits
 from TIDE.kernels.triton import ops as triton_ops
+from TIDE.kernels.weights import Dense
 from TIDE.routing.heads import EPS
 from TIDE.routing.router import Router, signals_of
 
@@ -130,11 +131,11 @@ def test_products_of_odd_shapes_and_rows_of_a_larger_weight(tokens, outputs):
     torch.manual_seed(100 * tokens + outputs)
     x, whole, bias = torch.randn(tokens, 19), torch.randn(2 * outputs, 19), torch.randn(outputs)
     weight = whole[outputs:]
-    assert_close(triton_ops.linear(x, weight), x @ weight.T)
-    assert_close(triton_ops.linear(x, weight, bias, GELU), torch.nn.functional.gelu(x @ weight.T + bias))
+    assert_close(triton_ops.linear(x, Dense(weight)), x @ weight.T)
+    assert_close(triton_ops.linear(x, Dense(weight), bias, GELU), torch.nn.functional.gelu(x @ weight.T + bias))
     base = torch.randn(tokens, outputs)
     expected = base + 0.5 * (x @ weight.T + bias)
-    triton_ops.add_linear(base, x, weight, bias, no_norm(torch.zeros(0)), 0.5)
+    triton_ops.add_linear(base, x, Dense(weight), bias, no_norm(torch.zeros(0)), 0.5)
     assert_close(base, expected)
 
 
@@ -142,25 +143,26 @@ def test_the_best_token_is_the_first_of_the_highest():
     x, weight = torch.randn(3, HIDDEN), torch.randn(201, HIDDEN)
     weight[[7, 180]] = 5 * x[1] / x[1].norm()
     best, token = torch.zeros(3), torch.zeros(3, dtype=torch.long)
-    triton_exits.best_tokens(x, weight, best, token)
+    triton_exits.best_tokens(x, Dense(weight), best, token)
     logits = x @ weight.T
     assert token.tolist() == logits.argmax(-1).tolist() and token[1] == 7
     assert_close(best, logits.amax(-1))
     vocabulary = torch.arange(1, 201, 3)
     for ops in (triton_exits, reference):
         seen = torch.zeros(3, 4)
-        ops.best_tokens(x, weight, best, token, seen, vocabulary)
+        ops.best_tokens(x, Dense(weight), best, token, seen, vocabulary)
         assert token.tolist() == vocabulary[logits[:, vocabulary].argmax(-1)].tolist()
         assert_close(best, logits[:, vocabulary].amax(-1))
         assert_close(seen, signals_of(logits[:, vocabulary]))
         others = torch.zeros_like(token), torch.zeros_like(best), torch.zeros(3, 4), torch.zeros(2, 3, len(vocabulary))
-        ops.best_tokens(x, weight[vocabulary], others[1], others[0], others[2], vocabulary, others[3][0])
-        ops.write_logits(x, weight[vocabulary], vocabulary, others[3][1])
+        few = Dense(weight[vocabulary])
+        ops.best_tokens(x, few, others[1], others[0], others[2], vocabulary, others[3][0])
+        ops.write_logits(x, few, vocabulary, others[3][1])
         assert torch.equal(others[0], token), "an LM head may have rows for the vocabulary alone"
         for ours, theirs in zip(others[1:], (best, seen, logits[:, vocabulary].expand(2, -1, -1)), strict=True):
             assert_close(ours, theirs)
     weight[20, 0] = float("nan")
-    triton_exits.best_tokens(x, weight, best, token)
+    triton_exits.best_tokens(x, Dense(weight), best, token)
     assert best.isinf().all()
 
 
@@ -180,7 +182,7 @@ def test_states_for_a_memory_head():
     assert_close(rings[1][[3, 0]], expected[:, HIDDEN : 2 * HIDDEN])
     tables = table.clone(), table.clone()
     for ops, own in zip((triton_exits, reference), tables, strict=True):
-        ops.linear_into(table[5:8], spread[:, None] * table[:1], own, torch.tensor([1, 8, 4]))
+        ops.linear_into(table[5:8], Dense(spread[:, None] * table[:1]), own, torch.tensor([1, 8, 4]))
     assert_close(*tables)
     guesses = torch.zeros(2, 1, HIDDEN)
     for ops, own, out in zip((triton_exits, reference), tables, guesses, strict=True):
@@ -206,7 +208,7 @@ def test_states_for_an_eagle3_head(dtype):
 def test_queries_and_kv_of_inputs_that_are_wider_than_states():
     generator = torch.Generator().manual_seed(11)
     layer, tokens = a_layer(generator), a_pass(generator, {1: 3}, 9)
-    twice = {name: getattr(layer.attention, name).repeat(1, 2) for name in ("q", "k", "v")}
+    twice = {name: Dense(getattr(layer.attention, name).values.repeat(1, 2)) for name in ("q", "k", "v")}
     h, cache = (
         torch.randn(3, 2 * HIDDEN, generator=generator),
         torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator),
@@ -266,7 +268,7 @@ def test_routers_and_their_signals(signals):
     router.offset.fill_(0.2)
     weight, best, token = torch.randn(201, HIDDEN, generator=generator), torch.zeros(1), torch.zeros(1, dtype=torch.long)
     seen, score = torch.zeros(1, 4), torch.zeros(1)
-    triton_exits.best_tokens(guess, weight, best, token, seen)
+    triton_exits.best_tokens(guess, Dense(weight), best, token, seen)
     logits = guess @ weight.T
     torch.testing.assert_close(seen, signals_of(logits), rtol=1e-4, atol=1e-5)
     weights = router.down.weight, router.down.bias, router.up.weight

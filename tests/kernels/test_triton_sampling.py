@@ -18,6 +18,7 @@ from TIDE.kernels.result import ACCEPTED, FIELDS, TOKENS
 from TIDE.kernels.triton import exits as triton_exits
 from TIDE.kernels.triton import noise as triton_noise
 from TIDE.kernels.triton import sampling as triton_sampling
+from TIDE.kernels.weights import Dense
 
 # the interpreter is numpy, which warns of infinities
 pytestmark = [pytest.mark.invariant(7), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -302,7 +303,7 @@ def test_logits_are_written_beside_the_best_token(ops):
     for vocabulary in (None, torch.arange(1, 201, 3, device=DEVICE)):
         expected = x @ (weight if vocabulary is None else weight[vocabulary]).T
         found = torch.full((4, expected.shape[1]), -9.0, device=DEVICE)
-        ops.best_tokens(x, weight, best, token, signals, vocabulary, found[:3])
+        ops.best_tokens(x, Dense(weight), best, token, signals, vocabulary, found[:3])
         torch.testing.assert_close(found[:3], expected, rtol=0, atol=1e-4)
         assert (found[3] == -9).all()
         places = found[:3].argmax(-1)

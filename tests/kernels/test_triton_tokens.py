@@ -16,6 +16,7 @@ from TIDE.kernels.result import ACCEPTED, FIELDS
 from TIDE.kernels.triton import exits as triton_exits
 from TIDE.kernels.triton import ops as triton_ops
 from TIDE.kernels.triton.tiles import MANY, MANY_TOKENS, card_of, gated_tile, linear_tile
+from TIDE.kernels.weights import Dense
 from TIDE.routing.heads import EPS
 from TIDE.routing.router import Router
 
@@ -48,7 +49,7 @@ def tokens_of(count):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_products(count):
-    x, weight, bias, base = random(count, 19), random(70, 19, seed=1), random(70, seed=2), random(count, 70, seed=3)
+    x, weight, bias, base = random(count, 19), Dense(random(70, 19, seed=1)), random(70, seed=2), random(count, 70, seed=3)
     assert_close(triton_ops.linear(x, weight, bias), reference.linear(x, weight, bias))
     expected = base.clone()
     for ops, own in ((triton_ops, base), (reference, expected)):
@@ -65,19 +66,19 @@ def test_products(count):
 def test_a_product_of_many_tokens(height):
     x, weight, bias = (own.half() for own in (random(700, 40), random(height, 40, seed=1), random(height, seed=2)))
     assert linear_tile(card_of(x.device), height, 40, 2, 700).tokens == MANY
-    expected = reference.linear(x.float(), weight.float(), bias.float())
-    assert_close(triton_ops.linear(x, weight, bias).float(), expected, 2e-3)
+    expected = reference.linear(x.float(), Dense(weight.float()), bias.float())
+    assert_close(triton_ops.linear(x, Dense(weight), bias).float(), expected, 2e-3)
     base = random(700, height, seed=3).half()
-    added = base.float() + reference.linear(x.float(), weight.float(), EMPTY)
-    triton_ops.add_linear(base, x, weight, EMPTY.to(base), NO_NORM, 1.0)
+    added = base.float() + reference.linear(x.float(), Dense(weight.float()), EMPTY)
+    triton_ops.add_linear(base, x, Dense(weight), EMPTY.to(base), NO_NORM, 1.0)
     assert_close(base.float(), added, 2e-3)
 
 
 def test_a_gate_of_many_tokens():
     x, gate, up = (own.half() for own in (random(700, 40), random(7168, 40, seed=1), random(7168, 40, seed=2)))
     assert gated_tile(card_of(x.device), 7168, 40, 2, 700).rows == MANY_TOKENS.rows
-    mlp = MLP(gate, up, up.T, EMPTY, EMPTY, EMPTY)
-    expected = reference.mlp_inner(x.float(), mlp._replace(gate=gate.float(), up=up.float()))
+    mlp = MLP(Dense(gate), Dense(up), Dense(up.T), EMPTY, EMPTY, EMPTY)
+    expected = reference.mlp_inner(x.float(), mlp._replace(gate=Dense(gate.float()), up=Dense(up.float())))
     assert_close(triton_ops.mlp_inner(x, mlp).float(), expected, 4e-3)
 
 
@@ -104,7 +105,7 @@ def test_queries_and_kv(count):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_best_tokens(count):
-    x, weight, vocabulary = random(count, HIDDEN), random(201, HIDDEN, seed=1), torch.arange(1, 201, 3, device=DEVICE)
+    x, weight, vocabulary = random(count, HIDDEN), Dense(random(201, HIDDEN, seed=1)), torch.arange(1, 201, 3, device=DEVICE)
     found = {}
     for ops in (triton_exits, reference):
         best, token, seen = x.new_zeros(count), torch.zeros(count, dtype=torch.long, device=DEVICE), x.new_zeros(count, 4)
@@ -181,7 +182,7 @@ def best_of(x):
     """Token, logit, signals."""
     best, seen = torch.zeros(len(x), device=DEVICE), torch.zeros(len(x), 4, device=DEVICE)
     token = torch.zeros(len(x), dtype=torch.long, device=DEVICE)
-    triton_exits.best_tokens(x, random(150, HIDDEN, seed=6).to(x.dtype), best, token, seen)
+    triton_exits.best_tokens(x, Dense(random(150, HIDDEN, seed=6).to(x.dtype)), best, token, seen)
     return token, best, seen
 
 

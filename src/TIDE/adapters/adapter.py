@@ -31,7 +31,8 @@ from transformers import PreTrainedModel
 from TIDE.adapters.patches import original_class, owner_of, patch, unpatch
 from TIDE.adapters.probe import Store, input_device, known_family, layer_stores, probe_family, shared_sources
 from TIDE.adapters.rope import rope_of
-from TIDE.adapters.weights import has_no_weights, holds_numbers, version
+from TIDE.adapters.weights import has_no_weights, holds_numbers, read_linear, version
+from TIDE.kernels.weights import Dense, Weight
 
 
 class KVWritten(Exception):
@@ -327,17 +328,17 @@ class ModelAdapter:
         rows = None if task.vocabulary is None else self._head_rows(task.vocabulary)
         return call(picked, *args[1:], **kwargs) if rows is None else nn.functional.linear(picked, *rows)
 
-    def head_rows(self, vocabulary: torch.Tensor) -> torch.Tensor:
+    def head_rows(self, vocabulary: torch.Tensor) -> Weight:
         """Return the rows of the LM head's weight for some tokens; the head must be a linear layer without bias."""
         rows = self._head_rows(vocabulary)
         assert rows is not None and rows[1] is None
-        return rows[0]
+        return Dense(rows[0])
 
     @property
-    def plain_head(self) -> torch.Tensor | None:
+    def plain_head(self) -> Weight | None:
         """The weight of the LM head if it is a linear layer without bias, otherwise None."""
         head = self.model.get_output_embeddings()
-        return head.weight if self._head_is_linear and head.bias is None else None
+        return read_linear(head) if self._head_is_linear and head.bias is None else None
 
     @property
     def _head_is_linear(self) -> bool:

@@ -8,14 +8,15 @@ test parameter.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from TIDE.adapters.rope import rope_kinds
-from TIDE.adapters.weights import is_stock
+from TIDE.adapters.weights import READERS, is_stock
 from TIDE.kernels.layer import GELU, GELU_TANH, MLP, SILU, Attention, Layer, Norm, no_norm
+from TIDE.kernels.weights import Weight, dense, some_rows
 
 
 class Names(NamedTuple):
@@ -85,7 +86,7 @@ WITH_OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNo
 class Projection(NamedTuple):
     """Weight and bias of a linear map; a bias that it does not have is empty."""
 
-    weight: torch.Tensor
+    weight: Weight
     bias: torch.Tensor
 
 
@@ -116,7 +117,7 @@ def layer_parts(layer: Any, config: Any) -> Layer | None:
     attention, mlp = _attention(layer.self_attn, names, config), _mlp(layer.mlp, names)
     if attention is None or mlp is None or not is_stock(*[own for own in norms if own is not None]):
         return None
-    attention_norm, attention_out_norm, mlp_norm, mlp_out_norm = (norm_parts(own, attention.q) for own in norms)
+    attention_norm, attention_out_norm, mlp_norm, mlp_out_norm = (norm_parts(own, _like(attention.q)) for own in norms)
     return Layer(
         attention_norm,
         attention,
@@ -138,7 +139,7 @@ def _attention(module: Any, names: Names, config: Any) -> Attention | None:
     head_dim = int(module.head_dim)
     shared = config.num_key_value_heads * head_dim
     (q, k, v), (o,) = _split(projections[0], [-1, shared, shared]), projections[1]
-    q_norm, k_norm = (norm_parts(own, q.weight) for own in head_norms)
+    q_norm, k_norm = (norm_parts(own, _like(q.weight)) for own in head_norms)
     window = module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None)
     # sdpa does not cap scores: newer transformers refuse it for such models, older ones leave the cap out.
     capped = names.is_capped and getattr(config, "_attn_implementation", None) != "sdpa"
@@ -168,10 +169,10 @@ def _mlp(module: Any, names: Names) -> MLP | None:
         return None
     (down,) = projections[1]
     if names.is_gated:
-        gate, up = _split(projections[0], [-1, projections[0][0].weight.shape[0] // 2])
+        gate, up = _split(projections[0], [-1, projections[0][0].weight.rows // 2])
     else:
         (up,) = projections[0]
-        gate = Projection(up.weight[:0], up.bias[:0])
+        gate = Projection(some_rows(up.weight, slice(0)), up.bias[:0])
     return MLP(gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias, activation)
 
 
@@ -190,13 +191,22 @@ def _projections(module: Any, names: list[str]) -> list[list[Projection]] | None
     """Return the linear maps of a module by their names, a list for each line of names; None if it has others or more."""
     wanted = [own.split() for own in names]
     linear = {name: own for name, own in module.named_children() if any(True for _ in own.parameters()) and "norm" not in name}
-    if set(linear) != {name for own in wanted for name in own} or any(type(own) is not nn.Linear for own in linear.values()):
+    if set(linear) != {name for own in wanted for name in own}:
         return None
-    return [[_projection(linear[name]) for name in own] for own in wanted]
+    found = {name: _projection(own) for name, own in linear.items()}
+    whole = {name: own for name, own in found.items() if own is not None}
+    return [[whole[name] for name in own] for own in wanted] if len(whole) == len(found) else None
 
 
-def _projection(module: nn.Linear) -> Projection:
-    return Projection(module.weight, torch.zeros(0) if module.bias is None else module.bias)
+def _projection(module: Any) -> Projection | None:
+    reader = READERS.get(type(module))
+    weight = None if reader is None else reader(module)
+    return None if weight is None else Projection(weight, torch.zeros(0) if module.bias is None else module.bias)
+
+
+def _like(weight: Weight) -> torch.Tensor:
+    """Return a tensor without elements, of the dtype and on the device of a weight's numbers."""
+    return dense(some_rows(weight, slice(0)))
 
 
 def _split(projections: list[Projection], sizes: list[int]) -> list[Projection]:
@@ -204,6 +214,6 @@ def _split(projections: list[Projection], sizes: list[int]) -> list[Projection]:
     if len(projections) == len(sizes):
         return projections
     (whole,) = projections
-    sizes = [len(whole.weight) - sum(sizes[1:]), *sizes[1:]]
-    biases = whole.bias.split(sizes) if len(whole.bias) else [whole.bias] * len(sizes)
-    return [Projection(weight, bias) for weight, bias in zip(whole.weight.split(sizes), biases, strict=True)]
+    ends = list(itertools.accumulate([whole.weight.rows - sum(sizes[1:]), *sizes[1:]]))
+    parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    return [Projection(some_rows(whole.weight, part), whole.bias[part]) for part in parts]

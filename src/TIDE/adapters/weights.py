@@ -1,14 +1,29 @@
-"""Weights of models modified by other libraries: quantized, offloaded, or with PEFT adapters."""
+"""Weights of models, as products take them; and those that other libraries have changed: quantized, offloaded, or with PEFT
+adapters.
+
+`READERS` has a function for each class of linear modules whose weights have a kind in `kernels/weights.py`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from TIDE.kernels.weights import Dense, Weight
+
 FROM_OUTSIDE = "XLORA", "SHADOW", "POLY"  # kinds of adapters that need PEFT's own `forward`
 SWITCHES = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"  # attributes of PEFT modules, besides weights
+
+
+def read_linear(module: nn.Linear) -> Weight | None:
+    """Return the weight of a linear module, in place; None if it is no contiguous tensor in memory."""
+    return Dense(module.weight) if holds_numbers(module.weight) and module.weight.is_contiguous() else None
+
+
+READERS: dict[type[nn.Module], Callable[[Any], Weight | None]] = {nn.Linear: read_linear}
 
 
 def holds_numbers(weight: Any) -> bool:
@@ -25,6 +40,11 @@ def has_no_weights(model: nn.Module) -> bool:
 def version(weight: torch.Tensor) -> int | None:
     """Return the count of in-place changes of a tensor, without those through `.data`; None if torch keeps no count."""
     return None if weight.is_inference() else weight._version
+
+
+def state_of(weight: Weight) -> tuple[Any, ...]:
+    """Return what differs if a weight is another one, or has changed in place."""
+    return tuple((id(own), own.data_ptr(), version(own)) for own in weight if isinstance(own, torch.Tensor))
 
 
 def is_quantized(model: nn.Module) -> bool:

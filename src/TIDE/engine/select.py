@@ -33,7 +33,8 @@ from TIDE.engine.runners.patience import saying_what_takes_so_long
 from TIDE.engine.runners.static_modules import StaticModuleRunner
 from TIDE.engine.runners.triton import TritonRunner
 from TIDE.kernels.dispatch import cpu_layers, gpu_ops, missing_compiler, why_no_kernels
-from TIDE.kernels.layer import Layer, leaves
+from TIDE.kernels.layer import Layer
+from TIDE.kernels.weights import Weight
 
 logger = logging.getLogger(__name__)
 BACKENDS = ("modules", "numba", "triton")
@@ -140,7 +141,13 @@ def _modules_to_replace(adapter: ModelAdapter) -> list[nn.Module]:
     return [module for top in tops for module in top.modules()]
 
 
-def _plain(layer: Any, dtype: torch.dtype, device: torch.device) -> bool:
-    tensors = [value for value in leaves(layer) if isinstance(value, torch.Tensor) and len(value)]
+def _plain(part: Any, dtype: torch.dtype | None, device: torch.device) -> bool:
+    """Return True if all arrays of a part are what kernels read, and its numbers have a dtype; None: any."""
+    if isinstance(part, Weight):
+        return part.dtype == dtype and all(_plain(own, None, device) for own in part)
+    if isinstance(part, tuple):
+        return all(_plain(own, dtype, device) for own in part)
+    if not isinstance(part, torch.Tensor) or not len(part):
+        return True
     kinds = torch.Tensor, nn.Parameter  # not the tensors of quantization
-    return all(type(x) in kinds and x.dtype == dtype and x.device == device and x.is_contiguous() for x in tensors)
+    return type(part) in kinds and part.dtype == (dtype or part.dtype) and part.device == device and part.is_contiguous()

@@ -11,6 +11,7 @@ import torch
 from TIDE.kernels.layer import MLP, Attention, Layer, Norm, Pass
 from TIDE.kernels.reference.sampling import Features, Settings
 from TIDE.kernels.reference.trees import Beam, Candidates, Chain, Nodes, TreeShape
+from TIDE.kernels.weights import Weight
 
 Tensor = torch.Tensor
 
@@ -22,9 +23,9 @@ class LayerOps(Protocol):
 
     def norm(self, x: Tensor, own: Norm) -> Tensor: ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor = ..., activation: int | None = None) -> Tensor: ...
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor = ..., activation: int | None = None) -> Tensor: ...
 
-    def add_linear(self, base: Tensor, x: Tensor, weight: Tensor, bias: Tensor, out_norm: Norm, scale: float) -> None: ...
+    def add_linear(self, base: Tensor, x: Tensor, weight: Weight, bias: Tensor, out_norm: Norm, scale: float) -> None: ...
 
     def mlp_inner(self, x: Tensor, mlp: MLP) -> Tensor: ...
 
@@ -48,7 +49,7 @@ class ExitOps(Protocol):
     def best_tokens(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         best: Tensor,
         token: Tensor,
         signals: Tensor | None = None,
@@ -56,7 +57,7 @@ class ExitOps(Protocol):
         logits: Tensor | None = None,
     ) -> None: ...
 
-    def write_logits(self, x: Tensor, weight: Tensor, vocabulary: Tensor | None, logits: Tensor) -> None: ...
+    def write_logits(self, x: Tensor, weight: Weight, vocabulary: Tensor | None, logits: Tensor) -> None: ...
 
     def router_score(
         self,
@@ -82,7 +83,7 @@ class ExitOps(Protocol):
         gain: Tensor | None = None,
     ) -> None: ...
 
-    def linear_into(self, x: Tensor, weight: Tensor, table: Tensor, places: Tensor) -> None: ...
+    def linear_into(self, x: Tensor, weight: Weight, table: Tensor, places: Tensor) -> None: ...
 
     def denormalize(self, x: Tensor, center: Tensor, spread: Tensor, places: Tensor, table: Tensor, out: Tensor) -> None: ...
 

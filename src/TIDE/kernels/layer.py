@@ -23,24 +23,15 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from TIDE.kernels.weights import Weight, some_rows
+
 if TYPE_CHECKING:
     import torch
 
 MOST_TOKENS = 16  # of a pass that runners hand to compiled code, and of a row in a round; the code itself takes any number
 UNLIKELY = 20  # logit gap between the worst token an exit head scored and those it did not score
-GROUP = 64  # columns of an int8 weight that share a scale of the states
 
 SILU, GELU_TANH, GELU = range(3)
-
-
-class Int8Weight(NamedTuple):
-    """A weight in 8 bits, for exits: their results are verified or certified, so small errors are allowed.
-
-    Columns are padded to whole groups.
-    """
-
-    values: Any  # (rows, groups, GROUP) int8
-    scales: Any  # (rows,)
 
 
 class FusionWeights(NamedTuple):
@@ -50,8 +41,8 @@ class FusionWeights(NamedTuple):
     shallow_spread: Any
     deep_center: Any  # (hidden,)
     deep_spread: Any
-    fuse: Any  # (hidden, (inputs + 1) * hidden)
-    recall: Any  # (hidden, memories * hidden)
+    fuse: Weight  # (hidden, (inputs + 1) * hidden)
+    recall: Weight  # (hidden, memories * hidden)
     eps: float
 
 
@@ -68,10 +59,10 @@ class Norm(NamedTuple):
 class Attention(NamedTuple):
     """Self-attention: projections, norms of queries and keys, and how scores are made."""
 
-    q: Any  # (heads * head_dim, hidden)
-    k: Any  # (kv_heads * head_dim, hidden)
-    v: Any
-    o: Any  # (hidden, heads * head_dim)
+    q: Weight  # (heads * head_dim, hidden)
+    k: Weight  # (kv_heads * head_dim, hidden)
+    v: Weight
+    o: Weight  # (hidden, heads * head_dim)
     q_bias: Any
     k_bias: Any  # q, k and v have biases together
     v_bias: Any
@@ -84,13 +75,21 @@ class Attention(NamedTuple):
     cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they stay
     rotary: bool = True
 
+    @property
+    def heads(self) -> int:
+        return self.q.rows // self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.rows // self.head_dim
+
 
 class MLP(NamedTuple):
     """A gated MLP, down(activation(gate(x)) * up(x)), or without a gate a plain one, down(activation(up(x)))."""
 
-    gate: Any  # (inner, hidden), or (0, hidden)
-    up: Any  # (inner, hidden)
-    down: Any  # (hidden, inner)
+    gate: Weight  # (inner, hidden), or (0, hidden)
+    up: Weight  # (inner, hidden)
+    down: Weight  # (hidden, inner)
     gate_bias: Any  # gate and up have biases together
     up_bias: Any
     down_bias: Any
@@ -98,7 +97,7 @@ class MLP(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A decoder layer. Weights are those of the model, in place; matrices may be `Int8Weight` on a CPU."""
+    """A decoder layer. Its arrays are those of the model, in place."""
 
     attention_norm: Norm
     attention: Attention
@@ -182,9 +181,4 @@ def no_norm(empty: Any) -> Norm:
 
 def only_kv(attention: Attention) -> Attention:
     """Return attention without queries: projecting with it writes K/V and nothing else."""
-    return attention._replace(q=attention.q[:0], q_bias=attention.q_bias[:0])
-
-
-def leaves(part: Any) -> list[Any]:
-    """Return the arrays and numbers of a part, those of its own parts included."""
-    return [leaf for own in part for leaf in leaves(own)] if isinstance(part, tuple) else [part]
+    return attention._replace(q=some_rows(attention.q, slice(0)), q_bias=attention.q_bias[:0])

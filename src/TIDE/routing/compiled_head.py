@@ -11,6 +11,7 @@ import torch
 
 from TIDE.kernels.dispatch import arrays, compiled_exits
 from TIDE.kernels.layer import FusionWeights
+from TIDE.kernels.weights import GROUP, Dense, dense, quantize_int8
 from TIDE.routing.heads import EPS, MemoryHead
 
 
@@ -35,18 +36,11 @@ class CompiledHead:
 
     def __init__(self, head: MemoryHead, ops: ModuleType) -> None:
         self.ops = ops
-        self.head = head = _rounded(head, ops)
-        layer, quantize_int8 = arrays(head.as_layer()), ops.cpu_ops.quantize_int8
-        attention, mlp = (
-            part._replace(**{name: quantize_int8(getattr(part, name)) for name in names})
-            for part, names in ((layer.attention, "qkvo"), (layer.mlp, ("gate", "up", "down")))
-        )
-        self.layer = ops.cpu_ops.prepared(layer._replace(attention=attention, mlp=mlp))
-        recall = torch.zeros(0, 0) if head.recall is None else head.recall.weight
-        centers = [head.shallow_center, head.shallow_spread, head.deep_center, head.deep_spread]
-        fields: list[Any] = [x.detach().numpy() for x in centers]
-        fields += [quantize_int8(x.detach().numpy()) for x in (head.fuse.weight, recall)]
-        self.fusion = FusionWeights(*[*fields, EPS])
+        self.head = head = _rounded(head)
+        self.layer = ops.cpu_ops.prepared(arrays(_in_8_bits(head.as_layer())))
+        centers = head.shallow_center, head.shallow_spread, head.deep_center, head.deep_spread
+        recall = torch.zeros(0, GROUP) if head.recall is None else head.recall.weight
+        self.fusion: FusionWeights = arrays(FusionWeights(*centers, quantize_int8(head.fuse.weight), quantize_int8(recall), EPS))
         none = np.zeros((0, 0), np.float32)
         self._angles: tuple[np.ndarray, ...] = none, none  # cosines and sines, exchanged at once: threads share them
         self._compile()
@@ -79,14 +73,19 @@ class CompiledHead:
         return angles
 
 
-def _rounded(head: MemoryHead, ops: ModuleType) -> MemoryHead:
+def _in_8_bits(part: Any) -> Any:
+    """Return a part of a layer with its weights in 8 bits."""
+    if isinstance(part, Dense):
+        return quantize_int8(part.values)
+    return type(part)(*map(_in_8_bits, part)) if isinstance(part, tuple) else part
+
+
+def _rounded(head: MemoryHead) -> MemoryHead:
     """Return a copy of a head whose weights are those that 8 bits keep of them."""
     found = copy.deepcopy(head)
     for part in (found.recall, found.fuse, found.qkv, found.o, found.gate_up, found.down):
         if part is not None:
-            values, scales = ops.cpu_ops.quantize_int8(part.weight.detach().numpy())
-            rows = values.reshape(len(scales), -1)[:, : part.weight.shape[1]] * scales[:, None]
-            part.weight = torch.nn.Parameter(torch.from_numpy(rows), requires_grad=False)
+            part.weight = torch.nn.Parameter(dense(quantize_int8(part.weight)), requires_grad=False)
     return found
 
 

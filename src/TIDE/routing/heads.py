@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from TIDE.kernels.layer import MLP, Attention, Layer, Norm, no_norm
+from TIDE.kernels.weights import Dense
 
 EPS = 1e-6
 MEMORIES = 3  # depths at which a memory head sees tokens that have run all layers
@@ -172,12 +173,13 @@ class DraftHead(nn.Module):
     def as_layer(self) -> Layer:
         """Return the block in the form of a decoder layer."""
         sizes, none = self.sizes, torch.zeros(0)
-        q, k, v = self.qkv.weight.split([n * sizes.head_dim for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads)])
-        gate, up = self.gate_up.weight.chunk(2)
+        widths = [n * sizes.head_dim for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
+        q, k, v = map(Dense, self.qkv.weight.split(widths))
+        o, down, (gate, up) = Dense(self.o.weight), Dense(self.down.weight), map(Dense, self.gate_up.weight.chunk(2))
         absent, (attention_norm, mlp_norm) = no_norm(none), self.norms()
         biases = none, none, none, none
-        attention = Attention(q, k, v, self.o.weight, *biases, absent, absent, sizes.head_dim, sizes.head_dim**-0.5)
-        mlp = MLP(gate, up, self.down.weight, none, none, none)
+        attention = Attention(q, k, v, o, *biases, absent, absent, sizes.head_dim, sizes.head_dim**-0.5)
+        mlp = MLP(gate, up, down, none, none, none)
         return Layer(attention_norm, attention, absent, mlp_norm, mlp, absent)
 
     def unroll(self, shallow: torch.Tensor, deep: torch.Tensor, steps: int, jitter: Jitter | None = None) -> list[torch.Tensor]:

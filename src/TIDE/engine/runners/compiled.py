@@ -21,6 +21,7 @@ from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.runners.modules import ModuleRunner
 from TIDE.engine.runners.passes import PassResult, PassTokens
 from TIDE.kernels.layer import MOST_TOKENS, Layer
+from TIDE.kernels.weights import Weight
 
 
 class CompiledRunner(ModuleRunner):
@@ -43,7 +44,7 @@ class CompiledRunner(ModuleRunner):
         self.snapshot = ModelSnapshot(adapter.model)
         self.embedding: nn.Module | None = None
         self.norm: nn.Module | None = None
-        self.lm_head: torch.Tensor | None = None
+        self.lm_head: Weight | None = None
         self.scale, self.cap = _logit_transform(adapter.model.config.get_text_config(decoder=True))
 
     def is_ragged(self, tokens: PassTokens) -> bool:
@@ -112,7 +113,7 @@ class CompiledRunner(ModuleRunner):
             return self.cap * torch.tanh(found / self.cap) if self.cap else found
 
     @abstractmethod
-    def _linear(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _linear(self, states: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Return (n, m) products of (n, hidden) states with an (m, hidden) weight."""
 
     @torch.no_grad()
@@ -159,7 +160,7 @@ class CompiledRunner(ModuleRunner):
 
     def _kv(self, index: int, x: torch.Tensor, cache: SegmentCache) -> tuple[torch.Tensor, torch.Tensor]:
         attention = self.layers[index].attention
-        return cache.kv_buffers(index, len(attention.k) // attention.head_dim, attention.head_dim, x)
+        return cache.kv_buffers(index, attention.kv_heads, attention.head_dim, x)
 
 
 def _logit_transform(config: Any) -> tuple[float, float]:

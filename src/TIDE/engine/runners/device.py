@@ -90,6 +90,10 @@ class DeviceRunner(Runner):
         """True if logits are a norm and a product, for which there are kernels."""
         return False
 
+    def a_state(self) -> torch.Tensor:
+        """Return a (hidden,) state, of the dtype and on the device of all of them."""
+        return torch.zeros(self.adapter.hidden_dim, dtype=self.adapter.model.dtype, device=self.device)
+
     def make_store(self, exit_: Exit | None) -> KVBlocks:
         """Return fresh K/V in blocks, for rows and for what an exit keeps of them."""
         raise NotImplementedError(f"{type(self).__name__} has no K/V in blocks")

@@ -13,6 +13,7 @@ import torch
 
 from TIDE.kernels.dispatch import arrays
 from TIDE.kernels.layer import Norm
+from TIDE.kernels.weights import Weight, dense, quantize_int8, some_rows
 
 LIKELY = 3  # one token in three is looked at first
 SURE = 0.5  # probability of the best of them from which the others are not looked at
@@ -26,12 +27,12 @@ class Int8LMHead:
         weight: (tokens, hidden) of the LM head.
     """
 
-    def __init__(self, norm: Norm, weight: torch.Tensor, vocabulary: torch.Tensor | None, exits: ModuleType) -> None:
+    def __init__(self, norm: Norm, weight: Weight, vocabulary: torch.Tensor | None, exits: ModuleType) -> None:
         self.exits = exits
         self.norm: Norm = arrays(norm)
-        rows = (weight if vocabulary is None else weight[vocabulary]).detach().numpy()
+        rows = dense(weight if vocabulary is None else some_rows(weight, vocabulary))
         first = len(rows) // LIKELY if vocabulary is None else len(rows)
-        self.likely, self.others = (exits.cpu_ops.quantize_int8(part) for part in (rows[:first], rows[first:]))
+        self.likely, self.others = (arrays(quantize_int8(part)) for part in (rows[:first], rows[first:]))
 
     def judge(self, guesses: torch.Tensor, router: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """(n, hidden) guesses of an exit head -> (n, tokens) logits, and (n,) scores of a router given by its arrays."""

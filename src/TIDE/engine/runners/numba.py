@@ -11,7 +11,7 @@ import torch
 
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.layer_parts import norm_parts
-from TIDE.adapters.weights import version
+from TIDE.adapters.weights import state_of
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.runners.compiled import CompiledRunner, rows_of
 from TIDE.engine.runners.int8_head import Int8LMHead
@@ -19,6 +19,7 @@ from TIDE.engine.runners.passes import PassTokens
 from TIDE.engine.runners.patience import saying_what_takes_so_long
 from TIDE.kernels.dispatch import arrays, compiled_exits, compiled_screen
 from TIDE.kernels.layer import MOST_TOKENS, Layer, Pass, dense_tables
+from TIDE.kernels.weights import Weight, dense
 
 HEAD_SHARE = 0.4  # of a model's weights
 MOST_SCREENED = 2  # tokens: more are as quickly multiplied in fp32, which reads the LM head once for all of them
@@ -67,17 +68,16 @@ class NumbaRunner(CompiledRunner):
         tables = dense_tables(cache.rows, x.device).numpy()
         return Pass(x.numpy(), cos.numpy(), sin.numpy(), rows, columns, positions, which, tables)
 
-    def _linear(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        plain = weight.dtype == states.dtype == torch.float32 and weight.is_contiguous()
-        if len(states) > MOST_TOKENS or not plain:
-            return torch.nn.functional.linear(states, weight)
-        return torch.from_numpy(self.ops.linear(states.numpy(), weight.detach().numpy()))
+    def _linear(self, states: torch.Tensor, weight: Weight) -> torch.Tensor:
+        if len(states) > MOST_TOKENS or not weight.dtype == states.dtype == torch.float32:
+            return torch.nn.functional.linear(states, dense(weight))
+        return torch.from_numpy(self.ops.linear(states.numpy(), arrays(weight)))
 
     def _wanted_logits(self, states: torch.Tensor, best_only: bool) -> torch.Tensor:
         if not best_only or len(states) > MOST_SCREENED or not self._has_large_head:
             return self.logits(states)
         assert self.lm_head is not None and self.norm is not None
-        compiled, weight = compiled_screen(), self.lm_head.detach().numpy()
+        compiled, weight = compiled_screen(), arrays(self.lm_head)
         if not self._is_followed:
             self._screen = self._screened(compiled, weight)
             self._is_followed = True
@@ -88,7 +88,7 @@ class NumbaRunner(CompiledRunner):
     def follow(self) -> None:
         self._is_followed = False
 
-    def _screened(self, compiled: Any, weight: Any) -> tuple[int | None, Any]:
+    def _screened(self, compiled: Any, weight: Weight) -> tuple[int | None, Any]:
         """Return the screen of the LM head as it is now. Weights may be changed in place, so every bit is looked at."""
         with saying_what_takes_so_long("the LM head in 8 bits"):
             now = compiled.fingerprint(weight)
@@ -98,9 +98,9 @@ class NumbaRunner(CompiledRunner):
     def _has_large_head(self) -> bool:
         """True if so much of the model is its LM head that a second copy of it, in 8 bits, pays."""
         weight = self.lm_head
-        if weight is None or not self.has_plain_logits or weight.dtype != torch.float32 or not weight.is_contiguous():
+        if weight is None or not self.has_plain_logits or weight.dtype != torch.float32 or not compiled_screen().suits(weight):
             return False
-        return weight.numel() > HEAD_SHARE * self._size
+        return weight.rows * weight.columns > HEAD_SHARE * self._size
 
     @functools.cached_property
     def _size(self) -> int:
@@ -110,11 +110,11 @@ class NumbaRunner(CompiledRunner):
         weight = self.lm_head
         if weight is None or self.norm is None or not self.has_plain_logits:
             return None
-        exits = compiled_exits(weight.device, weight.dtype)
+        exits = compiled_exits(self.device, weight.dtype)
         if exits is None:
             return None
-        now = (id(weight), weight.data_ptr(), version(weight), id(vocabulary))
+        now = (state_of(weight), id(vocabulary))
         if self._int8 is None or self._int8[0] != now:
-            head = Int8LMHead(norm_parts(self.norm, weight), weight, vocabulary, exits)
+            head = Int8LMHead(norm_parts(self.norm, torch.zeros(0)), weight, vocabulary, exits)
             self._int8 = now, head, (weight, vocabulary)  # held, so that nothing else is put where they are
         return self._int8[1]

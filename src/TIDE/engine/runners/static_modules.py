@@ -107,7 +107,7 @@ class StaticModuleRunner(ModuleRunner, DeviceRunner):
         model = self.adapter.model
         if not self._kv_shapes:
             self._kv_shapes = self._measured_kv_shapes()
-        like = torch.zeros(self.adapter.hidden_dim, dtype=model.dtype, device=self.device)
+        like = self.a_state()
         store = KVBlocks(like, self._kv_shapes, 1, columns, draft_head(exit_))
         return Slots(like, store, None, rows, columns, exit_, context_of(model).limit)
 

@@ -19,6 +19,7 @@ from TIDE.kernels.interfaces import ExitOps, LayerOps, SamplingOps
 from TIDE.kernels.layer import MOST_TOKENS, Begun, Layer, Pass, dense_tables
 from TIDE.kernels.layer_steps import begin_layer, end_layer
 from TIDE.kernels.transfer import sent
+from TIDE.kernels.weights import Weight, dense
 from TIDE.routing.exits import Exit
 
 
@@ -67,8 +68,8 @@ class TritonRunner(CompiledRunner, DeviceRunner):
 
     def make_store(self, exit_: Exit | None) -> KVBlocks:
         parts = [layer.attention for layer in self.layers]
-        shapes = [KVShape(len(own.k) // own.head_dim, own.head_dim, own.head_dim) for own in parts]
-        return KVBlocks(parts[0].q[0], shapes, 2, BLOCK, draft_head(exit_))
+        shapes = [KVShape(own.kv_heads, own.head_dim, own.head_dim) for own in parts]
+        return KVBlocks(self.a_state(), shapes, 2, BLOCK, draft_head(exit_))
 
     def make_slots(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
         store = self.pool.store(exit_)
@@ -138,9 +139,9 @@ class TritonRunner(CompiledRunner, DeviceRunner):
         rows, columns, positions, which = sent(places, x.device)
         return Pass(x, cos, sin, rows, columns, positions, which, dense_tables(cache.rows, x.device))
 
-    def _linear(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _linear(self, states: torch.Tensor, weight: Weight) -> torch.Tensor:
         if len(states) > MOST_TOKENS or not self.is_checked:
-            return torch.nn.functional.linear(states, weight)
+            return torch.nn.functional.linear(states, dense(weight))
         with self.device_guard():
             found: torch.Tensor = self.ops.linear(states.contiguous(), weight)
             return found

@@ -20,6 +20,7 @@ from TIDE.engine.cache.slots import Memory, Slots, Tokens
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.kernels.layer import Begun
 from TIDE.kernels.layer_steps import end_layer
+from TIDE.kernels.weights import Dense
 from TIDE.routing.eagle3.head import EagleHead
 from TIDE.routing.heads import EPS, DraftHead, MemoryHead
 
@@ -93,7 +94,7 @@ class DeviceMemoryHead(DeviceHead):
         if self.head.recall is None:
             table.index_copy_(0, places, parts)
         else:
-            self.runner.exits.linear_into(parts, self.head.recall.weight, table, places)
+            self.runner.exits.linear_into(parts, Dense(self.head.recall.weight), table, places)
 
     def enter(
         self, number: int, table: torch.Tensor, rows: torch.Tensor | None, out: torch.Tensor, places: torch.Tensor | None
@@ -105,7 +106,7 @@ class DeviceMemoryHead(DeviceHead):
     def join(self, joined: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         head, own = self.head, joined[:, -self.head.sizes.hidden_dim :]
         self.runner.exits.normalize_into(table, places, own, EPS, head.deep_center, head.deep_spread)
-        found: torch.Tensor = self.runner.ops.linear(joined, head.fuse.weight)
+        found: torch.Tensor = self.runner.ops.linear(joined, Dense(head.fuse.weight))
         return found
 
     def guess(self, slots: Slots, tokens: Tokens, x: torch.Tensor, most: int, table: torch.Tensor, out: torch.Tensor) -> None:
@@ -138,7 +139,7 @@ class DeviceEagleHead(DeviceHead):
     def remember(self, parts: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
         if self.head.fc_gain is not None:
             parts = self.runner.ops.norm(parts, self.head.norm_with(self.head.fc_gain))
-        self.runner.exits.linear_into(parts, self.head.fc.weight, table, places)
+        self.runner.exits.linear_into(parts, Dense(self.head.fc.weight), table, places)
 
     def enter(
         self, number: int, table: torch.Tensor, rows: torch.Tensor | None, out: torch.Tensor, places: torch.Tensor | None
@@ -178,11 +179,12 @@ class DeviceEagleHead(DeviceHead):
     ) -> None:
         """Find the best tokens after (n, hidden) guesses, as `DeviceRunner.choose` does after states of full depth."""
         normed = self.runner.ops.norm(states, self.norm)
-        self.runner.exits.best_tokens(normed, self.head.lm_head.weight, best, token, signals, vocabulary, logits)
+        self.runner.exits.best_tokens(normed, Dense(self.head.lm_head.weight), best, token, signals, vocabulary, logits)
 
     def write_logits(self, states: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
         """Write the (n, vocabulary) logits of (n, hidden) guesses."""
-        self.runner.exits.write_logits(self.runner.ops.norm(states, self.norm), self.head.lm_head.weight, vocabulary, logits)
+        normed = self.runner.ops.norm(states, self.norm)
+        self.runner.exits.write_logits(normed, Dense(self.head.lm_head.weight), vocabulary, logits)
 
 
 def device_head(runner: DeviceRunner, head: object, depth: int) -> DeviceHead | None:

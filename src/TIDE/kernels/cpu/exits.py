@@ -23,11 +23,11 @@ from TIDE.kernels.cpu.ops import (
     compile_for,
     plain_norm,
     prepared,
-    products_for,
 )
-from TIDE.kernels.cpu.products import ROWS, ZERO, _dot, _linear, _padded, described
+from TIDE.kernels.cpu.products import PRODUCTS, ROWS, ZERO, _dot, _linear, _padded, described
 from TIDE.kernels.cpu.threads import in_turn
-from TIDE.kernels.layer import GROUP, MLP, UNLIKELY, Attention, FusionWeights, Int8Weight, Layer, Norm
+from TIDE.kernels.layer import MLP, UNLIKELY, Attention, FusionWeights, Layer, Norm
+from TIDE.kernels.weights import GROUP, Int8, Weight
 
 FAINT = np.float32(-16)  # tokens so far below the best one do not count in signals
 PARTS = 8
@@ -41,7 +41,7 @@ assert " ".join(FusionWeights._fields) == "shallow_center shallow_spread deep_ce
 def remember(fusion: FusionWeights, deep: np.ndarray) -> np.ndarray:
     """(n, memories * hidden) states of finished tokens -> (n, hidden): `MemoryHead.remember`."""
     wait_for("exits.compile_exits")
-    return _remember(*_remembered(fusion, deep), calls(products_for(fusion.recall)))
+    return _remember(*_remembered(fusion, deep), calls(PRODUCTS[type(fusion.recall)]))
 
 
 def _remembered(fusion: FusionWeights, deep: np.ndarray) -> tuple[Any, ...]:
@@ -87,7 +87,7 @@ def _block(
 
 @in_turn
 def judge(
-    states: np.ndarray, norm: Norm, likely: Int8Weight, others: Int8Weight, sure: float, router: tuple[Any, ...]
+    states: np.ndarray, norm: Norm, likely: Weight, others: Weight, sure: float, router: tuple[Any, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(n, hidden) guesses of an exit head -> (n, tokens) logits by norm and LM head, and (n,) scores of the router.
 
@@ -98,11 +98,11 @@ def judge(
         router: `Router.arrays`.
     """
     wait_for("exits.compile_exits")
-    return _judge(*_judged(states, norm, likely, others, sure, router), calls(products_for(likely)))
+    return _judge(*_judged(states, norm, likely, others, sure, router), calls(PRODUCTS[type(likely)]))
 
 
 def _judged(
-    states: np.ndarray, norm: Norm, likely: Int8Weight, others: Int8Weight, sure: float, router: tuple[Any, ...]
+    states: np.ndarray, norm: Norm, likely: Weight, others: Weight, sure: float, router: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     return states, plain_norm(norm), described(likely), described(others), np.float32(sure), router
 
@@ -119,7 +119,7 @@ def compile_exits() -> None:
     def zeros(*shape: int) -> np.ndarray:
         return np.zeros(shape, np.float32)
 
-    weight, norm = Int8Weight(np.zeros((1, 1, GROUP), np.int8), zeros(1)), Norm(zeros(1), 0.0, 0.0, False, zeros(0))
+    weight, norm = Int8(np.zeros((1, 1, GROUP), np.int8), zeros(1), 1), Norm(zeros(1), 0.0, 0.0, False, zeros(0))
     fusion = FusionWeights(zeros(1), zeros(1), zeros(1), zeros(1), weight, weight, 0.0)
     none = zeros(0)
     attention = Attention(weight, weight, weight, weight, none, none, none, none, norm, norm, 1, 1.0)

@@ -12,9 +12,10 @@ from numba import get_num_threads, njit, typeof
 from TIDE.kernels.cpu import attention as cpu_attention
 from TIDE.kernels.cpu import products as cpu_products
 from TIDE.kernels.cpu.attention import _attention
-from TIDE.kernels.cpu.products import Calls, _dot, _gated, _linear, _linear_3, _padded, described
+from TIDE.kernels.cpu.products import PRODUCTS, Calls, _dot, _gated, _linear, _linear_3, _padded, described
 from TIDE.kernels.cpu.threads import in_turn
-from TIDE.kernels.layer import GROUP, MLP, Attention, Int8Weight, Layer, Norm, Pass
+from TIDE.kernels.layer import MLP, Attention, Layer, Norm, Pass
+from TIDE.kernels.weights import Weight
 
 VERSION = 14  # counts changes of the code compiled here, for modules that compile it into their own
 TABLES = 8  # fields of a pass up to its tables: those that compiled code gets
@@ -45,13 +46,14 @@ def prepared(layer: Layer) -> PreparedLayer:
     at, mlp = layer.attention, layer.mlp
     weights = [(at.q, at.q_bias), (at.k, at.k_bias), (at.v, at.v_bias), (at.o, at.o_bias)]
     weights += [(mlp.gate, mlp.gate_bias), (mlp.up, mlp.up_bias), (mlp.down, mlp.down_bias)]
+    (kind,) = {type(weight) for weight, _ in weights}
     norms = (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm, at.q_norm, at.k_norm)
     numbers = int(at.head_dim), float(at.scaling), int(at.window), float(at.cap), bool(at.rotary), int(mlp.activation)
     return PreparedLayer(
         np.stack([described(weight, bias) for weight, bias in weights]),
         tuple(map(plain_norm, norms)),
         (*numbers, float(layer.residual), bool(layer.parallel)),
-        products_for(at.o),
+        PRODUCTS[kind],
         layer,
     )
 
@@ -59,11 +61,6 @@ def prepared(layer: Layer) -> PreparedLayer:
 def plain_norm(norm: Norm) -> Norm:
     """Return a norm whose numbers have the types that code is compiled for."""
     return Norm(norm.weight, float(norm.eps), float(norm.offset), bool(norm.layer_norm), norm.bias)
-
-
-def products_for(weight: np.ndarray | Int8Weight) -> Callable[[], int]:
-    """Return the function that compiles products for weights of a kind, and returns their address."""
-    return cpu_products.int8_products if isinstance(weight, Int8Weight) else cpu_products.float_products
 
 
 @in_turn
@@ -93,19 +90,9 @@ def calls(products: Callable[[], int]) -> Calls:
 
 
 @in_turn
-def linear(x: np.ndarray, weight: np.ndarray | Int8Weight) -> np.ndarray:
+def linear(x: np.ndarray, weight: Weight) -> np.ndarray:
     """(n, k), (m, k) -> (n, m)"""
-    return _linear(_padded(x), described(weight), calls(products_for(weight)))[: len(x)]
-
-
-def quantize_int8(weight: np.ndarray) -> Int8Weight:
-    """Return a weight in 8 bits, with a scale for each row."""
-    rows, columns = weight.shape
-    scales = np.maximum(np.abs(weight).max(1, initial=0), np.float32(1e-30)) / np.float32(127)
-    groups = -(-columns // GROUP)
-    values = np.zeros((rows, groups * GROUP), np.int8)
-    values[:, :columns] = np.rint(weight / scales[:, None])
-    return Int8Weight(values.reshape(rows, groups, GROUP), scales)
+    return _linear(_padded(x), described(weight), calls(PRODUCTS[type(weight)]))[: len(x)]
 
 
 @njit(fastmath=True, cache=True)

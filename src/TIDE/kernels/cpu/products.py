@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -22,15 +23,16 @@ from numba import njit, prange
 from TIDE.kernels.cpu import calls as cpu_calls
 from TIDE.kernels.cpu.calls import address_of, call, floats, longs, signed_bytes
 from TIDE.kernels.cpu.compile import is_cached, wait_for
-from TIDE.kernels.layer import GELU_TANH, GROUP, SILU, Int8Weight
+from TIDE.kernels.layer import GELU_TANH, SILU
+from TIDE.kernels.weights import GROUP, Dense, Int8, Weight
 
 VERSION = 5  # counts changes of the code compiled here, for modules that compile it into their own
 ZERO = np.float32(0)
 NO_GATE = -1
 ADDRESS, ROWS, SCALES, BIAS, OUT = range(5)  # of the table that describes weights to the C functions; 0: there is no bias
 
-# numba caches compiled code until this file changes, so this file states the types and versions it was compiled for.
-assert (Int8Weight._fields, GROUP, SILU, GELU_TANH, cpu_calls.VERSION) == (("values", "scales"), 64, 0, 1, 1)
+# numba caches compiled code until this file changes, so this file states the numbers and versions it was compiled for.
+assert (GROUP, SILU, GELU_TANH, cpu_calls.VERSION) == (64, 0, 1, 1)
 
 
 class Calls(NamedTuple):
@@ -55,6 +57,9 @@ def int8_products() -> int:
     return address_of(_int8_products, "int64, int64, int64, int64, int64, int64, int64")
 
 
+PRODUCTS: dict[type[Weight], Callable[[], int]] = {Dense: float_products, Int8: int8_products}
+
+
 def is_compiled() -> bool:
     """Return True if numba's cache has the products."""
     return is_cached(_float_products, _padded)
@@ -71,9 +76,9 @@ def _padded(x):  # type: ignore[no-untyped-def]
     return out
 
 
-def described(weight: np.ndarray | Int8Weight, bias: np.ndarray | None = None) -> np.ndarray:
+def described(weight: Weight, bias: np.ndarray | None = None) -> np.ndarray:
     """Return the description of a weight for compiled code, which holds no memory of it: address, rows, scales, bias."""
-    values, scales = weight if isinstance(weight, Int8Weight) else (weight, None)
+    values, scales = weight.values, weight.scales if isinstance(weight, Int8) else None
     assert values.flags.c_contiguous, f"weights must be contiguous, got strides {values.strides}"
     return np.array([_at(values), len(values), _at(scales), _at(bias)], np.int64)
 

@@ -18,6 +18,7 @@ from numba import njit, prange
 from TIDE.kernels.cpu import products as cpu_products
 from TIDE.kernels.cpu.products import ZERO, _dot
 from TIDE.kernels.cpu.threads import in_turn
+from TIDE.kernels.weights import Dense, Weight
 
 ROUNDING = np.float32(1e-5)  # of the lengths: the products themselves are rounded
 AT_ONCE = 4096  # rows that are measured at a time
@@ -36,29 +37,33 @@ class Screen(NamedTuple):
     lost: Any  # (rows,) lengths of what 8 bits do not keep, and of how products are rounded
 
 
-def screen_of(weight: np.ndarray) -> Screen:
-    """Return the screen of a (rows, columns) weight."""
-    values = np.empty(weight.shape, np.int8)
-    scales, lost = np.empty((2, len(weight)), np.float32)
-    for start in range(0, len(weight), AT_ONCE):
+def suits(weight: Weight) -> bool:
+    """Return True if a weight can have a screen: one that is packed is read as quickly as 8 bits of it."""
+    return isinstance(weight, Dense)
+
+
+def screen_of(weight: Dense) -> Screen:
+    """Return the screen of a weight."""
+    values, (scales, lost) = np.empty(weight.values.shape, np.int8), np.empty((2, weight.rows), np.float32)
+    for start in range(0, weight.rows, AT_ONCE):
         some = slice(start, start + AT_ONCE)
-        scales[some] = np.maximum(np.abs(weight[some]).max(1), np.float32(1e-30)) / np.float32(127)
-        values[some] = np.rint(weight[some] / scales[some, None])
-        rest = weight[some] - values[some] * scales[some, None]
-        lost[some] = np.linalg.norm(rest, axis=1) + ROUNDING * np.linalg.norm(weight[some], axis=1)
+        own = weight.values[some]
+        scales[some] = np.maximum(np.abs(own).max(1), np.float32(1e-30)) / np.float32(127)
+        values[some] = np.rint(own / scales[some, None])
+        lost[some] = np.linalg.norm(own - values[some] * scales[some, None], axis=1) + ROUNDING * np.linalg.norm(own, axis=1)
     return Screen(values, scales, lost)
 
 
 @in_turn
-def fingerprint(weight: np.ndarray) -> int:
+def fingerprint(weight: Dense) -> int:
     """Return a number that tells a weight from what it was before it was changed."""
-    return int(_fingerprint(weight.reshape(-1).view(np.int32)))
+    return int(_fingerprint(weight.values.reshape(-1).view(np.int32)))
 
 
 @in_turn
-def best_logits(h: np.ndarray, weight: np.ndarray, screen: Screen) -> np.ndarray:
+def best_logits(h: np.ndarray, weight: Dense, screen: Screen) -> np.ndarray:
     """(n, columns), (rows, columns) -> (n, rows) logits: exact where they may be the best, and too low to be so elsewhere."""
-    return _best_logits(h, weight, screen)
+    return _best_logits(h, weight.values, screen)
 
 
 @njit(cache=True)

@@ -39,8 +39,8 @@ load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 
 def gated_in_parts(x: torch.Tensor, mlp: MLP, tile: PartsTile) -> torch.Tensor:
     """Return what `mlp_inner` does."""
-    out = x.new_empty(len(x), len(mlp.gate))
-    _launch(x, (mlp.gate, mlp.up), (mlp.gate_bias, mlp.up_bias), out, tile, 1.0, True, False, mlp.activation)
+    out = x.new_empty(len(x), mlp.gate.rows)
+    _launch(x, (mlp.gate.values, mlp.up.values), (mlp.gate_bias, mlp.up_bias), out, tile, 1.0, True, False, mlp.activation)
     return out
 
 

@@ -24,11 +24,11 @@ def project_in_parts(
     strides: tuple[int, ...], rotary: int, tile: PartsTile,
 ) -> None:  # fmt: skip
     """Write queries of the tokens that ask, and K/V of all, in place; rotary: all numbers of a head, or 0."""
-    has_bias, heads = len(attention.k_bias) > 0, len(attention.q) // attention.head_dim
+    has_bias, heads = len(attention.k_bias) > 0, attention.heads
     biases = (attention.q_bias, attention.k_bias, attention.v_bias) if has_bias else (h, h, h)
     weights = attention.q if heads else attention.k, attention.k, attention.v
     _project[(tile.programs,)](
-        tiles_of(h, PART.value, STEP.value), *(tiles_of(own, tile.rows, STEP.value) for own in weights), *biases,
+        tiles_of(h, PART.value, STEP.value), *(tiles_of(own.values, tile.rows, STEP.value) for own in weights), *biases,
         tokens.cos, tokens.sin, queries, keys, values, tokens.rows, tokens.columns, tokens.angles, tokens.tables,
         len(h), len(queries), h.shape[1], heads, keys.shape[1], *strides,
         rotary > 0, has_bias, tile.parts, tile.rows, tile.stages, num_warps=4,

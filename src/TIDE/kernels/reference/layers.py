@@ -16,6 +16,7 @@ from TIDE.kernels.reference.trees import grow as grow
 from TIDE.kernels.reference.trees import move_columns as move_columns
 from TIDE.kernels.reference.trees import straighten as straighten
 from TIDE.kernels.result import ACCEPTED, DRAFTED, IS_NAN, NOTHING_LEFT, SCORES, TOKENS
+from TIDE.kernels.weights import Weight, dense, some_rows
 
 EMPTY = torch.zeros(0)
 ACTIVATIONS = {SILU: F.silu, GELU_TANH: lambda x: F.gelu(x, approximate="tanh"), GELU: F.gelu}
@@ -38,27 +39,26 @@ def norm(x: torch.Tensor, own: Norm) -> torch.Tensor:
     return F.rms_norm(x, x.shape[-1:], eps=own.eps) * (own.weight + own.offset)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor = EMPTY, activation: int | None = None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor = EMPTY, activation: int | None = None) -> torch.Tensor:
     """(n, width), (height, width) -> (n, height)"""
-    found = x @ weight.T + bias if len(bias) else x @ weight.T
+    found = x @ dense(weight).T
+    found = found + bias if len(bias) else found
     return found if activation is None else ACTIVATIONS[activation](found)
 
 
-def add_linear(
-    base: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out_norm: Norm, scale: float
-) -> None:
+def add_linear(base: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor, out_norm: Norm, scale: float) -> None:
     """Add `scale` times a product, (n, width) by (height, width), to (n, height) base, in place; normed before, with a norm."""
     base.add_(scale * norm(linear(x, weight, bias), out_norm))
 
 
-def linear_into(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
+def linear_into(x: torch.Tensor, weight: Weight, table: torch.Tensor, places: torch.Tensor) -> None:
     """(n, width), (height, width) -> the rows of a table that (n,) places name."""
-    table[places] = x @ weight.T
+    table[places] = x @ dense(weight).T
 
 
 def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:
     """(n, hidden) -> (n, inner), what the MLP's last product takes."""
-    if not len(mlp.gate):
+    if not mlp.gate.rows:
         return linear(x, mlp.up, mlp.up_bias, mlp.activation)
     return linear(x, mlp.gate, mlp.gate_bias, mlp.activation) * linear(x, mlp.up, mlp.up_bias)
 
@@ -159,7 +159,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 def best_tokens(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     best: torch.Tensor,
     token: torch.Tensor,
     signals: torch.Tensor | None = None,
@@ -172,17 +172,17 @@ def best_tokens(
     With a vocabulary, rising token ids, there are no others; an LM head may have rows for these alone. `logits`, (n, tokens),
     receives the logits.
     """
-    best_of(x @ _rows(weight, vocabulary).T, best, token, signals, vocabulary, logits)
+    best_of(x @ dense(_rows(weight, vocabulary)).T, best, token, signals, vocabulary, logits)
 
 
-def write_logits(x: torch.Tensor, weight: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
+def write_logits(x: torch.Tensor, weight: Weight, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
     """Write the (n, tokens) logits of normed states (n, hidden), by an LM head; with a vocabulary, of its tokens only."""
-    logits.copy_(x @ _rows(weight, vocabulary).T)
+    logits.copy_(x @ dense(_rows(weight, vocabulary)).T)
 
 
-def _rows(weight: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
+def _rows(weight: Weight, vocabulary: torch.Tensor | None) -> Weight:
     """Return the rows of an LM head for the tokens of a vocabulary."""
-    return weight if vocabulary is None or len(vocabulary) == len(weight) else weight[vocabulary]
+    return weight if vocabulary is None or len(vocabulary) == weight.rows else some_rows(weight, vocabulary)
 
 
 def best_of(

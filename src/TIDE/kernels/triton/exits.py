@@ -18,6 +18,7 @@ from TIDE.kernels.triton.trees import few_best as few_best
 from TIDE.kernels.triton.trees import grow as grow
 from TIDE.kernels.triton.trees import move_columns as move_columns
 from TIDE.kernels.triton.trees import straighten as straighten
+from TIDE.kernels.weights import Weight
 
 
 @kernel
@@ -98,7 +99,7 @@ def _best(peaks, tokens_at, sums, best, token, signals, blocks, SIGNALS: tl.cons
 
 def best_tokens(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     best: torch.Tensor,
     token: torch.Tensor,
     signals: torch.Tensor | None = None,
@@ -116,28 +117,28 @@ def best_tokens(
 
 def _launch_peaks(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     signals: torch.Tensor | None,
     vocabulary: torch.Tensor | None,
     logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return, for each state and block of tokens, the best logit, its token, and sums for signals."""
-    width = weight.shape[1]
-    tile = head_tile(card_of(weight.device), len(weight), width, weight.element_size(), len(x))
-    chosen = weight if vocabulary is None else vocabulary
+    values, width = weight.values, weight.columns
+    tile = head_tile(card_of(x.device), weight.rows, width, values.element_size(), len(x))
+    chosen = values if vocabulary is None else vocabulary
     height = len(chosen)
     blocks = triton.cdiv(height, tile.rows)
     peaks, at = x.new_empty(len(x), blocks, dtype=torch.float32), x.new_empty(len(x), blocks, dtype=torch.int32)
     sums = peaks if signals is None else x.new_empty(3, len(x), blocks, dtype=torch.float32)
     _peaks[(tile.groups, blocks)](
-        x, weight, chosen, peaks, at, sums, x if logits is None else logits, len(x), height, width, blocks,
-        vocabulary is not None, height != len(weight), signals is not None, logits is not None, *tile.constants,
+        x, values, chosen, peaks, at, sums, x if logits is None else logits, len(x), height, width, blocks,
+        vocabulary is not None, height != weight.rows, signals is not None, logits is not None, *tile.constants,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return peaks, at, sums
 
 
-def write_logits(x: torch.Tensor, weight: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
+def write_logits(x: torch.Tensor, weight: Weight, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
     """One launch; the bits are those of `best_tokens`."""
     _launch_peaks(x, weight, None, vocabulary, logits)
 
@@ -236,7 +237,7 @@ def normalize_into(
     )  # fmt: skip
 
 
-def linear_into(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
+def linear_into(x: torch.Tensor, weight: Weight, table: torch.Tensor, places: torch.Tensor) -> None:
     _launch_linear(x, weight, EMPTY, table, places)
 
 

@@ -177,21 +177,23 @@ def _norm_all_and_rotate(
 
 
 def project(attention: Attention, tokens: Pass, h: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    dim, (height, width), kv_heads = attention.head_dim, attention.q.shape, keys.shape[1]
-    asking, heads, rotary = len(h[: tokens.asking]), height // dim, tokens.cos.shape[1] if attention.rotary else 0
+    dim, height, width = attention.head_dim, attention.q.rows, attention.q.columns
+    heads, kv_heads, rotary = attention.heads, attention.kv_heads, tokens.cos.shape[1] if attention.rotary else 0
+    asking = len(h[: tokens.asking])
     queries = h.new_empty(asking, height)
     has_norm, has_bias = len(attention.k_norm.weight) > 0, len(attention.k_bias) > 0
     turns = 0 if has_norm else rotary
-    if parts := _in_parts(h, attention, kv_heads, asking, turns):
+    if parts := _in_parts(h, attention, asking, turns):
         from TIDE.kernels.hopper.project import project_in_parts  # it has names of some versions of Triton
 
         project_in_parts(attention, tokens, h, queries, keys, values, strides(tokens, keys), turns, parts)
     else:
+        weights = attention.q.values, attention.k.values, attention.v.values
         tile = project_tile(card_of(h.device), height, width, dim, h.element_size(), len(h))
         biases = (attention.q_bias, attention.k_bias, attention.v_bias) if has_bias else (h, h, h)
         places = tokens.rows, tokens.columns, tokens.angles, tokens.tables
         _project[(tile.groups, heads + 2 * kv_heads, triton.cdiv(dim // 2, tile.rows))](
-            h, attention.q, attention.k, attention.v, *biases, tokens.cos, tokens.sin, queries, keys, values, *places,
+            h, *weights, *biases, tokens.cos, tokens.sin, queries, keys, values, *places,
             len(h), asking, width, heads, kv_heads, *strides(tokens, keys),
             dim, turns, has_bias, *tile.constants, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -200,13 +202,13 @@ def project(attention: Attention, tokens: Pass, h: torch.Tensor, keys: torch.Ten
     return queries
 
 
-def _in_parts(h: torch.Tensor, attention: Attention, kv_heads: int, asking: int, turns: int) -> PartsTile | None:
+def _in_parts(h: torch.Tensor, attention: Attention, asking: int, turns: int) -> PartsTile | None:
     """Return the tile with which `hopper/project.py` works; None: it does not."""
-    dim = attention.head_dim
-    if not (h.is_cuda and knows_gluon() and turns in (0, dim) and is_aligned(h, attention.q, attention.k, attention.v)):
+    dim, weights = attention.head_dim, (attention.q.values, attention.k.values, attention.v.values)
+    if not (h.is_cuda and knows_gluon() and turns in (0, dim) and is_aligned(h, *weights)):
         return None
-    card, heads = card_of(h.device), len(attention.q) // dim
-    return project_parts_tile(card, heads, kv_heads, dim, h.element_size(), len(h), asking)
+    card = card_of(h.device)
+    return project_parts_tile(card, attention.heads, attention.kv_heads, dim, h.element_size(), len(h), asking)
 
 
 def _launch_norms(

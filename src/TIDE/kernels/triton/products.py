@@ -24,6 +24,7 @@ import triton.language as tl
 from TIDE.kernels.layer import MLP, Norm
 from TIDE.kernels.triton.launch import begin, fetch, is_aligned, kernel, knows_gluon, looped
 from TIDE.kernels.triton.tiles import PartsTile, card_of, gated_tile, linear_tile, parts_tile
+from TIDE.kernels.weights import Weight
 
 EMPTY = torch.zeros(0)
 
@@ -185,15 +186,13 @@ def _launch_norm(x: torch.Tensor, own: Norm, out: torch.Tensor, scale: float, ha
     )  # fmt: skip
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor = EMPTY, activation: int | None = None) -> torch.Tensor:
-    out = x.new_empty(len(x), len(weight))
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor = EMPTY, activation: int | None = None) -> torch.Tensor:
+    out = x.new_empty(len(x), weight.rows)
     _launch_linear(x, weight, bias, out, activation=activation)
     return out
 
 
-def add_linear(
-    base: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out_norm: Norm, scale: float
-) -> None:
+def add_linear(base: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor, out_norm: Norm, scale: float) -> None:
     """One launch; with a norm, which needs whole states, two."""
     if len(out_norm.weight):
         _launch_norm(linear(x, weight, bias), out_norm, base, scale, has_base=True)
@@ -203,7 +202,7 @@ def add_linear(
 
 def _launch_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor,
     out: torch.Tensor,
     places: torch.Tensor | None = None,
@@ -212,28 +211,28 @@ def _launch_linear(
     activation: int | None = None,
 ) -> None:
     """Write products to `out`: in place of what is there, or added to it."""
-    height, width = weight.shape
-    if places is None and (parts := _in_parts(x, weight, is_gated=False)):
-        return _gluon().linear_in_parts(x, weight, bias, out, parts, scale, has_base, activation)
-    tile = linear_tile(card_of(weight.device), height, width, weight.element_size(), len(x))
+    height, width, values = weight.rows, weight.columns, weight.values
+    if places is None and (parts := _in_parts(x, values, is_gated=False)):
+        return _gluon().linear_in_parts(x, values, bias, out, parts, scale, has_base, activation)
+    tile = linear_tile(card_of(x.device), height, width, values.element_size(), len(x))
     _linear[(tile.groups, triton.cdiv(height, tile.rows))](
-        x, weight, bias if len(bias) else x, out, x if places is None else places, len(x), height, width, scale,
+        x, values, bias if len(bias) else x, out, x if places is None else places, len(x), height, width, scale,
         len(bias) > 0, has_base, places is not None, -1 if activation is None else activation, *tile.constants,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
 def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:
-    if not len(mlp.gate):
+    if not mlp.gate.rows:
         return linear(x, mlp.up, mlp.up_bias, mlp.activation)
-    if parts := _in_parts(x, mlp.gate, is_gated=True):
+    if parts := _in_parts(x, mlp.gate.values, is_gated=True):
         return _gluon().gated_in_parts(x, mlp, parts)
-    (height, width), has_bias = mlp.gate.shape, len(mlp.up_bias) > 0
-    tile = gated_tile(card_of(mlp.gate.device), height, width, mlp.gate.element_size(), len(x))
+    height, width, has_bias = mlp.gate.rows, mlp.gate.columns, len(mlp.up_bias) > 0
+    tile = gated_tile(card_of(x.device), height, width, mlp.gate.values.element_size(), len(x))
     out = x.new_empty(len(x), height)
     _gated[(tile.groups, triton.cdiv(height, tile.rows))](
-        x, mlp.gate, mlp.up, mlp.gate_bias if has_bias else x, mlp.up_bias if has_bias else x, out, len(x), height, width,
-        has_bias, mlp.activation, *tile.constants, num_warps=tile.warps, num_stages=tile.stages,
+        x, mlp.gate.values, mlp.up.values, mlp.gate_bias if has_bias else x, mlp.up_bias if has_bias else x, out, len(x),
+        height, width, has_bias, mlp.activation, *tile.constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.weights import holds_numbers, is_stock
 from TIDE.kernels.layer import Norm
+from TIDE.kernels.weights import dense, some_rows
 from TIDE.routing.eagle3.head import EagleHead, EagleSizes, default_depths
 from TIDE.routing.eagle3.resolve import reads_embeddings
 from TIDE.routing.heads import MEMORIES, head_sizes, memory_depths
@@ -31,9 +32,9 @@ def fresh_eagle_head(adapter: ModelAdapter, vocabulary: torch.Tensor | None, see
     Args:
         vocabulary: sorted ids of the tokens it chooses from; None: all.
     """
-    norm, rows = _last_norm(adapter), adapter.plain_head
-    assert norm is not None and rows is not None
-    rows = rows if vocabulary is None else rows[vocabulary]
+    norm, weight = _last_norm(adapter), adapter.plain_head
+    assert norm is not None and weight is not None
+    rows = dense(weight if vocabulary is None else some_rows(weight, vocabulary))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         head = EagleHead(_sizes(adapter, len(rows), norm.eps))
