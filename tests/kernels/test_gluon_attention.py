@@ -15,7 +15,7 @@ from layers import in_blocks
 from TIDE.kernels.layer import Attention, Pass
 
 triton_attention = pytest.importorskip("TIDE.kernels.triton.attention")
-prompts = pytest.importorskip("TIDE.kernels.triton.prompt_attention")
+long_passes = pytest.importorskip("TIDE.kernels.triton.long_passes")
 
 IS_THERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 COMPILE = """
@@ -79,12 +79,12 @@ def test_it_compiles_without_spills_and_with_products_in_the_background(dim, dty
 )
 def test_what_it_does_not_take_is_left_to_triton(card, dim, options, together, padded, size, is_taken):
     attention = an_attention(dim, **options)
-    assert prompts.suits_halves(CARDS[card], attention, together, padded, (9, 2, size, dim)) == is_taken
+    assert long_passes.suits_halves(CARDS[card], attention, together, padded, (9, 2, size, dim)) == is_taken
 
 
 def test_a_version_of_triton_that_it_was_not_compiled_with_is_not_used(monkeypatch):
-    monkeypatch.setattr(prompts, "knows_gluon", lambda: False)
-    assert not prompts.suits_halves(CARDS["H200"], an_attention(128), 64, 4, (9, 2, 64, 128))
+    monkeypatch.setattr(long_passes, "knows_gluon", lambda: False)
+    assert not long_passes.suits_halves(CARDS["H200"], an_attention(128), 64, 4, (9, 2, 64, 128))
 
 
 @pytest.mark.invariant(7)
@@ -107,12 +107,12 @@ def test_its_bits_are_those_of_rounds(dim, shared, dtype, monkeypatch):
     table = torch.tensor([own + [-1] * (64 - len(own)) for own in [*parts, []]], dtype=torch.int32, device="cuda")
     tokens = Pass(None, None, None, rows, positions, positions, positions, tables.cuda(), table)
     attention, (keys, values) = an_attention(dim), paged.cuda()
-    asked, taken = [], prompts.suits_halves
-    monkeypatch.setattr(prompts, "suits_halves", lambda *given: asked.append(taken(*given)) or asked[-1])
+    asked, taken = [], long_passes.suits_halves
+    monkeypatch.setattr(long_passes, "suits_halves", lambda *given: asked.append(taken(*given)) or asked[-1])
     found = triton_attention.attend(attention, tokens, queries, keys, values, 1472)
     assert asked == [True]
     some = [0, 1, 31, 32, 63, 64, 511, 512, 513, 699, 700, 900, 1032, 1033, 1096, 1097]
     own = tokens._replace(rows=rows[some], columns=positions[some], positions=positions[some], groups=None)
     assert torch.equal(found[some], triton_attention.attend(attention, own, queries[some], keys, values, 1472))
-    monkeypatch.setattr(prompts, "suits_halves", lambda *given: False)
+    monkeypatch.setattr(long_passes, "suits_halves", lambda *given: False)
     assert torch.equal(found, triton_attention.attend(attention, tokens, queries, keys, values, 1472))

@@ -14,7 +14,8 @@ import torch
 from test_cards import CARDS
 
 from TIDE.kernels.layer import MLP, Attention, Pass, no_norm, only_kv
-from TIDE.kernels.triton.launch import knows_gluon
+from TIDE.kernels.triton import long_passes
+from TIDE.kernels.triton.long_passes import knows_gluon
 from TIDE.kernels.triton.tiles import PART, PARTS, PartsTile, parts_tile, project_parts_tile
 from TIDE.kernels.weights import Dense
 
@@ -192,9 +193,9 @@ def test_the_bits_of_products_are_those_of_rounds(shape, height, width, tokens, 
         return own, plain, gated, products.mlp_inner(x[:count], MLP(gate, up, up, bias, bias, none, 1))
 
     few = found(7)
-    monkeypatch.setattr(products, "parts_tile", lambda *given: None)
+    monkeypatch.setattr(long_passes, "parts_tile", lambda *given: None)
     whole = found(tokens)
-    monkeypatch.setattr(products, "parts_tile", in_parts(shape, asked))
+    monkeypatch.setattr(long_passes, "parts_tile", in_parts(shape, asked))
     for own, expected, first in zip(found(tokens), whole, few, strict=True):
         assert torch.equal(own, expected) and torch.equal(own[:7], first)
     assert asked == [False, False, True, True]
@@ -231,9 +232,9 @@ def test_the_bits_of_queries_keys_and_values_are_those_of_rounds(shape, heads, d
         return asked.append(asking) or PartsTile(*shape, min(tiles, card.processors))
 
     first = found(7)[0]
-    monkeypatch.setattr(ops, "project_parts_tile", lambda *given: None)
+    monkeypatch.setattr(long_passes, "project_parts_tile", lambda *given: None)
     queries, kept = found(tokens)
-    monkeypatch.setattr(ops, "project_parts_tile", tile)
+    monkeypatch.setattr(long_passes, "project_parts_tile", tile)
     for asking in (None, 0, 65, tokens - 1):
         own_queries, own_kept = found(tokens, asking)
         assert torch.equal(own_queries, queries[:asking]) and torch.equal(own_kept, kept)
@@ -241,6 +242,6 @@ def test_the_bits_of_queries_keys_and_values_are_those_of_rounds(shape, heads, d
     assert torch.equal(found(tokens, own=only_kv(attention))[1], kept)
     still = attention._replace(rotary=False)
     turned = found(tokens, own=still)
-    monkeypatch.setattr(ops, "project_parts_tile", lambda *given: None)
+    monkeypatch.setattr(long_passes, "project_parts_tile", lambda *given: None)
     assert all(torch.equal(*own) for own in zip(turned, found(tokens, own=still), strict=True))
     assert asked == [tokens, 0, 65, tokens - 1, tokens, tokens, tokens]

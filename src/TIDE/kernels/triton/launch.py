@@ -17,7 +17,6 @@ torch and copies begin when everything before them has ended, and are waited for
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +27,6 @@ from triton.runtime.jit import JITFunction
 
 from TIDE.kernels.triton.tiles import NARROW, Card, card_of, overlaps
 
-GLUON = ((3, 6), (3, 9))  # the first and the last version of Triton that kernels in Gluon were compiled with
 # When a kernel lets the next one begin, PDL: never, once it has waited itself, or after its loop, if it has a long one.
 NEVER, AFTER, LATE = (tl.constexpr(value) for value in range(3))
 AHEAD = tl.constexpr(2)  # tiles of its weights that a product fetches into the L2 cache before it waits
@@ -87,17 +85,6 @@ class kernel:
                 self.compiled[grid](first, *given, PDL=when.value, launch_pdl=True, **options)
 
         return launch
-
-
-@functools.cache
-def knows_gluon(version: str = triton.__version__) -> bool:
-    """Return True if kernels in Gluon compile with a version of Triton: names differ between them."""
-    return GLUON[0] <= tuple(int(part) for part in version.split(".")[:2]) <= GLUON[1]
-
-
-def is_aligned(*arrays: torch.Tensor) -> bool:
-    """Return True if all rows of arrays begin at multiples of 16 bytes, as the copy engine wants them."""
-    return all(own.shape[-1] * own.element_size() % 16 == 0 and own.data_ptr() % 16 == 0 for own in arrays)
 
 
 def early(card: Card, tokens: int) -> tl.constexpr:

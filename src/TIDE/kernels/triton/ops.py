@@ -18,10 +18,11 @@ import triton.language as tl
 
 from TIDE.kernels.layer import Attention, Layer, Pass
 from TIDE.kernels.layer_steps import run_layer
+from TIDE.kernels.triton import long_passes
 from TIDE.kernels.triton.attention import attend, strides
-from TIDE.kernels.triton.launch import begin, fetch, is_aligned, kernel, knows_gluon, looped
+from TIDE.kernels.triton.launch import begin, fetch, kernel, looped
 from TIDE.kernels.triton.products import _first, _gained, _two_products, add_linear, linear, mlp_inner, norm
-from TIDE.kernels.triton.tiles import PartsTile, card_of, project_parts_tile, project_tile
+from TIDE.kernels.triton.tiles import card_of, project_tile
 
 __all__ = ["add_linear", "attend", "decoder_layer", "linear", "mlp_inner", "norm", "project"]
 
@@ -183,11 +184,7 @@ def project(attention: Attention, tokens: Pass, h: torch.Tensor, keys: torch.Ten
     queries = h.new_empty(asking, height)
     has_norm, has_bias = len(attention.k_norm.weight) > 0, len(attention.k_bias) > 0
     turns = 0 if has_norm else rotary
-    if parts := _in_parts(h, attention, asking, turns):
-        from TIDE.kernels.hopper.project import project_in_parts  # it has names of some versions of Triton
-
-        project_in_parts(attention, tokens, h, queries, keys, values, strides(tokens, keys), turns, parts)
-    else:
+    if not long_passes.project(attention, tokens, h, queries, keys, values, strides(tokens, keys), turns):
         weights = attention.q.values, attention.k.values, attention.v.values
         tile = project_tile(card_of(h.device), height, width, dim, h.element_size(), len(h))
         biases = (attention.q_bias, attention.k_bias, attention.v_bias) if has_bias else (h, h, h)
@@ -200,15 +197,6 @@ def project(attention: Attention, tokens: Pass, h: torch.Tensor, keys: torch.Ten
     if has_norm:
         _launch_norms(attention, tokens, len(h), queries, keys, rotary)
     return queries
-
-
-def _in_parts(h: torch.Tensor, attention: Attention, asking: int, turns: int) -> PartsTile | None:
-    """Return the tile with which `hopper/project.py` works; None: it does not."""
-    dim, weights = attention.head_dim, (attention.q.values, attention.k.values, attention.v.values)
-    if not (h.is_cuda and knows_gluon() and turns in (0, dim) and is_aligned(h, *weights)):
-        return None
-    card = card_of(h.device)
-    return project_parts_tile(card, attention.heads, attention.kv_heads, dim, h.element_size(), len(h), asking)
 
 
 def _launch_norms(

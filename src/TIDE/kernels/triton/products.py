@@ -15,15 +15,14 @@ the tokens beside it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from TIDE.kernels.layer import MLP, Norm
-from TIDE.kernels.triton.launch import begin, fetch, is_aligned, kernel, knows_gluon, looped
-from TIDE.kernels.triton.tiles import PartsTile, card_of, gated_tile, linear_tile, parts_tile
+from TIDE.kernels.triton import long_passes
+from TIDE.kernels.triton.launch import begin, fetch, kernel, looped
+from TIDE.kernels.triton.tiles import card_of, gated_tile, linear_tile
 from TIDE.kernels.weights import Weight
 
 EMPTY = torch.zeros(0)
@@ -212,8 +211,8 @@ def _launch_linear(
 ) -> None:
     """Write products to `out`: in place of what is there, or added to it."""
     height, width, values = weight.rows, weight.columns, weight.values
-    if places is None and (parts := _in_parts(x, values, is_gated=False)):
-        return _gluon().linear_in_parts(x, values, bias, out, parts, scale, has_base, activation)
+    if places is None and long_passes.linear(x, weight, bias, out, scale, has_base, activation):
+        return
     tile = linear_tile(card_of(x.device), height, width, values.element_size(), len(x))
     _linear[(tile.groups, triton.cdiv(height, tile.rows))](
         x, values, bias if len(bias) else x, out, x if places is None else places, len(x), height, width, scale,
@@ -225,8 +224,8 @@ def _launch_linear(
 def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:
     if not mlp.gate.rows:
         return linear(x, mlp.up, mlp.up_bias, mlp.activation)
-    if parts := _in_parts(x, mlp.gate.values, is_gated=True):
-        return _gluon().gated_in_parts(x, mlp, parts)
+    if (found := long_passes.gated(x, mlp)) is not None:
+        return found
     height, width, has_bias = mlp.gate.rows, mlp.gate.columns, len(mlp.up_bias) > 0
     tile = gated_tile(card_of(x.device), height, width, mlp.gate.values.element_size(), len(x))
     out = x.new_empty(len(x), height)
@@ -235,19 +234,6 @@ def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:
         height, width, has_bias, mlp.activation, *tile.constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
-
-
-def _in_parts(x: torch.Tensor, weight: torch.Tensor, is_gated: bool) -> PartsTile | None:
-    """Return the tile with which `hopper/products.py` multiplies; None: it does not."""
-    if not (x.is_cuda and knows_gluon() and is_aligned(x, weight)):
-        return None
-    return parts_tile(card_of(weight.device), len(weight), weight.element_size(), len(x), is_gated)
-
-
-def _gluon() -> Any:
-    from TIDE.kernels.hopper import products as gluon_products  # it has names of some versions of Triton
-
-    return gluon_products
 
 
 @triton.jit

@@ -9,18 +9,16 @@ everything else, always by tensor cores, and over tiles and chunks one after the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
 from TIDE.kernels.layer import Attention, Pass
-from TIDE.kernels.triton.launch import begin, kernel, knows_gluon, looped
-from TIDE.kernels.triton.tiles import Card, card_of, prompt_tile
+from TIDE.kernels.triton import long_passes
+from TIDE.kernels.triton.launch import begin, kernel, looped
+from TIDE.kernels.triton.tiles import card_of, prompt_tile
 
 LEAST = 32  # tokens of a group
-HALF = 64  # queries of four warps there, and keys of a tile
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -36,13 +34,6 @@ def suits(tokens: Pass, queries: torch.Tensor, shared: int) -> bool:
     return isinstance(groups, torch.Tensor) and groups.shape[1] >= LEAST and queries.element_size() == 2 and shared <= 64
 
 
-def suits_halves(card: Card, attention: Attention, together: int, padded: int, shape: Sequence[int]) -> bool:
-    """Return True if `hopper/prompt_attention.py` takes groups of `together` tokens and blocks of K/V of a shape."""
-    is_there = card.capability == (9, 0) and knows_gluon()
-    is_plain = attention.window == 0 and attention.cap == 0 and attention.head_dim in (64, 128)
-    return is_there and is_plain and shape[2] == HALF and padded <= HALF and together * padded % (2 * HALF) == 0
-
-
 def attend_prompts(
     attention: Attention, tokens: Pass, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, strides, chunk: int
 ) -> torch.Tensor:
@@ -50,10 +41,9 @@ def attend_prompts(
     dim, kv_heads, card = attention.head_dim, keys.shape[1], card_of(queries.device)
     heads, block = queries.shape[1] // dim, max(16, triton.next_power_of_2(dim))
     shared, padded = heads // kv_heads, triton.next_power_of_2(heads // kv_heads)
-    if queries.is_cuda and suits_halves(card, attention, tokens.groups.shape[1], padded, keys.shape):
-        from TIDE.kernels.hopper.prompt_attention import attend_in_halves  # it has names of some versions of Triton
-
-        return attend_in_halves(tokens, queries, keys, values, factor_of(attention), padded, chunk)
+    found = long_passes.attend(attention, tokens, queries, keys, values, factor_of(attention), padded, chunk)
+    if found is not None:
+        return found
     tile, out = prompt_tile(card, block), torch.empty_like(queries)
     each = max(1, min(tile.queries // padded, tokens.groups.shape[1]))
     groups = tokens.groups.reshape(-1, each)
