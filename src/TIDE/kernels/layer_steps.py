@@ -1,4 +1,4 @@
-"""A decoder layer in steps, for backends that have a function for each: `norm`, `project`, `attend`, `add_linear`, `mlp_inner`.
+"""A decoder layer in steps, for backends that have a function for each: `norm`, `project`, `attend`, `add_linear`, `add_mlp`.
 
 What of a layer looks at other tokens comes first, and changes nothing but K/V; the rest may run for some of the tokens only.
 """
@@ -34,7 +34,6 @@ def begin_layer(
 
 def end_layer(ops: LayerOps, layer: Layer, x: torch.Tensor, begun: Begun) -> None:
     """Run the rest of a layer, in place."""
-    attention, mlp = layer.attention, layer.mlp
-    ops.add_linear(x, begun.seen, attention.o, attention.o_bias, layer.attention_out_norm, layer.residual)
+    ops.add_linear(x, begun.seen, layer.attention.o, layer.attention.o_bias, layer.attention_out_norm, layer.residual)
     beside = ops.norm(x, layer.mlp_norm) if begun.beside is None else begun.beside
-    ops.add_linear(x, ops.mlp_inner(beside, mlp), mlp.down, mlp.down_bias, layer.mlp_out_norm, layer.residual)
+    ops.add_mlp(x, beside, layer.mlp, layer.mlp_out_norm, layer.residual)

@@ -56,6 +56,11 @@ def linear_into(x: torch.Tensor, weight: Weight, table: torch.Tensor, places: to
     table[places] = x @ dense(weight).T
 
 
+def add_mlp(base: torch.Tensor, x: torch.Tensor, mlp: MLP, out_norm: Norm, scale: float) -> None:
+    """Add `scale` times an MLP of (n, hidden) states to base, in place; normed before, with a norm."""
+    add_linear(base, mlp_inner(x, mlp), mlp.down, mlp.down_bias, out_norm, scale)
+
+
 def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:
     """(n, hidden) -> (n, inner), what the MLP's last product takes."""
     if not mlp.gate.rows:

@@ -21,10 +21,10 @@ from TIDE.kernels.layer_steps import run_layer
 from TIDE.kernels.triton import long_passes
 from TIDE.kernels.triton.attention import attend, strides
 from TIDE.kernels.triton.launch import begin, fetch, kernel, looped
-from TIDE.kernels.triton.products import _first, _gained, _two_products, add_linear, linear, mlp_inner, norm
+from TIDE.kernels.triton.products import _first, _gained, _two_products, add_linear, add_mlp, linear, mlp_inner, norm
 from TIDE.kernels.triton.tiles import card_of, project_tile
 
-__all__ = ["add_linear", "attend", "decoder_layer", "linear", "mlp_inner", "norm", "project"]
+__all__ = ["add_linear", "add_mlp", "attend", "decoder_layer", "linear", "mlp_inner", "norm", "project"]
 
 
 # ---- queries, keys and values ---------------------------------------------------------------------------------------------

@@ -221,6 +221,10 @@ def _launch_linear(
     )  # fmt: skip
 
 
+def add_mlp(base: torch.Tensor, x: torch.Tensor, mlp: MLP, out_norm: Norm, scale: float) -> None:
+    add_linear(base, mlp_inner(x, mlp), mlp.down, mlp.down_bias, out_norm, scale)
+
+
 def mlp_inner(x: torch.Tensor, mlp: MLP) -> torch.Tensor:
     if not mlp.gate.rows:
         return linear(x, mlp.up, mlp.up_bias, mlp.activation)
