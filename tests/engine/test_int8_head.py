@@ -10,6 +10,7 @@ pytest.importorskip("numba")
 from TIDE.engine.runners.int8_head import LIKELY, Int8LMHead
 from TIDE.kernels.cpu import exits as cpu_exits
 from TIDE.kernels.layer import UNLIKELY, Norm
+from TIDE.kernels.weights import Dense
 from TIDE.routing.router import Router
 
 TOKENS, HIDDEN = 300, 64
@@ -30,7 +31,7 @@ def router():
 def head_of(weight, size, vocabulary=None):
     """Its norm scales states to such a size."""
     norm = Norm(torch.full((HIDDEN,), size / HIDDEN**0.5), 0.0, 0.0, False, torch.zeros(0))
-    return Int8LMHead(norm, weight, vocabulary, cpu_exits)
+    return Int8LMHead(norm, Dense(weight), vocabulary, cpu_exits)
 
 
 def test_a_likely_best_token_is_found_without_looking_at_the_others(weight, router):

@@ -17,6 +17,7 @@ class Owner(Protocol):
     """An adapter, as its patches know it."""
 
     model: Any
+    patches: Any
 
     def intercept(self, index: int | None, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a patched layer, or the LM head (index None), in place of `call(*args, **kwargs)`."""
@@ -70,6 +71,76 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 def unpatch(module: nn.Module) -> None:
     module.__class__ = original_class(module)
     del module.__dict__["_tide_patch"]
+
+
+class Patches:
+    """The patches of a model's layers and LM head. One owner has a model at a time.
+
+    Args:
+        is_idle: returns True if another owner may take the model over; None: none may.
+    """
+
+    def __init__(self, owner: Owner, is_idle: Callable[[], bool] | None) -> None:
+        self._owner = weakref.ref(owner)
+        self._is_idle = is_idle
+        self._wanted: dict[int | None, nn.Module] = {}
+        self._patched: list[nn.Module] = []
+        self._before: Patches | None = None  # of the owner that had the model
+        self._was_replaced = False
+        weakref.finalize(owner, _unpatch_all, self._patched).atexit = False  # when Python ends, nothing is put back
+
+    def put(self, modules: dict[int | None, nn.Module]) -> None:
+        """Patch layers by their index, and the LM head (None). An idle engine gives its model up."""
+        owner, held = self._owner(), owner_of(modules[0])
+        assert owner is not None
+        if held is not None and held.patches._is_idle is not None and held.patches._is_idle():
+            held.patches.remove()
+            held.patches._was_replaced = True
+            self._before = held.patches
+        self._wanted = modules
+        try:
+            for index, module in modules.items():
+                patch(module, owner, index)
+                self._patched.append(module)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Leave the model as it was before."""
+        _unpatch_all(self._patched)
+
+    @property
+    def are_there(self) -> bool:
+        return bool(self._patched)
+
+    def check(self) -> None:
+        """Raise an error if they were removed."""
+        if self.are_there:
+            return
+        if self._was_replaced:
+            raise RuntimeError(
+                "this engine is closed: another one was made for its model. Use that one, or engine.using(config) for other "
+                "settings."
+            )
+        raise RuntimeError("this engine is closed. Make a new one with TIDE.TIDE(model, ...).")
+
+    def keep(self) -> None:
+        """Keep a model that was taken over."""
+        self._before = None
+
+    def give_back(self) -> None:
+        """Let the owner have its model again that it was taken from."""
+        self.remove()
+        if self._before is not None:
+            self._before._was_replaced = False
+            self._before.put(self._before._wanted)
+            self.keep()
+
+
+def _unpatch_all(modules: list[nn.Module]) -> None:
+    while modules:
+        unpatch(modules.pop())
 
 
 @functools.cache

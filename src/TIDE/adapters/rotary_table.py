@@ -58,6 +58,12 @@ class RotaryTable:
             held = self._tables[kind] = self.at(every, kind)
         return held
 
+    def of_pass(self, kind: str, positions: list[int]) -> tuple[CosSin, list[int]]:
+        """Return cosines and sines for the tokens of a pass, and the row of them that each token has."""
+        if self.is_constant:
+            return self.tables(kind, max(positions) + 1), positions
+        return self.at(torch.tensor(positions), kind), list(range(len(positions)))
+
     def restart(self) -> None:
         """Forget the texts before. "dynamic" keeps the frequencies of the longest one until it sees a short one again."""
         if self.exists and not self.is_constant:

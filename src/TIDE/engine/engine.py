@@ -117,9 +117,9 @@ class TIDE:
             self._prompt_exit = prompt_exit_of(self.file or policy, self.adapter)
             self._settings = _Settings(config, policy, self._make_plan(config, policy))
         except BaseException:
-            self.adapter.give_back()
+            self.adapter.patches.give_back()
             raise
-        self.adapter.keep()
+        self.adapter.patches.keep()
         self._others: ContextVar[_Settings | None] = ContextVar("settings", default=None)  # of `using`, in its thread or task
         self.scheduler = Scheduler()
         limit = config.cache_gib if self.adapter.device.type == "cpu" else None
@@ -315,7 +315,7 @@ class TIDE:
 
     def step(self) -> list[Row]:
         """Give every row of the batch a round, and return the rows that got tokens or ended. Threads take turns."""
-        self.adapter.check_open()  # the rest is checked when a row is added: it takes as long as a round
+        self.adapter.patches.check()  # the rest is checked when a row is added: it takes as long as a round
         self._has_stepped = True
         batch, changed = self._shared_batch(), list[Row]()
         try:
@@ -403,7 +403,7 @@ class TIDE:
         facts = [
             f"{type(model).__name__}{f' {name}' if name else ''}, {self.adapter.num_layers} layers",
             *(exits, f"mode {self.config.effective_mode}"),
-            self.backend if self.adapter.is_open else "closed",
+            self.backend if self.adapter.patches.are_there else "closed",
         ]
         return f"TIDE({'; '.join(facts)})"
 
@@ -431,7 +431,7 @@ class TIDE:
 
     def _check_usable(self, is_known: bool = False) -> None:
         """Refuse what cannot be decoded, and follow a model that has changed; `is_known`: it was looked at a moment ago."""
-        self.adapter.check_open()
+        self.adapter.patches.check()
         if self.model.training:
             raise ValueError("the model is in train mode, where dropout makes every run different. Call model.eval() first.")
         if is_known:

@@ -21,7 +21,8 @@ import torch
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from TIDE.adapters.adapter import KVWritten, ModelAdapter, PassInputs
+from TIDE.adapters.adapter import ModelAdapter, PassInputs
+from TIDE.adapters.span import KVWritten
 from TIDE.calibration.collect import Collection
 
 TOKENS_AT_ONCE = 2048

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from TIDE.adapters.adapter import KVWritten
 from TIDE.adapters.probe import Store
+from TIDE.adapters.span import KVWritten
 from TIDE.engine.cache.cache_layers import KVLayer, StateLayer, View
 
 STEP = 256  # columns added at a time

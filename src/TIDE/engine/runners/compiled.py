@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from TIDE.adapters.adapter import ModelAdapter, PassInputs
-from TIDE.adapters.rotary_table import CosSin, RotaryTable
+from TIDE.adapters.rotary_table import RotaryTable
 from TIDE.adapters.snapshot import ModelSnapshot
 from TIDE.adapters.weights import is_stock
 from TIDE.engine.cache.segment_cache import SegmentCache
@@ -105,7 +105,7 @@ class CompiledRunner(ModuleRunner):
     def logits(self, states: torch.Tensor, vocabulary: torch.Tensor | None = None) -> torch.Tensor:
         if self.norm is None or self.lm_head is None or states.requires_grad:
             return super().logits(states, vocabulary)
-        weight = self.lm_head if vocabulary is None else self.adapter.head_rows(vocabulary)
+        weight = self.lm_head if vocabulary is None else self.adapter.lm_head.plain_rows(vocabulary)
         with self.grad_off():
             found = self._linear(self.norm(states), weight)
             if self.scale != 1.0:
@@ -137,8 +137,8 @@ class CompiledRunner(ModuleRunner):
         adapter = self.adapter
         self.embedding = adapter.model.get_input_embeddings()
         norm = getattr(adapter.model.get_decoder(), "norm", None)
-        if norm is not None and is_stock(norm) and adapter.plain_head is not None:
-            self.norm, self.lm_head = norm, adapter.plain_head
+        if norm is not None and is_stock(norm) and adapter.lm_head.plain is not None:
+            self.norm, self.lm_head = norm, adapter.lm_head.plain
 
     def leave_short_cuts(self) -> None:
         self.embedding = self.norm = self.lm_head = None
@@ -147,16 +147,6 @@ class CompiledRunner(ModuleRunner):
     def has_plain_logits(self) -> bool:
         """True if logits are a norm and a product, and this was checked."""
         return self.norm is not None and self.scale == 1.0 and not self.cap
-
-    def _columns(self, tokens: PassTokens, cache: SegmentCache) -> list[int]:
-        """Return the column of the cache of every token."""
-        return [start + i for start, count in zip(cache.view.starts, tokens.counts, strict=True) for i in range(count)]
-
-    def _angles(self, kind: str, positions: list[int]) -> tuple[CosSin, list[int]]:
-        """Return cosines and sines for layers of a kind, and every token's row of them."""
-        if self.rotary.is_constant:
-            return self.rotary.tables(kind, max(positions) + 1), positions
-        return self.rotary.at(torch.tensor(positions), kind), list(range(len(positions)))
 
     def _kv(self, index: int, x: torch.Tensor, cache: SegmentCache) -> tuple[torch.Tensor, torch.Tensor]:
         attention = self.layers[index].attention
@@ -167,6 +157,11 @@ def _logit_transform(config: Any) -> tuple[float, float]:
     """Return what a model multiplies its logits with, and its cap of them; 0: none."""
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return scale, float(getattr(config, "final_logit_softcapping", None) or 0.0)
+
+
+def columns_of(tokens: PassTokens, cache: SegmentCache) -> list[int]:
+    """Return the column of the cache of every token."""
+    return [start + i for start, count in zip(cache.view.starts, tokens.counts, strict=True) for i in range(count)]
 
 
 def rows_of(tokens: PassTokens) -> list[int]:

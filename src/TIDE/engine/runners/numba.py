@@ -13,7 +13,7 @@ from TIDE.adapters.adapter import ModelAdapter
 from TIDE.adapters.layer_parts import norm_parts
 from TIDE.adapters.weights import state_of
 from TIDE.engine.cache.segment_cache import SegmentCache
-from TIDE.engine.runners.compiled import CompiledRunner, rows_of
+from TIDE.engine.runners.compiled import CompiledRunner, columns_of, rows_of
 from TIDE.engine.runners.int8_head import Int8LMHead
 from TIDE.engine.runners.passes import PassTokens
 from TIDE.engine.runners.patience import saying_what_takes_so_long
@@ -62,8 +62,8 @@ class NumbaRunner(CompiledRunner):
         return tapped
 
     def _pass(self, kind: str, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache) -> Pass:
-        (cos, sin), angles = self._angles(kind, tokens.positions())
-        lists = rows_of(tokens), self._columns(tokens, cache), tokens.positions(), angles
+        (cos, sin), angles = self.rotary.of_pass(kind, tokens.positions())
+        lists = rows_of(tokens), columns_of(tokens, cache), tokens.positions(), angles
         rows, columns, positions, which = map(np.array, lists)
         tables = dense_tables(cache.rows, x.device).numpy()
         return Pass(x.numpy(), cos.numpy(), sin.numpy(), rows, columns, positions, which, tables)

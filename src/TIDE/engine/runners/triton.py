@@ -12,7 +12,7 @@ from TIDE.adapters.layer_parts import norm_parts
 from TIDE.engine.cache.kv_blocks import BLOCK, KVBlocks, KVShape, draft_head
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.cache.slots import Slots, Tokens
-from TIDE.engine.runners.compiled import CompiledRunner, rows_of
+from TIDE.engine.runners.compiled import CompiledRunner, columns_of, rows_of
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.runners.passes import PassTokens
 from TIDE.kernels.interfaces import ExitOps, LayerOps, SamplingOps
@@ -134,8 +134,8 @@ class TritonRunner(CompiledRunner, DeviceRunner):
         return tapped
 
     def _pass(self, kind: str, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache) -> Pass:
-        (cos, sin), angles = self._angles(kind, tokens.positions())
-        places = torch.tensor([rows_of(tokens), self._columns(tokens, cache), tokens.positions(), angles], dtype=torch.int32)
+        (cos, sin), angles = self.rotary.of_pass(kind, tokens.positions())
+        places = torch.tensor([rows_of(tokens), columns_of(tokens, cache), tokens.positions(), angles], dtype=torch.int32)
         rows, columns, positions, which = sent(places, x.device)
         return Pass(x, cos, sin, rows, columns, positions, which, dense_tables(cache.rows, x.device))
 

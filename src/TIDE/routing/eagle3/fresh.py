@@ -32,7 +32,7 @@ def fresh_eagle_head(adapter: ModelAdapter, vocabulary: torch.Tensor | None, see
     Args:
         vocabulary: sorted ids of the tokens it chooses from; None: all.
     """
-    norm, weight = _last_norm(adapter), adapter.plain_head
+    norm, weight = _last_norm(adapter), adapter.lm_head.plain
     assert norm is not None and weight is not None
     rows = dense(weight if vocabulary is None else some_rows(weight, vocabulary))
     with torch.random.fork_rng(devices=[]):
@@ -58,7 +58,7 @@ def check_model(adapter: ModelAdapter) -> None:
 @torch.no_grad()
 def _last_norm(adapter: ModelAdapter) -> Norm | None:
     """Return the norm before the LM head if it is an RMS norm by what it computes: names of classes do not tell."""
-    norm, rows = getattr(adapter.model.get_decoder(), "norm", None), adapter.plain_head
+    norm, rows = getattr(adapter.model.get_decoder(), "norm", None), adapter.lm_head.plain
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
     if norm is None or weight is None or eps is None or rows is None or not is_stock(norm) or not holds_numbers(weight):
