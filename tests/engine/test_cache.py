@@ -29,7 +29,7 @@ def test_kv_after_catch_up_are_those_of_a_full_run(any_model):
     for row in range(2):
         text = expected[row : row + 1]
         whole = DynamicCache()  # without the config: windows keep all their columns, as ours do
-        layers = stage.runner.stores
+        layers = stage.runner.adapter.stores
         if Store.STATE in layers:
             whole = DynamicCache(config=any_model.config)
         any_model(text, past_key_values=whole, use_cache=True)

@@ -81,7 +81,7 @@ def test_every_family_fills_in_the_layers_it_skips(each_kind, ids, strategy):
     assert stage.rows[0].stats.layers_run == depth * ids.shape[1] + 5
     assert stage.segments.cache.lengths(0) == [12, 12]
     for layer in range(1, depth):
-        if stage.runner.stores[layer] is Store.KV:
+        if stage.runner.adapter.stores[layer] is Store.KV:
             keys, values = stage.segments.cache.kv(layer, 0)
             filled = [bool(states[:, ids.shape[1] :].any()) for states in (keys, values)]
             assert filled == [strategy == "propagate"] * 2

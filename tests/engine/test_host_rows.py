@@ -146,7 +146,7 @@ def test_other_rows_keep_every_bit_when_rows_come_and_go(family):
 
         def kept() -> list[torch.Tensor]:
             cache = stage.segments.cache
-            layers = [n for n, store in enumerate(engine.runner.stores) if store is Store.KV]
+            layers = [n for n, store in enumerate(engine.adapter.stores) if store is Store.KV]
             return [part.clone() for layer in layers for part in cache.kv(layer, row.slot)]
 
         before = kept()

@@ -155,7 +155,7 @@ def test_in_mode_fast_prompts_are_shared_and_what_exits_wrote_is_not():
 def test_a_round_that_fails_leaves_nothing_to_find(monkeypatch):
     with opened() as engine:
         row = engine.add(text((1, 200)), **OPTIONS)
-        monkeypatch.setattr(engine.runner, "choose", lambda *given: 1 / 0)
+        monkeypatch.setattr(engine.runner.lm_head_on_slots, "choose", lambda *given: 1 / 0)
         engine.step()
         monkeypatch.undo()
         while not row.finished:

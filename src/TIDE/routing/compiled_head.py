@@ -40,7 +40,8 @@ class CompiledHead:
         self.layer = ops.cpu_ops.prepared(arrays(_in_8_bits(head.as_layer())))
         centers = head.shallow_center, head.shallow_spread, head.deep_center, head.deep_spread
         recall = torch.zeros(0, GROUP) if head.recall is None else head.recall.weight
-        self.fusion: FusionWeights = arrays(FusionWeights(*centers, quantize_int8(head.fuse.weight), quantize_int8(recall), EPS))
+        weights = quantize_int8(head.fuse.weight), quantize_int8(recall)
+        self.fusion: FusionWeights = arrays(FusionWeights(*centers, *weights, EPS))
         none = np.zeros((0, 0), np.float32)
         self._angles: tuple[np.ndarray, ...] = none, none  # cosines and sines, exchanged at once: threads share them
         self._compile()

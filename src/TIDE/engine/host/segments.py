@@ -55,7 +55,7 @@ class Segments:
         self.watched = frozenset(watcher.watches if watcher is not None else ())
         self.spans = spans
         self.last = len(spans) - 1
-        self.cache = SegmentCache(len(rows), spans, runner.stores, capacity)
+        self.cache = SegmentCache(len(rows), spans, runner.adapter.stores, capacity)
         self.pending = Pending()
         self._embedded: dict[Row, tuple[int, torch.Tensor]] = {}  # a position, and states at depth 0 from there on
         self.starts_from_ids = not len(spans[0]) and runner.embed([0]) is not None
@@ -252,7 +252,8 @@ class Segments:
         """Return the (n, hidden) embeddings of the tokens, if prompts came as embeddings and are part of the pass."""
         if all(row.embeds is None or start >= len(row.embeds) for row, start in zip(rows, starts, strict=True)):
             return None
-        embeds = list(self.runner.embed_ids(ids).split(counts))
+        embedded = self.runner.adapter.model.get_input_embeddings()(torch.tensor(ids, device=self.runner.device))
+        embeds = list(embedded.split(counts))
         for index, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
             if row.embeds is not None and start < len(row.embeds):
                 given = row.embeds[start : start + count].to(embeds[index])

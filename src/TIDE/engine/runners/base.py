@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from TIDE.adapters.adapter import ModelAdapter
-from TIDE.adapters.probe import Store
 from TIDE.adapters.rope import Rope
 from TIDE.adapters.snapshot import ModelSnapshot
 from TIDE.engine.cache.segment_cache import SegmentCache
@@ -53,10 +52,6 @@ class Runner(ABC):
     @property
     def num_layers(self) -> int:
         return self.adapter.num_layers
-
-    @property
-    def stores(self) -> tuple[Store, ...]:
-        return tuple(self.adapter.stores)
 
     @property
     def rope(self) -> Rope:
@@ -120,11 +115,6 @@ class Runner(ABC):
     def embed(self, ids: list[int]) -> torch.Tensor | None:
         """Return the (n, hidden) states of tokens at depth 0, if they cost no more than a look-up."""
         return None
-
-    def embed_ids(self, ids: list[int]) -> torch.Tensor:
-        """Return the (n, hidden) output of the model's embedding module."""
-        found: torch.Tensor = self.adapter.model.get_input_embeddings()(torch.tensor(ids, device=self.device))
-        return found
 
     def logits(self, states: torch.Tensor, vocabulary: torch.Tensor | None = None) -> torch.Tensor:
         """Return (n, vocabulary) logits of (n, hidden) states at full depth."""

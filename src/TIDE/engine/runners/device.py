@@ -5,6 +5,7 @@ Every method launches work on fixed addresses and waits for nothing, so that it 
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,16 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from TIDE.adapters.adapter import PassInputs
+from TIDE.adapters.adapter import ModelAdapter, PassInputs
 from TIDE.engine.cache.kv_blocks import KVBlocks
 from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.device_pool import DevicePool
 from TIDE.engine.runners.graphs import GraphPool
 from TIDE.kernels.interfaces import ExitOps, LayerOps, SamplingOps
-from TIDE.kernels.layer import Begun
+from TIDE.kernels.layer import Begun, Norm
 from TIDE.kernels.reference import layers as reference
 from TIDE.kernels.reference import sampling as reference_sampling
+from TIDE.kernels.weights import Weight
 from TIDE.routing.exits import Exit
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class DeviceRunner(Runner):
 
     Attributes:
         ops: compiled operations of layers.
+        lm_head_on_slots: of the model.
         graphs: of all slots.
         pool: slots and K/V.
         failed: why rounds were given up, if they were.
@@ -67,6 +70,8 @@ class DeviceRunner(Runner):
         self._exits = exits
         self._sampling = sampling
         self.failed: str | None = None
+        self.lm_head_on_slots = LMHeadOnSlots(self)
+        self._is_one_of_several = self.device.type == "cuda" and torch.cuda.device_count() > 1
         self.graphs = GraphPool(self.device)
         self.pool = DevicePool(self, self.graphs)
 
@@ -85,14 +90,9 @@ class DeviceRunner(Runner):
         """Operations that choose tokens by rows' settings; compiled once the runner is checked."""
         return self._sampling if self.is_checked else reference_sampling
 
-    @property
-    def has_plain_logits(self) -> bool:
-        """True if logits are a norm and a product, for which there are kernels."""
-        return False
-
-    def a_state(self) -> torch.Tensor:
-        """Return a (hidden,) state, of the dtype and on the device of all of them."""
-        return torch.zeros(self.adapter.hidden_dim, dtype=self.adapter.model.dtype, device=self.device)
+    def plain_logits(self, like: torch.Tensor) -> tuple[Norm, Weight] | None:
+        """Return the norm and the weight whose product makes logits of states; None: logits are made in another way."""
+        return None
 
     def make_store(self, exit_: Exit | None) -> KVBlocks:
         """Return fresh K/V in blocks, for rows and for what an exit keeps of them."""
@@ -116,12 +116,7 @@ class DeviceRunner(Runner):
 
     def device_guard(self) -> AbstractContextManager[Any]:
         """Return a context in which kernels are launched where the model is."""
-        return torch.cuda.device(self.device) if self._has_others else nullcontext()
-
-    @cached_property
-    def _has_others(self) -> bool:
-        """True if there are GPUs beside the model's."""
-        return self.device.type == "cuda" and torch.cuda.device_count() > 1
+        return torch.cuda.device(self.device) if self._is_one_of_several else nullcontext()
 
     @abstractmethod
     def layers_on_slots(
@@ -159,6 +154,18 @@ class DeviceRunner(Runner):
         inputs = PassInputs(tokens.ids[None], slots.positions[None, tokens.positions], None, None)
         return self.adapter.run(0, 0, inputs).states[0], None
 
+
+class LMHeadOnSlots:
+    """A norm and an LM head as rounds use them: in kernels, if logits are a norm and a product.
+
+    Args:
+        plain: the norm and the weight; None: those of the runner's model, if it has them.
+    """
+
+    def __init__(self, runner: DeviceRunner, plain: tuple[Norm, Weight] | None = None) -> None:
+        self._runner: DeviceRunner = weakref.proxy(runner)  # a runner that is dropped lets its model go at once
+        self._plain = plain
+
     def choose(
         self,
         states: torch.Tensor,
@@ -168,16 +175,28 @@ class DeviceRunner(Runner):
         vocabulary: torch.Tensor | None = None,
         logits: torch.Tensor | None = None,
     ) -> None:
-        """Find the best tokens after (n, hidden) states at full depth; write their logits and the signals that routers take.
+        """Find the best tokens after (n, hidden) states; write their logits and the signals that routers take.
 
         Args:
             logits: (n, vocabulary) for the logits themselves.
         """
-        found = self.logits(states, vocabulary)
-        if logits is not None:
-            logits.copy_(found)
-        reference.best_of(found, best, token, signals, vocabulary)
+        runner, plain = self._runner, self._plain or self._runner.plain_logits(states)
+        if plain is None:
+            reference.best_of(runner.logits(states, vocabulary), best, token, signals, vocabulary, logits)
+            return
+        norm, weight = plain
+        runner.exits.best_tokens(runner.ops.norm(states, norm), weight, best, token, signals, vocabulary, logits)
 
     def write_logits(self, states: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
-        """Write the (n, vocabulary) logits of (n, hidden) states at full depth."""
-        logits.copy_(self.logits(states, vocabulary))
+        """Write the (n, vocabulary) logits of (n, hidden) states."""
+        runner, plain = self._runner, self._plain or self._runner.plain_logits(states)
+        if plain is None:
+            logits.copy_(runner.logits(states, vocabulary))
+            return
+        norm, weight = plain
+        runner.exits.write_logits(runner.ops.norm(states, norm), weight, vocabulary, logits)
+
+
+def a_state(adapter: ModelAdapter) -> torch.Tensor:
+    """Return a (hidden,) state, of the dtype and on the device of all of them."""
+    return torch.zeros(adapter.hidden_dim, dtype=adapter.model.dtype, device=adapter.device)

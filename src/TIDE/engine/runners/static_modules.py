@@ -20,7 +20,7 @@ from TIDE.engine.cache.kv_blocks import KVBlocks, KVShape, draft_head
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.rows.context import context_of
-from TIDE.engine.runners.device import DeviceRunner
+from TIDE.engine.runners.device import DeviceRunner, a_state
 from TIDE.engine.runners.modules import ModuleRunner
 from TIDE.kernels.interfaces import ExitOps, LayerOps, SamplingOps
 from TIDE.routing.exits import Exit
@@ -68,7 +68,7 @@ class StaticModuleRunner(ModuleRunner, DeviceRunner):
         self, slots: Slots, span: range, states: torch.Tensor, tokens: Tokens, most: int, taps: tuple[int, ...]
     ) -> Iterator[tuple[int, torch.Tensor]]:
         columns, starts = min(most, slots.columns), tokens.positions.long()
-        cache = slots.cache(self.stores, columns, static=True)
+        cache = slots.cache(self.adapter.stores, columns, static=True)
         filled = (slots.columns_ids[:columns] <= starts[-1]).long()
         with cache.open_at(starts[0], len(states)):
             inputs = PassInputs(tokens.ids[None], slots.positions[None, starts], filled[None], cache)
@@ -91,11 +91,11 @@ class StaticModuleRunner(ModuleRunner, DeviceRunner):
                 return adapter.run(0, last, PassInputs(ids[None, start:stop], positions[None], None, cache)).states[0]
 
         with self.grad_off():
-            cache = SegmentCache(1, [range(last)], self.stores, columns)
+            cache = SegmentCache(1, [range(last)], self.adapter.stores, columns)
             run(cache, 0, BEFORE)
             expected = run(cache, BEFORE, BEFORE + TOGETHER)
             slots = self.make_slots(1, columns, None)
-            run(slots.cache(self.stores, columns), 0, BEFORE)
+            run(slots.cache(self.adapter.stores, columns), 0, BEFORE)
             slots.stand_at(0, 0, BEFORE)
             slots.tokens[:TOGETHER, 0] = ids[BEFORE:]
             tokens, states = slots.of(slice(0, TOGETHER)), slots.states[:TOGETHER]
@@ -107,13 +107,13 @@ class StaticModuleRunner(ModuleRunner, DeviceRunner):
         model = self.adapter.model
         if not self._kv_shapes:
             self._kv_shapes = self._measured_kv_shapes()
-        like = self.a_state()
+        like = a_state(self.adapter)
         store = KVBlocks(like, self._kv_shapes, 1, columns, draft_head(exit_))
         return Slots(like, store, None, rows, columns, exit_, context_of(model).limit)
 
     def _measured_kv_shapes(self) -> list[KVShape]:
         """Run one token, and see what layers keep of it."""
-        cache = SegmentCache(1, [range(self.num_layers)], self.stores, 1)
+        cache = SegmentCache(1, [range(self.num_layers)], self.adapter.stores, 1)
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with self.grad_off(), cache.open(0, [0], [1]):
             self.adapter.run(0, self.num_layers, PassInputs(ids, torch.zeros_like(ids), None, cache))

@@ -13,10 +13,10 @@ from TIDE.engine.cache.kv_blocks import BLOCK, KVBlocks, KVShape, draft_head
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.runners.compiled import CompiledRunner, columns_of, rows_of
-from TIDE.engine.runners.device import DeviceRunner
+from TIDE.engine.runners.device import DeviceRunner, a_state
 from TIDE.engine.runners.passes import PassTokens
 from TIDE.kernels.interfaces import ExitOps, LayerOps, SamplingOps
-from TIDE.kernels.layer import MOST_TOKENS, Begun, Layer, Pass, dense_tables
+from TIDE.kernels.layer import MOST_TOKENS, Begun, Layer, Norm, Pass, dense_tables
 from TIDE.kernels.layer_steps import begin_layer, end_layer
 from TIDE.kernels.transfer import sent
 from TIDE.kernels.weights import Weight, dense
@@ -69,7 +69,7 @@ class TritonRunner(CompiledRunner, DeviceRunner):
     def make_store(self, exit_: Exit | None) -> KVBlocks:
         parts = [layer.attention for layer in self.layers]
         shapes = [KVShape(own.kv_heads, own.head_dim, own.head_dim) for own in parts]
-        return KVBlocks(self.a_state(), shapes, 2, BLOCK, draft_head(exit_))
+        return KVBlocks(a_state(self.adapter), shapes, 2, BLOCK, draft_head(exit_))
 
     def make_slots(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
         store = self.pool.store(exit_)
@@ -98,26 +98,10 @@ class TritonRunner(CompiledRunner, DeviceRunner):
     def end_layer_on_slots(self, index: int, states: torch.Tensor, begun: Begun) -> None:
         end_layer(self.ops, self.layers[index], states, begun)
 
-    def choose(
-        self,
-        states: torch.Tensor,
-        token: torch.Tensor,
-        best: torch.Tensor,
-        signals: torch.Tensor | None = None,
-        vocabulary: torch.Tensor | None = None,
-        logits: torch.Tensor | None = None,
-    ) -> None:
+    def plain_logits(self, like: torch.Tensor) -> tuple[Norm, Weight] | None:
         if self.lm_head is None or not self.has_plain_logits:
-            super().choose(states, token, best, signals, vocabulary, logits)
-            return
-        normed = self.ops.norm(states, norm_parts(self.norm, states))
-        self.exits.best_tokens(normed, self.lm_head, best, token, signals, vocabulary, logits)
-
-    def write_logits(self, states: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
-        if self.lm_head is None or not self.has_plain_logits:
-            super().write_logits(states, vocabulary, logits)
-            return
-        self.exits.write_logits(self.ops.norm(states, norm_parts(self.norm, states)), self.lm_head, vocabulary, logits)
+            return None
+        return norm_parts(self.norm, like), self.lm_head
 
     def _through(
         self, span: range, x: torch.Tensor, tokens: PassTokens, cache: SegmentCache, taps: tuple[int, ...]

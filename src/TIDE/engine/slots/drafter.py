@@ -15,7 +15,7 @@ from TIDE.engine.cache.slots import Memory, Slots, Tokens
 from TIDE.engine.request.plan import Plan
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.slots.heads import DeviceEagleHead, device_head
-from TIDE.engine.slots.sampler import DeviceChoice, LMHead
+from TIDE.engine.slots.sampler import DeviceChoice
 from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import EPS, IdentityHead
@@ -62,7 +62,7 @@ class DeviceDrafter:
         self.waiting = 0  # tokens that the head was not fed, of the row that has most of them
         self.head = device_head(runner, exit_.head, depth)
         self.depths = [] if self.head is None else self.head.depths
-        self.lm_head: LMHead = self.head if isinstance(self.head, DeviceEagleHead) else runner
+        self.lm_head = self.head.lm_head if isinstance(self.head, DeviceEagleHead) else runner.lm_head_on_slots
         self._slots: Slots | None = None
 
     @property

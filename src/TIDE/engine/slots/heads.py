@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from TIDE.engine.cache.slots import Memory, Slots, Tokens
-from TIDE.engine.runners.device import DeviceRunner
+from TIDE.engine.runners.device import DeviceRunner, LMHeadOnSlots
 from TIDE.kernels.layer import Begun
 from TIDE.kernels.layer_steps import end_layer
 from TIDE.kernels.weights import Dense
@@ -126,6 +126,7 @@ class DeviceEagleHead(DeviceHead):
         super().__init__(runner, head, depth)
         self.head = head
         self.norm = head.norm_with(head.gain)
+        self.lm_head = LMHeadOnSlots(runner, (self.norm, Dense(head.lm_head.weight)))
 
     def note(self, number: int, states: torch.Tensor, out: torch.Tensor, places: torch.Tensor | None = None) -> None:
         gains = self.head.part_gains
@@ -165,26 +166,6 @@ class DeviceEagleHead(DeviceHead):
     def carry(self, guesses: torch.Tensor) -> None:
         if self.head.sizes.norm_output:
             guesses.copy_(self.runner.ops.norm(guesses, self.norm))
-
-    # ---- its LM head ---------------------------------------------------------------------------------------------------------
-
-    def choose(
-        self,
-        states: torch.Tensor,
-        token: torch.Tensor,
-        best: torch.Tensor,
-        signals: torch.Tensor | None = None,
-        vocabulary: torch.Tensor | None = None,
-        logits: torch.Tensor | None = None,
-    ) -> None:
-        """Find the best tokens after (n, hidden) guesses, as `DeviceRunner.choose` does after states of full depth."""
-        normed = self.runner.ops.norm(states, self.norm)
-        self.runner.exits.best_tokens(normed, Dense(self.head.lm_head.weight), best, token, signals, vocabulary, logits)
-
-    def write_logits(self, states: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
-        """Write the (n, vocabulary) logits of (n, hidden) guesses."""
-        normed = self.runner.ops.norm(states, self.norm)
-        self.runner.exits.write_logits(normed, Dense(self.head.lm_head.weight), vocabulary, logits)
 
 
 def device_head(runner: DeviceRunner, head: object, depth: int) -> DeviceHead | None:

@@ -59,7 +59,7 @@ class ModulePrefill:
         memory, seen = slots.memory, set[int]()
         if memory is not None:
             seen = {depth for own in memory.head.seen(self.depth, last) for depth in own}
-        cache = slots.cache(self.runner.stores, slots.columns)
+        cache = slots.cache(self.runner.adapter.stores, slots.columns)
         inputs = PassInputs(slots.text[:, :width], slots.positions[None, :width], None, cache)
         with cache.open(0, [0], [width]):
             passed = self.runner.adapter.run(0, last, inputs, taps=tuple(depth for depth in seen if depth < last))

@@ -7,14 +7,14 @@ and kernels process them row by row.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from TIDE.engine.cache.slots import Slots
 from TIDE.engine.host.sampler import Sampler
 from TIDE.engine.rows.row import Draft, Row
-from TIDE.engine.runners.device import DeviceRunner, device_errors
+from TIDE.engine.runners.device import DeviceRunner, LMHeadOnSlots, device_errors
 from TIDE.kernels.reference.sampling import Features
 
 
@@ -24,24 +24,6 @@ class Places(NamedTuple):
     rows: torch.Tensor  # (n,)
     starts: torch.Tensor  # (n,) their positions
     steps: torch.Tensor  # (n,) drafts of the round up to them
-
-
-class LMHead(Protocol):
-    """What makes logits on a device: the model's norm and LM head, which its runner has, or those of an exit head."""
-
-    def choose(
-        self,
-        states: torch.Tensor,
-        token: torch.Tensor,
-        best: torch.Tensor,
-        signals: torch.Tensor | None = None,
-        vocabulary: torch.Tensor | None = None,
-        logits: torch.Tensor | None = None,
-    ) -> None:
-        """Find the best tokens after (n, hidden) states, as `DeviceRunner.choose` does."""
-
-    def write_logits(self, states: torch.Tensor, vocabulary: torch.Tensor | None, logits: torch.Tensor) -> None:
-        """Write the (n, vocabulary) logits of (n, hidden) states."""
 
 
 def features_of(rows: Iterable[Row], features: Features | None = None) -> Features | None:
@@ -101,7 +83,7 @@ class DeviceChoice:
         signals: torch.Tensor | None = None,
         vocabulary: torch.Tensor | None = None,
         logits: torch.Tensor | None = None,
-        lm_head: LMHead | None = None,
+        lm_head: LMHeadOnSlots | None = None,
     ) -> None:
         """Choose the tokens after (n, hidden) states at full depth; write their scores and the signals that routers take.
 
@@ -109,7 +91,7 @@ class DeviceChoice:
             logits: room for the (n, vocabulary) logits; None: that of the slots.
             lm_head: what makes logits; None: the model's.
         """
-        lm_head = lm_head or self.runner
+        lm_head = lm_head or self.runner.lm_head_on_slots
         if self.features is None:
             lm_head.choose(states, token, best, signals, vocabulary)
             return
