@@ -11,21 +11,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from TIDE.adapters.patches import original_class
-from TIDE.adapters.weights import holds_numbers, read_linear, version
+from TIDE.adapters.weights import holds_numbers, read_linear, state_of
 from TIDE.kernels.weights import Dense, Weight
 
 
 class _Rows(NamedTuple):
-    """Rows of an LM head's weight and bias, with the weight they were copied from."""
+    """Rows of the weight and bias of an LM head, with what they were copied from: models are moved, trained, given other heads."""
 
     weight: torch.Tensor
-    place: int
-    version: int | None
+    state: tuple[Any, ...]
     rows: tuple[torch.Tensor, torch.Tensor | None]
-
-    def are_of(self, weight: torch.Tensor) -> bool:
-        """Return True if `weight` is the one copied, unchanged: models are moved, trained and given other heads."""
-        return self.weight is weight and (self.place, self.version) == (weight.data_ptr(), version(weight))
 
 
 class LMHeadWeight:
@@ -65,9 +60,10 @@ class LMHeadWeight:
         if not self._is_linear:
             return None
         head, kept = self.module, self._kept.get(vocabulary)
-        if kept is None or not kept.are_of(head.weight):
+        state = state_of(Dense(head.weight))
+        if kept is None or kept.state != state:
             with torch.inference_mode(False), torch.no_grad():
                 bias = None if head.bias is None else head.bias[vocabulary].clone()
                 rows = head.weight[vocabulary].clone(), bias
-            self._kept[vocabulary] = kept = _Rows(head.weight, head.weight.data_ptr(), version(head.weight), rows)
+            self._kept[vocabulary] = kept = _Rows(head.weight, state, rows)
         return kept.rows

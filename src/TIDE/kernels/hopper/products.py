@@ -20,21 +20,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from TIDE.kernels.hopper.tiles import tiles_of
+from TIDE.kernels.hopper.tiles import barrier, load_tile, tiles_of
 from TIDE.kernels.layer import MLP
 from TIDE.kernels.triton import tiles as cards
 from TIDE.kernels.triton.tiles import PartsTile
 
 PART = gl.constexpr(cards.PART)  # tokens of four warps
 STEP = gl.constexpr(64)  # columns of a tile
-# Names of Triton 3.6, and later ones.
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 def gated_in_parts(x: torch.Tensor, mlp: MLP, tile: PartsTile) -> torch.Tensor:

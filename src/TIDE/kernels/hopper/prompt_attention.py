@@ -20,20 +20,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from TIDE.kernels.hopper.tiles import tiles_of
+from TIDE.kernels.hopper.tiles import barrier, load_tile, tiles_of
 from TIDE.kernels.layer import Pass
 
 QUERIES = 128  # of a program
 TILE = gl.constexpr(64)  # keys, and queries of a half
 STAGES = gl.constexpr(3)  # tiles of keys, and of values, in shared memory
-# Names of Triton 3.6, and later ones.
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 def attend_in_halves(

@@ -8,7 +8,12 @@ import functools
 
 import torch
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Names of Triton 3.6, and later ones.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 def tiles_of(array: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
