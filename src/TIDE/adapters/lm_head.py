@@ -16,7 +16,7 @@ from TIDE.kernels.weights import Dense, Weight
 
 
 class _Rows(NamedTuple):
-    """Rows of the weight and bias of an LM head, with what they were copied from: models are moved, trained, given other heads."""
+    """Rows of the weight and bias of an LM head, with what they were copied from: models are trained and given other heads."""
 
     weight: torch.Tensor
     state: tuple[Any, ...]
