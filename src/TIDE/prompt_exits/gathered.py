@@ -14,8 +14,9 @@ import weakref
 import torch
 from transformers import Cache
 
-from TIDE.adapters.adapter import KVWritten, ModelAdapter, PassInputs
+from TIDE.adapters.adapter import ModelAdapter, PassInputs
 from TIDE.adapters.probe import Store
+from TIDE.adapters.span import KVWritten
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.check import TOLERANCE, TOLERANCE_HALF
 from TIDE.engine.runners.modules import ModuleRunner
