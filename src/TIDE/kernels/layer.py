@@ -155,17 +155,6 @@ class Pass(NamedTuple):
         return self._replace(x=x, rows=rows, columns=columns, positions=positions, angles=angles, asking=None)
 
 
-class Begun(NamedTuple):
-    """What the part of a layer that looks at other tokens leaves for the rest of it."""
-
-    seen: Any  # (n, heads * head_dim) what attention has read
-    beside: Any = None  # (n, hidden) what the MLP of a parallel layer takes
-
-    def of(self, numbers: Any) -> Begun:
-        """Return the same of some of the tokens."""
-        return Begun(*(own if own is None else own[numbers] for own in self))
-
-
 @functools.cache
 def dense_tables(rows: int, device: torch.device) -> torch.Tensor:
     """Return the tables of a dense cache, for any pass on it."""

@@ -22,7 +22,7 @@ from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.device_pool import DevicePool
 from TIDE.engine.runners.graphs import GraphPool
 from TIDE.kernels.interfaces import ExitOps, LayerOps, SamplingOps
-from TIDE.kernels.layer import Begun, Norm
+from TIDE.kernels.layer import Norm
 from TIDE.kernels.reference import layers as reference
 from TIDE.kernels.reference import sampling as reference_sampling
 from TIDE.kernels.weights import Weight
@@ -128,14 +128,6 @@ class DeviceRunner(Runner):
         Args:
             most: no row has more tokens.
         """
-
-    def begin_layer_on_slots(self, slots: Slots, index: int, states: torch.Tensor, tokens: Tokens, most: int) -> Begun:
-        """Run what of a layer looks at other tokens, for those whose states these are."""
-        raise NotImplementedError(f"{type(self).__name__} runs whole layers")
-
-    def end_layer_on_slots(self, index: int, states: torch.Tensor, begun: Begun) -> None:
-        """Run the rest of a layer for all or some of these tokens, in place."""
-        raise NotImplementedError(f"{type(self).__name__} runs whole layers")
 
     def embed_on_slots(self, slots: Slots, tokens: Tokens, out: torch.Tensor) -> None:
         """Write the states of tokens at depth 0."""

@@ -16,8 +16,7 @@ from TIDE.engine.runners.compiled import CompiledRunner, columns_of, rows_of
 from TIDE.engine.runners.device import DeviceRunner, a_state
 from TIDE.engine.runners.passes import PassTokens
 from TIDE.kernels.interfaces import ExitOps, LayerOps, SamplingOps
-from TIDE.kernels.layer import MOST_TOKENS, Begun, Layer, Norm, Pass, dense_tables
-from TIDE.kernels.layer_steps import begin_layer, end_layer
+from TIDE.kernels.layer import MOST_TOKENS, Layer, Norm, Pass, dense_tables
 from TIDE.kernels.transfer import sent
 from TIDE.kernels.weights import Weight, dense
 from TIDE.routing.exits import Exit
@@ -86,17 +85,6 @@ class TritonRunner(CompiledRunner, DeviceRunner):
             self.ops.decoder_layer(layer, passes[layer.rope], slots.store.keys[index], slots.store.values[index], most)
             if index + 1 in taps:
                 yield index + 1, states[: tokens.asking]
-
-    def begin_layer_on_slots(self, slots: Slots, index: int, states: torch.Tensor, tokens: Tokens, most: int) -> Begun:
-        assert slots.angles is not None and tokens.asking is None
-        layer, store = self.layers[index], slots.store
-        pass_ = slots.pass_of(states, tokens, slots.angles[layer.rope])
-        begun = begin_layer(self.ops, layer, pass_, store.keys[index], store.values[index], most)
-        assert begun is not None, "all tokens ask"
-        return begun
-
-    def end_layer_on_slots(self, index: int, states: torch.Tensor, begun: Begun) -> None:
-        end_layer(self.ops, self.layers[index], states, begun)
 
     def plain_logits(self, like: torch.Tensor) -> tuple[Norm, Weight] | None:
         if self.lm_head is None or not self.has_plain_logits:

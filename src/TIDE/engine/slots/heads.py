@@ -18,7 +18,6 @@ import torch
 
 from TIDE.engine.cache.slots import Memory, Slots, Tokens
 from TIDE.engine.runners.device import DeviceRunner, LMHeadOnSlots
-from TIDE.kernels.layer import Begun
 from TIDE.kernels.layer_steps import end_layer
 from TIDE.kernels.weights import Dense
 from TIDE.routing.eagle3.head import EagleHead
@@ -159,7 +158,7 @@ class DeviceEagleHead(DeviceHead):
         own = slots.pass_of(state, tokens, memory.angles)
         queries = ops.project(layer.attention, own, x, keys, values)
         seen = ops.attend(layer.attention, own, queries, keys, values, most, self.head.begins_at)
-        end_layer(ops, layer, state, Begun(seen))
+        end_layer(ops, layer, state, seen)
         table.index_copy_(0, tokens.after, ops.norm(state, self.norm) if sizes.norm_output else state)
         out.copy_(state)  # in a tree it has the rows of the table that were just written
 
