@@ -85,5 +85,6 @@ def test_the_notebook_is_kept_without_outputs():
     assert all(cell["outputs"] == [] for cell in cells if cell["cell_type"] == "code")
 
 
-def test_examples_are_short():
+def test_examples_are_short_and_those_of_the_original_page_are_there():
+    assert {"quickstart", "any_model", "tune_threshold", "huggingface_pipeline"} <= {path.stem for path in EXAMPLES}
     assert [path.name for path in EXAMPLES if len(path.read_text("utf-8").splitlines()) > 40] == []

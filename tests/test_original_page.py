@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import subprocess
-import sys
 import time
 import tomllib
 from dataclasses import replace
@@ -152,13 +150,6 @@ def test_mixed_precision(page, dtype):
 
 
 # ---- examples and tests -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("example", ["quickstart", "any_model", "tune_threshold", "huggingface_pipeline"])
-def test_the_pages_examples_are_there_and_take_a_model(example):
-    done = subprocess.run([sys.executable, ROOT / "examples" / f"{example}.py", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "--model" in done.stdout
 
 
 def test_the_extra_of_the_pages_test_commands_is_there():

@@ -128,8 +128,8 @@ def test_a_legend_above_the_answer_names_the_colour_of_every_depth(browser, chat
     assert 0 <= box(browser, ".answer")[0] - box(browser, ".legend")[1] < 40
 
 
-@pytest.mark.parametrize(("width", "height"), WINDOWS)
-def test_the_panel_covers_no_text_of_the_answer(browser, chat_page, chat, width, height):
+@pytest.mark.parametrize(("width", "height"), [(320, 640), *WINDOWS])
+def test_the_panel_fits_the_page_and_covers_no_text_of_the_answer(browser, chat_page, chat, width, height, tmp_path):
     browser.open(chat_page, width, height)
     for number in range(0, len(chat.tokens), 9):
         if not chat.tokens[number].text.strip():
@@ -137,12 +137,17 @@ def test_the_panel_covers_no_text_of_the_answer(browser, chat_page, chat, width,
         hover(browser, number)
         assert tip(browser)[0].replace("␣", " ").startswith(chat.tokens[number].text)
         top, bottom = box(browser, "#tip")
-        assert 0 <= top < bottom <= height
+        left, right = ask(browser, "const box = tip.getBoundingClientRect(); return [box.left, box.right]")
+        assert 0 <= top < bottom <= height and 0 <= left < right <= width
+        assert ask(browser, "return document.documentElement.scrollWidth") <= width
         assert ask(browser, COVERED) == [], chat.tokens[number]
     ask(browser, "document.querySelector('pre').scrollIntoView({ block: 'end' })")
     assert ask(browser, COVERED) == []
     if width < 900:  # nothing stays hidden beneath it either
         assert box(browser, "pre")[1] <= box(browser, "#tip")[0]
+    assert ask(browser, OUTSIDE) == 0
+    browser.picture(tmp_path / "page.png")
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_pointing_at_a_token_moves_nothing(browser, chat_page):
@@ -184,18 +189,6 @@ def test_special_tokens_are_labels_and_the_last_one_says_end(browser, chat_page,
     assert all(label.value_of_css_property("border-top-style") == "solid" for label in labels)
     hover(browser, len(chat.tokens) - 1)
     assert tip(browser)[:3] == ["<|im_end|> (special token)", "depth", "all 8 layers"]
-
-
-def test_the_whole_page_fits_a_phone_panel_included(browser, chat_page, chat, tmp_path):
-    browser.open(chat_page, 320, 640)
-    for number in range(0, len(chat.tokens), 30):
-        hover(browser, number)
-        left, right = ask(browser, "const box = tip.getBoundingClientRect(); return [box.left, box.right]")
-        assert 0 <= left < right <= 320, chat.tokens[number]
-        assert ask(browser, "return document.documentElement.scrollWidth") == 320
-    assert ask(browser, OUTSIDE) == 0
-    browser.picture(tmp_path / "phone.png")
-    assert (tmp_path / "phone.png").read_bytes().startswith(b"\x89PNG")
 
 
 ODD = {
@@ -280,10 +273,14 @@ def test_the_keyboard_goes_from_token_to_token(browser, page):
     assert not ask(browser, "return document.activeElement.matches('.token')")
 
 
-def test_the_keyboard_keeps_its_token_clear_of_the_panel(browser, chat_page):
+def test_keys_scroll_a_narrow_page_and_keep_their_token_clear_of_the_panel(browser, chat_page):
     from selenium.webdriver.common.keys import Keys
 
     browser.open(chat_page, 360, 740)
+    press(browser, Keys.END)
+    script = "const done = arguments[0]; setTimeout(() => done(document.querySelector('main').scrollTop), 600)"
+    assert browser.driver.execute_async_script(script) > 500
+    press(browser, Keys.HOME)
     press(browser, Keys.TAB)
     for _ in range(60):
         press(browser, Keys.ARROW_RIGHT)
@@ -299,12 +296,3 @@ def test_a_clicked_token_stays_until_another_place_is_clicked(browser, page):
     assert tip(browser)[0] == "␣and"
     browser.driver.find_element("css selector", "h2").click()
     assert tip(browser) == []
-
-
-def test_keys_scroll_a_narrow_page(browser, chat_page):
-    from selenium.webdriver.common.keys import Keys
-
-    browser.open(chat_page, 360, 740)
-    press(browser, Keys.END)
-    script = "const done = arguments[0]; setTimeout(() => done(document.querySelector('main').scrollTop), 600)"
-    assert browser.driver.execute_async_script(script) > 500
