@@ -187,10 +187,10 @@ def _converged(adapter: ModelAdapter, texts: list[Text], threshold: float) -> _C
             shard = laid_out(group, adapter.device)
             states = _run(adapter, shard, layers, list(taps))
             full = states.pop(layers)[shard.asked]
-            best = best_tokens(adapter, full, None, AT_ONCE)
+            best = best_tokens(adapter, None, full, None, AT_ONCE)
             found = [states.pop(depth)[shard.asked] for depth in taps]
             near += torch.stack([converged(at, full, threshold).sum() for at in found]).cpu()
-            hits = torch.stack([best_tokens(adapter, at, None, AT_ONCE) == best for at in [*found, full]])
+            hits = torch.stack([best_tokens(adapter, None, at, None, AT_ONCE) == best for at in [*found, full]])
             right += hits[:-1].sum(1).cpu()
             # consecutive depths that agree, counted from the end, need not be run
             needed += int((layers + 1 - hits.flip(0).long().cumprod(0).sum(0)).sum())

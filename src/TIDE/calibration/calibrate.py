@@ -32,7 +32,7 @@ from TIDE.adapters.weights import unwrapped
 from TIDE.calibration.clock import FEWEST, MOST, MOST_EPOCHS, Clock, room
 from TIDE.calibration.collect import TRIAL_TOKENS, Budget, collect, collecting_seconds, extended, trial
 from TIDE.calibration.fit import Exits, Fitted, Schedule, Split, agreement, fit_head, measure, step_seconds
-from TIDE.calibration.fit_router import FittedRouter, fit_router, fresh_router
+from TIDE.calibration.fit_router import fit_router, fresh_router
 from TIDE.calibration.placement import Candidate, Placed, best_setting, is_worth_going_deeper, place
 from TIDE.calibration.self_texts import ANSWER, TYPICAL, answering_seconds, writing_seconds
 from TIDE.calibration.start import Start
@@ -244,7 +244,11 @@ class _Job:
                     self.choice = self._choose(fitted.head, depth)
                 if fitted.agreement and self.vocabulary is not self.trained_on:
                     fitted = fitted._replace(agreement=self._agreement(fitted.head, depth))
-                found = self._router(fitted, depth)
+                where, steps = Exits(depth, self.vocabulary), self.effort.schedule.draft_steps
+                trained = fitted.head.to(self.adapter.device)
+                found = fit_router(
+                    self.adapter, trained, self.split, where, self.config, steps, self.seed, f"router at depth {depth}"
+                )
                 in_8_bits = self._agreement_in_8_bits(fitted, depth)
             figures = {
                 **found.figures,
@@ -318,11 +322,6 @@ class _Job:
     def _agreement(self, head: nn.Module, depth: int) -> list[float]:
         steps = self.effort.schedule.draft_steps
         return agreement(self.adapter, head, self.split.valid, Exits(depth, self.vocabulary), steps)
-
-    def _router(self, fitted: Fitted, depth: int) -> FittedRouter:
-        where, steps = Exits(depth, self.vocabulary), self.effort.schedule.draft_steps
-        head = fitted.head.to(self.adapter.device)
-        return fit_router(self.adapter, head, self.split, where, self.config, steps, self.seed, f"router at depth {depth}")
 
     @property
     def vocabulary(self) -> torch.Tensor | None:

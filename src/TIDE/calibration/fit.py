@@ -178,7 +178,7 @@ def guesses(
 
 
 def exit_logits(
-    adapter: ModelAdapter, head: nn.Module, guess: torch.Tensor, vocabulary: torch.Tensor | None, with_grad: bool = False
+    adapter: ModelAdapter, head: nn.Module | None, guess: torch.Tensor, vocabulary: torch.Tensor | None, with_grad: bool = False
 ) -> torch.Tensor:
     """Map (n, hidden) guesses to (n, vocabulary) logits, by the head's own norm and LM head or those of the model."""
     if not isinstance(head, EagleHead):
@@ -199,25 +199,16 @@ def agreed(adapter: ModelAdapter, head: nn.Module, data: Collection, exits: Exit
     for shard, rows in data.in_order():
         asked = shard.asked[rows]
         guessed = guesses(adapter, head, shard, rows, exits.depth, steps)
-        tokens = torch.stack([_tokens(adapter, head, guess[asked], exits.vocabulary) for guess in guessed])
+        tokens = torch.stack([best_tokens(adapter, head, guess[asked], exits.vocabulary) for guess in guessed])
         found.append((tokens == shard.best[rows][asked]).cpu())
     return torch.cat(found, 1)
 
 
 def best_tokens(
-    adapter: ModelAdapter, guess: torch.Tensor, vocabulary: torch.Tensor | None, at_once: int = 2048
+    adapter: ModelAdapter, head: nn.Module | None, guess: torch.Tensor, vocabulary: torch.Tensor | None, at_once: int = 2048
 ) -> torch.Tensor:
-    """Map (n, hidden) guesses to (n,) most likely tokens."""
-    parts = guess.to(adapter.model.dtype).split(at_once)
-    best = torch.cat([adapter.head(part, vocabulary).argmax(-1) for part in parts])
-    return best if vocabulary is None else vocabulary[best]
-
-
-def _tokens(adapter: ModelAdapter, head: nn.Module, guess: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
-    """Map (n, hidden) guesses of a head to (n,) most likely tokens."""
-    if not isinstance(head, EagleHead):
-        return best_tokens(adapter, guess, vocabulary)
-    best = torch.cat([exit_logits(adapter, head, part, vocabulary).argmax(-1) for part in guess.split(2048)])
+    """Map (n, hidden) guesses of a head, or states of the model, to (n,) most likely tokens."""
+    best = torch.cat([exit_logits(adapter, head, part, vocabulary).argmax(-1) for part in guess.split(at_once)])
     return best if vocabulary is None else vocabulary[best]
 
 

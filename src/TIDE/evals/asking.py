@@ -145,9 +145,9 @@ class Asker:
         for start in range(0, len(rows), self.rows):
             batch = rows[start : start + self.rows]
             for row, own in zip(batch, read(self.engine, batch), strict=True):
-                values = _judged(own, len(row), [pairs[place][1] for place in places[row]])
-                for place, value in zip(places[row], values, strict=True):
+                for place in places[row]:
                     is_first = place == places[row][0]  # tokens read count once
+                    value = _judged(own, len(row), pairs[place][1])
                     found[place] = Reply(value, [], len(row) * is_first, own.exited * is_first)
         return [found[place] for place in range(len(pairs))]
 
@@ -158,26 +158,15 @@ def _joined(parts: list[Reply]) -> Reply:
     return Reply(value, [], sum(part.tokens for part in parts), sum(part.exited for part in parts))
 
 
-def _judged(own: Read, size: int, ends: Sequence[list[int]]) -> list[tuple[float, bool]]:
-    """Return (log-likelihood, is greedy) of each of the ends of a text of `size` tokens: what stands behind its last ones."""
-    chances: list[list[torch.Tensor]] = [[] for _ in ends]
-    best: list[list[torch.Tensor]] = [[] for _ in ends]
-    first = size - max(map(len, ends))
+def _judged(read: Read, size: int, end: list[int]) -> tuple[float, bool]:
+    """Return the log-likelihood of what stands after the last tokens of a text of `size` tokens, and whether it is greedy."""
+    total, is_greedy, first = 0.0, True, size - len(end)
     for start in range(first, size, MOST_LOGITS):
-        logits = own.logits(start, min(size, start + MOST_LOGITS)).float()
-        likely, highest = torch.log_softmax(logits, dim=-1), logits.argmax(-1)
-        for place, end in enumerate(ends):
-            behind = size - len(end)
-            begins = max(start, behind)
-            if begins >= start + len(logits):
-                continue
-            wanted = torch.tensor(end[begins - behind : start + len(logits) - behind], device=logits.device)
-            chances[place].append(likely[begins - start :].gather(1, wanted[:, None])[:, 0])
-            best[place].append(highest[begins - start :] == wanted)
-    return [
-        (torch.cat(one).double().sum().item() if one else 0.0, all(bool(part.all()) for part in other))
-        for one, other in zip(chances, best, strict=True)
-    ]
+        logits = read.logits(start, min(size, start + MOST_LOGITS)).float()
+        wanted = torch.tensor(end[start - first :][: len(logits)], device=logits.device)
+        total += torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None]).double().sum().item()
+        is_greedy &= bool((logits.argmax(-1) == wanted).all())
+    return total, is_greedy
 
 
 def _stops(options: dict[str, Any]) -> list[str]:
