@@ -146,12 +146,13 @@ def test_json_is_all_that_stands_on_standard_output(command, warm, folder, share
     }
     done = warm.tide(command, *asked[command], "--json", stdin="one\n/reset\ntwo\n/quit\n")
     assert done.returncode == 0, done.stderr
-    found, shape = [json.loads(line) for line in done.stdout.splitlines()], SHAPES[command]
-    assert len(found) == (2 if shape is ANSWER else 1)
-    for one in found:
-        assert fits(one if shape is ANSWER else {key: one[key] for key in shape}, shape)
+    shape = SHAPES[command]
     if shape is ANSWER:
-        assert [one["prompt"] for one in found] == ["one", "two"]
+        found = [json.loads(line) for line in done.stdout.splitlines()]
+        assert fits(found, [ANSWER]) and [one["prompt"] for one in found] == ["one", "two"]
+    else:
+        found = json.loads(done.stdout)
+        assert fits({key: found[key] for key in shape}, shape)
 
 
 def test_certify_keeps_its_certificate_where_inspect_finds_it(warm, folder, router):
