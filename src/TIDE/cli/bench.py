@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from TIDE.cli.errors import WrongUsage, checked
-from TIDE.cli.files import PromptFile, check_target
+from TIDE.cli.errors import WrongUsage, each_of
+from TIDE.cli.files import PromptFile, check_json, write_json
 from TIDE.cli.generate import read_prompts
 from TIDE.cli.model import MaxNewTokens, ModelOption, load, model_words, say
 from TIDE.cli.router import NoExits, Router, exits_path
@@ -26,15 +26,6 @@ CONTENDERS = ("generate", "compiled", "early-exit", "lookup", "continuous", "off
 ALL = "all"
 
 
-def _check_contenders(names: list[str]) -> None:
-    if unknown := sorted({*names} - {*CONTENDERS, ALL}):
-        raise ValueError(f"expected {', '.join(CONTENDERS)} or {ALL}, found {', '.join(unknown)}.")
-
-
-def _check_output(path: Path) -> None:
-    check_target(path, (".json",))
-
-
 @with_settings(*RUNNING)
 def bench(
     prompts: Annotated[
@@ -49,7 +40,7 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            callback=checked(_check_contenders),
+            callback=each_of(CONTENDERS, ALL),
             help="generate, compiled, early-exit, lookup, continuous, off, exact, fast, or all; may be repeated. "
             "Unless given: generate, off and the mode.",
         ),
@@ -59,7 +50,7 @@ def bench(
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs per prompt.")] = 3,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", callback=checked(_check_output), help="Keep the results, as JSON."),
+        typer.Option("--output", "-o", metavar="FILE", callback=check_json, help="Keep the results, as JSON."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     config: TIDEConfig,
@@ -92,7 +83,7 @@ def bench(
 
         def keep(results: Any) -> None:
             if output is not None:
-                _write(output, facts | results.as_dict())
+                write_json(output, facts | results.as_dict())
 
         settings = dict(max_new_tokens=max_new_tokens, rows=rows, rounds=rounds)
         running = Benchmark(engine, ids, names, **settings, after_group=keep, say=say)
@@ -119,9 +110,3 @@ def _names(given: list[str] | None, mode: str) -> list[str]:
     if mode == "off" and ALL not in given and (exits := wanted & {"exact", "fast"}):
         raise WrongUsage(f"expected contenders without exits beside --no-exits, found {', '.join(sorted(exits))}.")
     return [name for name in CONTENDERS if name in wanted]
-
-
-def _write(path: Path, results: dict[str, Any]) -> None:
-    from TIDE.routing.storage import write_atomically
-
-    write_atomically(path, json.dumps(results, indent=1).encode())

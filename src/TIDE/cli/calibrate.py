@@ -23,9 +23,7 @@ def calibrate(
     *,
     output: Annotated[
         Path,
-        typer.Option(
-            "--output", "-o", metavar="FILE", callback=checked(check_new_router), help="Router file: .safetensors or .pt."
-        ),
+        typer.Option("--output", "-o", metavar="FILE", callback=check_new_router, help="Router file: .safetensors or .pt."),
     ] = Path("router.safetensors"),
     start: Annotated[
         str | None,

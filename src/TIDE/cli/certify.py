@@ -50,7 +50,7 @@ def certify(
             "--output",
             "-o",
             metavar="FILE",
-            callback=checked(check_new_router),
+            callback=check_new_router,
             help="Output file; unless given, the router file is overwritten, except the shipped one. Needed for a folder or "
             "hub id.",
         ),

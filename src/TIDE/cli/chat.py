@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from TIDE.cli.errors import EXPECTED, WrongUsage, told
+from TIDE.cli.errors import EXPECTED, WrongUsage, message_of
 from TIDE.cli.model import load_quietly, with_model
 from TIDE.cli.router import NoExits, Router, exits_or_off
 from TIDE.cli.sampling import Sampling, System, with_sampling
@@ -79,7 +79,7 @@ def _converse(talk: Talk) -> None:
                 raise
             except EXPECTED as problem:
                 failed = True
-                typer.echo(told(problem), err=True)
+                typer.echo(message_of(problem), err=True)
             if talk.is_over:
                 break
     if failed and not asks:

@@ -38,7 +38,7 @@ class Commands(TyperGroup):
             wrong_usage = isinstance(problem, UsageError)
             if debug and not wrong_usage:
                 raise
-            typer.echo(told(problem), err=True)
+            typer.echo(message_of(problem), err=True)
             code = 2 if wrong_usage else 1
         sys.exit(code)
 
@@ -50,20 +50,18 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from None
 
 
-def told(problem: Exception) -> str:
-    """Return an error as one line."""
-    return f"error: {' '.join(described(problem).split())}"
-
-
-def described(problem: Exception) -> str:
-    """Return what went wrong, and what to do."""
+def message_of(problem: Exception) -> str:
+    """Return an error as one line, with the next step."""
     if isinstance(problem, UsageError):
-        said = problem.format_message().replace("Value error, ", "")  # a prefix of pydantic
+        message = problem.format_message().replace("Value error, ", "")  # a prefix of pydantic
         path = problem.ctx.command_path if problem.ctx else "tide"
-        return f"{said}{'' if said.endswith(('.', '?')) else '.'} See {path} --help."
-    if isinstance(problem, EXPECTED):
-        return str(problem)
-    return f"{type(problem).__name__}: {problem}. This should not happen: run again with --debug, and report what it shows."
+        message = f"{message}{'' if message.endswith(('.', '?')) else '.'} See {path} --help."
+    elif isinstance(problem, EXPECTED):
+        message = str(problem)
+    else:
+        advice = "This should not happen: run again with --debug, and report what it shows."
+        message = f"{type(problem).__name__}: {problem}. {advice}"
+    return f"error: {' '.join(message.split())}"
 
 
 def checked(check: Callable[[Any], None]) -> Callable[[Any], Any]:
@@ -78,3 +76,13 @@ def checked(check: Callable[[Any], None]) -> Callable[[Any], Any]:
         return value
 
     return callback
+
+
+def each_of(names: Sequence[str], other: str = "") -> Callable[[Any], Any]:
+    """Return a typer callback for a repeated option, whose values are among `names` or `other`."""
+
+    def check(values: list[str]) -> None:
+        if unknown := sorted({*values} - {*names, other}):
+            raise ValueError(f"expected {', '.join(names)}{other and f' or {other}'}, found {', '.join(unknown)}.")
+
+    return checked(check)

@@ -10,22 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from TIDE.cli.errors import WrongUsage, checked
-from TIDE.cli.files import check_target
+from TIDE.cli.errors import WrongUsage, each_of
+from TIDE.cli.files import check_json, write_json
 from TIDE.cli.model import load, with_model
 from TIDE.cli.router import Router, router_path
 
 MODES = ("off", "exact", "fast")
 RUN = ("command", "date", "commit", "hardware", "packages")  # of each task: a file may have tasks of several runs
-
-
-def _check_output(path: Path) -> None:
-    check_target(path, (".json",))
-
-
-def _check_modes(names: list[str]) -> None:
-    if unknown := sorted({*names} - {*MODES}):
-        raise ValueError(f"expected {', '.join(MODES)}, found {', '.join(unknown)}.")
 
 
 @with_model
@@ -41,7 +32,7 @@ def eval(
         list[str] | None,
         typer.Option(
             metavar="MODE",
-            callback=checked(_check_modes),
+            callback=each_of(MODES),
             help="A mode to compare with exits off: exact, fast; off compares nothing. May be repeated; all unless given.",
         ),
     ] = None,
@@ -60,7 +51,7 @@ def eval(
         bool, typer.Option("--execute-code", help="Run code that the model has written, in a sandbox.")
     ] = False,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", callback=checked(_check_output), help="Results, as JSON.")
+        Path, typer.Option("--output", "-o", metavar="FILE", callback=check_json, help="Results, as JSON.")
     ] = Path("tide-eval.json"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
@@ -106,7 +97,7 @@ def eval(
     run = {name: facts[name] for name in RUN}
     tasks_now = {one.task: run | one.as_dict() for one in found if one.error is None or one.task not in earlier}
     results = facts | {"tasks": [*(earlier | tasks_now).values()]}
-    _write(output, results)
+    write_json(output, results)
     typer.echo(json.dumps(results, indent=2) if as_json else "\n\n".join(one.table() for one in found))
     typer.echo(f"written: {output} and {kept}", err=True)
     if failed := [one.task for one in found if one.error is not None]:
@@ -174,9 +165,3 @@ def _settings(loaded: Any, source: Path | None, compared: list[Any], batch_size:
 def _identity(source: Path) -> str:
     """Return a hash of a router file, or the name of a folder or hub id."""
     return hashlib.sha256(source.read_bytes()).hexdigest()[:16] if source.is_file() else str(source)
-
-
-def _write(path: Path, results: dict[str, Any]) -> None:
-    from TIDE.routing.storage import write_atomically
-
-    write_atomically(path, json.dumps(results, indent=1).encode())

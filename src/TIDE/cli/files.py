@@ -1,12 +1,13 @@
-"""Checks of the files that commands read and write, made before any work."""
+"""Files that commands read and write, checked before any work."""
 
 from __future__ import annotations
 
 import codecs
 import json
 import re
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,9 +25,13 @@ def check_target(path: Path, suffixes: tuple[str, ...]) -> None:
         raise ValueError(f"there is no folder {path.parent} to write {path.name} to. Make it first.")
 
 
-def check_prompts(path: Path) -> None:
-    """Raise if a file of prompts cannot be used."""
-    count_prompts(path)
+check_json = checked(partial(check_target, suffixes=(".json",)))
+
+
+def write_json(path: Path, results: dict[str, Any]) -> None:
+    from TIDE.routing.storage import write_atomically
+
+    write_atomically(path, json.dumps(results, indent=1).encode())
 
 
 def count_prompts(path: Path) -> int:
@@ -88,7 +93,7 @@ Prompts = Annotated[
         exists=True,
         dir_okay=False,
         metavar="FILE",
-        callback=checked(check_prompts),
+        callback=checked(count_prompts),
         help="A .jsonl file: one object with 'prompt' per line.",
     ),
 ]

@@ -11,18 +11,14 @@ import typer
 
 from TIDE.cli.answer import finish_reason, record, tell_if_cut, write
 from TIDE.cli.colours import Pieces
-from TIDE.cli.errors import WrongUsage, checked
-from TIDE.cli.files import PromptFile, check_target, decoded
+from TIDE.cli.errors import WrongUsage
+from TIDE.cli.files import PromptFile, check_json, decoded
 from TIDE.cli.model import ModelOption, load_quietly
 from TIDE.cli.router import NoExits, Router, exits_or_off
 from TIDE.cli.sampling import Sampling, System, with_sampling
 from TIDE.cli.settings import RUNNING, with_settings
 from TIDE.config import TIDEConfig
 from TIDE.run import prepared
-
-
-def _check_run(path: Path) -> None:
-    check_target(path, (".json",))
 
 
 @with_settings(*RUNNING)
@@ -41,9 +37,7 @@ def generate(
     depth: Annotated[bool, typer.Option("--depth", help="Colour each token by the depth at which it was decided.")] = False,
     save: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", callback=checked(_check_run), help="Save the run for tide report: a .json file; one prompt."
-        ),
+        typer.Option(metavar="FILE", callback=check_json, help="Save the run for tide report: a .json file; one prompt."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per prompt.")] = False,
     sampling: Sampling,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-import typer
-
-from TIDE.cli.answer import figures, finish_reason, record, write
+from TIDE.cli.answer import figures, record, write
 from TIDE.cli.colours import Pieces
 from TIDE.cli.talk import Talk
 
@@ -23,23 +20,19 @@ class LocalTalk(Talk):
         self.engine, self.tokenizer = engine, tokenizer
         self.conversation = TIDE.Conversation(engine)
 
-    def answer(self, said: str) -> None:
+    def write(self, question: str) -> dict[str, Any]:
         pieces = Pieces(self.tokenizer, self.sampling.stop or ())
-        self.ctrl_c.was_pressed = False
-        write(self.engine, pieces, self._tokens(said), self.depth and not self.as_json, quiet=self.as_json)
-        self.keep(said, pieces.shown)
-        if self.as_json:
-            typer.echo(json.dumps(record(self.engine, said, pieces)))
-            return
-        stats = self.engine.last_stats
-        if not self.depth:
-            typer.echo(figures(len(pieces.ids), stats.tokens_per_second, stats.mean_depth, stats.num_layers), err=True)
-        self.tell_if_cut(finish_reason(self.engine, pieces), len(pieces.ids))
+        write(self.engine, pieces, self._tokens(question), self.depth and not self.as_json, quiet=self.as_json)
+        return record(self.engine, question, pieces)
 
-    def _tokens(self, said: str) -> Iterator[int]:
+    def figures(self, record: dict[str, Any]) -> str | None:
+        layers = self.engine.last_stats.num_layers
+        return None if self.depth else figures(record["tokens"], record["tokens_per_second"], record["mean_depth"], layers)
+
+    def _tokens(self, question: str) -> Iterator[int]:
         """Yield the tokens of the answer until its end or Ctrl-C."""
         inputs = self.tokenizer.apply_chat_template(
-            self.asked(said), add_generation_prompt=True, return_tensors="pt", return_dict=True
+            self.asked(question), add_generation_prompt=True, return_tensors="pt", return_dict=True
         ).to(self.engine.model.device)
         for token in self.conversation.stream(**inputs, **self.sampling.for_engine(self.again)):
             yield token
@@ -49,5 +42,5 @@ class LocalTalk(Talk):
     @property
     def stats(self) -> str:
         """Depths at which the tokens of the last answer were decided; empty before the first."""
-        found = self.engine.last_stats
-        return found.summary() if found.total_tokens else ""
+        stats = self.engine.last_stats
+        return stats.summary() if stats.total_tokens else ""

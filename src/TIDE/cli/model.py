@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import threading
@@ -16,12 +15,13 @@ import typer
 from TIDE.cli.errors import WrongUsage, checked
 from TIDE.cli.quiet import without_loading_bars
 from TIDE.cli.router import check_fit
+from TIDE.cli.settings import with_options
 from TIDE.hub import GIVE, check_model, model_source
 
 if TYPE_CHECKING:
     from TIDE.models.gguf import Loaded
 
-PATIENCE = 3.0  # seconds before it is said what takes so long
+PATIENCE = 3.0  # seconds before the notice of slow work
 HELP = "A hub id, a local path, or 'default'."
 UNLESS_GIVEN = "A hub id, a local path, or 'default', the model used unless given."
 
@@ -34,32 +34,24 @@ MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", metavar="N", min=
 
 def with_model(command: Callable[..., None]) -> Callable[..., None]:
     """Let a command take its `model` as the argument MODEL or as the option --model."""
-    signature = inspect.signature(command, eval_str=True)
-    default = signature.parameters["model"].default
-    said, check = HELP if default is inspect.Parameter.empty else UNLESS_GIVEN, checked(check_model)
-    argument = Annotated[str | None, typer.Argument(metavar="MODEL", callback=check, help=said)]
+    default = inspect.signature(command).parameters["model"].default
+    help, check = HELP if default is inspect.Parameter.empty else UNLESS_GIVEN, checked(check_model)
+    argument = Annotated[str | None, typer.Argument(metavar="MODEL", callback=check, help=help)]
     option = Annotated[str | None, typer.Option("--model", metavar="MODEL", callback=check, help="Same as MODEL.")]
-    own = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in signature.parameters.values()
-        if parameter.name != "model"
-    ]
 
-    @functools.wraps(command)
-    def run(*, model: str | None, model_option: str | None, **given: Any) -> None:
+    def chosen(model: str | None, model_option: str | None) -> str:
         if model is not None and model_option is not None and model != model_option:
             raise WrongUsage(f"expected one model, found {model} and --model {model_option}. Leave one out.")
-        chosen = next((name for name in (model, model_option, default) if name is not None), None)
-        if chosen is inspect.Parameter.empty:
+        name: Any = next((name for name in (model, model_option, default) if name is not None), None)
+        if name is inspect.Parameter.empty:
             raise WrongUsage(f"expected a model, found none. {GIVE}")
-        command(model=chosen, **given)
+        return name
 
-    places = [
-        inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=argument),
-        inspect.Parameter("model_option", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option),
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in (("model", argument), ("model_option", option))
     ]
-    run.__signature__ = signature.replace(parameters=[*places, *own])  # type: ignore[attr-defined]
-    return run
+    return with_options("model", options, chosen, is_first=True)(command)
 
 
 def model_words(name: str) -> str:
@@ -76,20 +68,20 @@ def is_watched() -> bool:
 
 
 @contextmanager
-def said_if_slow(text: str) -> Iterator[None]:
-    """Tell who sits at a terminal what a command is doing, if it takes long."""
-    note = threading.Timer(PATIENCE, say, [text])
+def notify_if_slow(text: str) -> Iterator[None]:
+    """Print what a command is doing if it takes long, on a terminal only."""
+    timer = threading.Timer(PATIENCE, say, [text])
     if is_watched():
-        note.start()
+        timer.start()
     try:
         yield
     finally:
-        note.cancel()
+        timer.cancel()
 
 
 def load_quietly(name: str, exits: Path | None = None) -> Loaded:
     """Load a model for a command that says nothing before its answer, unless that takes long."""
-    with said_if_slow(f"loading {model_words(name)}"):
+    with notify_if_slow(f"loading {model_words(name)}"):
         return load(name, exits=exits)
 
 

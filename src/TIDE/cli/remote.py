@@ -12,8 +12,6 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-import typer
-
 from TIDE.cli.answer import figures
 from TIDE.cli.colours import legend, painted, show
 from TIDE.cli.talk import Talk
@@ -42,26 +40,8 @@ class RemoteTalk(Talk):
         numbers = {name: value for name, value in self.record.items() if isinstance(value, int | float)}
         return "\n".join(f"{name}: {round(value, 2)}" for name, value in numbers.items())
 
-    def answer(self, said: str) -> None:
-        self.ctrl_c.was_pressed = False
-        for piece in self._pieces(said):
-            if not self.as_json:
-                show(piece, nl=False)
-        self.keep(said, self.record["answer"])
-        if self.as_json:
-            typer.echo(json.dumps(self.record))
-            return
-        typer.echo()
-        depths, layers = self.record.get("depths", []), self.record.get("num_layers", 0)
-        if depths:
-            show(f"\n{legend(depths, layers)}")
-        if tokens := self.record["tokens"]:  # a server tells them at the end of an answer
-            typer.echo(figures(tokens, self.record["tokens_per_second"], self.record.get("mean_depth"), layers), err=True)
-        self.tell_if_cut(self.record["finish_reason"], tokens)
-
-    def _pieces(self, said: str) -> Iterator[str]:
-        """Yield the answer as it comes, until its end or Ctrl-C; then make its record."""
-        body = dict(self.sampling.for_server(self.again), model=self.model, messages=self.asked(said), stream=True)
+    def write(self, question: str) -> dict[str, Any]:
+        body = dict(self.sampling.for_server(self.again), model=self.model, messages=self.asked(question), stream=True)
         body["stream_options"] = {"include_usage": True}
         if self.depth:
             body["tide"] = {"details": True}
@@ -77,14 +57,23 @@ class RemoteTalk(Talk):
                 depths += [token["depth"] for token in details.get("tokens", ())]
                 answer += (piece := (choice.get("delta") or {}).get("content") or "")
                 reason = choice.get("finish_reason") or reason
-                yield _coloured(details) if self.depth and details else "" if self.depth and depths else piece
+                if not self.as_json:
+                    show(_coloured(details) if self.depth and details else "" if self.depth and depths else piece, nl=False)
             if self.ctrl_c.was_pressed:
                 break
         seconds, tokens = time.perf_counter() - began, tokens or len(depths)
-        self.record = dict(prompt=said, answer=answer, finish_reason=reason, tokens=tokens, seconds=seconds)
+        self.record = dict(prompt=question, answer=answer, finish_reason=reason, tokens=tokens, seconds=seconds)
         self.record["tokens_per_second"] = tokens / seconds
         if depths:
             self.record |= dict(mean_depth=sum(depths) / len(depths), **facts, depths=depths)
+        if not self.as_json:
+            show(f"\n\n{legend(depths, facts['num_layers'])}" if depths else "")
+        return self.record
+
+    def figures(self, record: dict[str, Any]) -> str | None:
+        """Servers tell the number of tokens at the end of an answer."""
+        tokens, layers = record["tokens"], record.get("num_layers", 0)
+        return figures(tokens, record["tokens_per_second"], record.get("mean_depth"), layers) if tokens else None
 
     def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         with self._open("/v1/chat/completions", body) as response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,10 +32,7 @@ def check_router(name: str) -> None:
         )
 
 
-def check_new_router(path: Path) -> None:
-    check_target(path, SUFFIXES)
-
-
+check_new_router = checked(partial(check_target, suffixes=SUFFIXES))
 Router = Annotated[
     str | None,
     typer.Option(

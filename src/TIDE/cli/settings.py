@@ -51,17 +51,19 @@ def with_settings(*names: str, **renamed: str) -> Callable[[Callable[..., None]]
 
 
 def with_options(
-    name: str, options: list[inspect.Parameter], make: Callable[..., object]
+    name: str, options: list[inspect.Parameter], make: Callable[..., object], is_first: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command options that it receives as one object, the parameter `name`.
 
     Args:
         make: makes the object of the values; its `ValueError` is wrong usage.
+        is_first: the options come before the other parameters of the command.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+        others = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+        parameters = [*options, *others] if is_first else [*others, *options]
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
@@ -71,7 +73,8 @@ def with_options(
                 raise WrongUsage(str(problem)) from None
             command(**given, **{name: made})
 
-        run.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        by_keyword = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+        run.__signature__ = signature.replace(parameters=by_keyword)  # type: ignore[attr-defined]
         return run
 
     return decorate

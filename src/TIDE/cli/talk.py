@@ -6,6 +6,9 @@ import json
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from TIDE.cli.answer import tell_if_cut
 from TIDE.cli.files import check_target, decoded
@@ -51,18 +54,35 @@ class Talk(ABC):
         return [*([] if self.system is None else [_message("system", self.system)]), *self.turns]
 
     @abstractmethod
-    def answer(self, said: str) -> None:
-        """Print the answer to what was said, until its end or Ctrl-C, and keep both."""
+    def write(self, question: str) -> dict[str, Any]:
+        """Print the answer to a question until its end or Ctrl-C, unless as JSON, and return its record."""
+
+    @abstractmethod
+    def figures(self, record: dict[str, Any]) -> str | None:
+        """Return the figures of an answer in a line; None: they are not shown."""
 
     @property
     @abstractmethod
     def stats(self) -> str:
         """Facts known of the last answer; empty before the first."""
 
-    def say(self, said: str) -> None:
-        """Say something and print the answer."""
+    def answer(self, question: str) -> None:
+        """Print the answer to a question, and keep both."""
+        self.ctrl_c.was_pressed = False
+        record = self.write(question)
+        self.keep(question, record["answer"])
+        if self.as_json:
+            typer.echo(json.dumps(record))
+            return
+        if figures := self.figures(record):
+            typer.echo(figures, err=True)
+        more = f"/set max_new_tokens {2 * record['tokens']} makes room for longer answers."
+        tell_if_cut(record["finish_reason"], record["tokens"], self.sampling.max_new_tokens, more)
+
+    def say(self, question: str) -> None:
+        """Answer a new question."""
         self.again = 0
-        self.answer(said)
+        self.answer(question)
 
     def asked(self, said: str) -> Messages:
         """Return the messages with one more of the user's."""
@@ -88,11 +108,6 @@ class Talk(ABC):
             self.answer(said)
         finally:
             self.turns = self.turns if len(self.turns) == len(before) else before
-
-    def tell_if_cut(self, reason: str | None, tokens: int) -> None:
-        """Say that the limit cut the answer."""
-        more = f"/set max_new_tokens {2 * tokens} makes room for longer answers."
-        tell_if_cut(reason, tokens, self.sampling.max_new_tokens, more)
 
     def save(self, name: str = "") -> Path:
         """Write the messages as JSON: to a new file, or again to the file of this chat."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from TIDE.cli.errors import checked
+from TIDE.cli.errors import checked, each_of
 from TIDE.cli.files import Prompts
 from TIDE.cli.model import MaxNewTokens, load, with_model
 from TIDE.cli.router import Router, router_path
@@ -17,11 +17,6 @@ from TIDE.plots.analysis import check_figure
 from TIDE.plots.tuning import plot_tuning
 
 PROMPTS = 16
-
-
-def _check_strategies(names: list[str]) -> None:
-    if unknown := sorted({*names} - {*KV_CACHE_STRATEGIES}):
-        raise ValueError(f"expected {', '.join(KV_CACHE_STRATEGIES)}, found {', '.join(unknown)}.")
 
 
 @with_model
@@ -37,7 +32,7 @@ def tune(
         list[str] | None,
         typer.Option(
             metavar="STRATEGY",
-            callback=checked(_check_strategies),
+            callback=each_of(KV_CACHE_STRATEGIES),
             help="A kv_cache_strategy to try: exact, propagate, zero_pad; may be repeated.",
         ),
     ] = None,
