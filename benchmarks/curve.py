@@ -74,7 +74,7 @@ def main() -> None:
 
     import TIDE
     from TIDE.bench.energy import EnergyMeter
-    from TIDE.plots.analysis import check_figure
+    from TIDE.plots.figure import check_figure
     from TIDE.plots.curve import plot_curve
 
     options.figure.parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,16 @@ LABELS = ("agreement", "cosine")
 MOST_ROWS = 64  # decoded together
 MOST_TREE = 63  # drafts: with the newest token a pass of 64
 KV_CACHE_STRATEGIES = ("exact", "propagate", "zero_pad")
+CHOICES = {"mode": MODES, "label": LABELS, "exit_strategy": EXIT_STRATEGIES, "kv_cache_strategy": KV_CACHE_STRATEGIES}
+SHARES = ("exit_threshold", "convergence_threshold", "compaction_threshold", "max_exit_share")
+LEAST = {
+    "min_layers": 0,
+    "checkpoint_interval": 1,
+    "calibration_samples": 20,
+    "router_bottleneck_dim": 1,
+    "max_pending": 1,
+    "draft_tree": 0,
+}
 SHORT_NAMES = {  # of fields, in `tide calibrate` and `TIDE.calibrate`
     "minutes": "calibration_minutes",
     "samples": "calibration_samples",
@@ -109,27 +119,17 @@ class TIDEConfig:
     draft_tree: int | None = None
 
     def __post_init__(self) -> None:
-        if self.mode is not None:
-            _one_of("mode", self.mode, MODES)
-        _one_of("label", self.label, LABELS)
-        _one_of("exit_strategy", self.exit_strategy, EXIT_STRATEGIES)
-        _one_of("kv_cache_strategy", self.kv_cache_strategy, KV_CACHE_STRATEGIES)
-        _share("exit_threshold", self.exit_threshold, optional=True)
-        _share("convergence_threshold", self.convergence_threshold, optional=False)
-        _share("compaction_threshold", self.compaction_threshold, optional=False)
-        _share("max_exit_share", self.max_exit_share, optional=False)
-        _at_least("min_layers", self.min_layers, 0, optional=True)
-        _at_least("checkpoint_interval", self.checkpoint_interval, 1, optional=False)
-        _at_least("calibration_samples", self.calibration_samples, 20, optional=True)
-        _at_least("router_bottleneck_dim", self.router_bottleneck_dim, 1, optional=False)
-        _at_least("max_pending", self.max_pending, 1, optional=True)
-        if not _is_above_zero(self.calibration_minutes):
-            raise ValueError(f"calibration_minutes must be a number of minutes above 0, found {self.calibration_minutes!r}.")
-        if not isinstance(self.prefill_exits, bool):
-            raise ValueError(f"prefill_exits must be True or False, found {self.prefill_exits!r}.")
-        if self.cache_gib is not None and not _is_above_zero(self.cache_gib):
-            raise ValueError(f"cache_gib must be a number of GiB above 0, or None, found {self.cache_gib!r}.")
-        _at_least("draft_tree", self.draft_tree, 0, optional=True)
+        for name, choices in CHOICES.items():
+            self._check(name, getattr(self, name) in choices, f"one of {list(choices)}")
+        for name in SHARES:
+            share = getattr(self, name)
+            self._check(name, _is_number(share) and 0 <= share <= 1, "a number from 0 to 1")
+        for name, least in LEAST.items():
+            count = getattr(self, name)
+            self._check(name, _is_number(count, int) and count >= least, f"a whole number of at least {least}")
+        self._check("calibration_minutes", _is_above_zero(self.calibration_minutes), "a number of minutes above 0")
+        self._check("prefill_exits", isinstance(self.prefill_exits, bool), "True or False")
+        self._check("cache_gib", _is_above_zero(self.cache_gib), "a number of GiB above 0, or None")
         if self.draft_tree is not None and self.draft_tree > MOST_TREE:
             raise ValueError(f"draft_tree must be at most {MOST_TREE}, found {self.draft_tree}. 0 drafts no trees.")
         if not isinstance(self.calibration_dataset, str) or not self.calibration_dataset.strip():
@@ -147,6 +147,11 @@ class TIDEConfig:
                 "prefill_exits=True gives prompt tokens predicted K/V, so it cannot go with mode='exact', whose text is the "
                 "full model's. Use prefill_exits=False, or mode='fast'."
             )
+
+    def _check(self, name: str, is_right: bool, words: str) -> None:
+        """Raise unless a field is right, or None where that is its default."""
+        if not is_right and not (getattr(self, name) is None and getattr(TIDEConfig, name) is None):
+            raise ValueError(f"{name} must be {words}, found {getattr(self, name)!r}.")
 
     @property
     def effective_mode(self) -> str:
@@ -274,24 +279,9 @@ def _is_yaml(path: Path) -> bool:
     raise ValueError(f"a configuration file ends in .yaml, .yml or .json, found {path.name!r}.")
 
 
-def _is_above_zero(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+def _is_number(value: object, kinds: Any = int | float) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {list(choices)}, found {value!r}.")
-
-
-def _share(name: str, value: object, optional: bool) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"{name} must be a number from 0 to 1, found {value!r}.")
-
-
-def _at_least(name: str, value: object, least: int, optional: bool) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, found {value!r}.")
+def _is_above_zero(value: Any) -> bool:
+    return _is_number(value) and 0 < value < float("inf")

@@ -12,7 +12,8 @@ from TIDE.cli.errors import checked
 from TIDE.cli.model import load, with_model
 from TIDE.cli.settings import with_settings
 from TIDE.config import TIDEConfig
-from TIDE.plots.analysis import check_figure, plot_analysis
+from TIDE.plots.analysis import plot_analysis
+from TIDE.plots.figure import check_figure
 
 
 @with_settings(dataset="calibration_dataset")

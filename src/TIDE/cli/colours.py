@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from TIDE.plots.ramp import colour
-from TIDE.server.text import StopStrings
+from TIDE.server.text import Detokenizer, StopStrings
 
 
 def has_colours() -> bool:
@@ -42,7 +42,7 @@ def legend(depths: Iterable[int], layers: int) -> str:
 
 
 class Pieces:
-    """An incremental detokenizer: a character made of several tokens comes with the last of them.
+    """The text of an answer, token by token: a character made of several tokens comes with the last of them.
 
     Args:
         stops: stop strings; the text ends before the first one.
@@ -52,10 +52,9 @@ class Pieces:
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
-        self.tokenizer = tokenizer
         self.ids: list[int] = []
         self.shown = ""
-        self._decoded = ""
+        self._text = Detokenizer(tokenizer, ())
         self._stops = StopStrings(stops)
 
     @property
@@ -73,11 +72,7 @@ class Pieces:
 
     def add(self, token: int) -> str:
         self.ids.append(token)
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        if text.endswith("\ufffd"):
-            return ""
-        piece, self._decoded = text[len(self._decoded) :], text
-        return self._release(self._stops.add(piece))
+        return self._release(self._stops.add(self._text.add(token)))
 
     def _release(self, piece: str) -> str:
         self.shown += piece

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from TIDE.cli.errors import checked
-from TIDE.plots.analysis import check_matplotlib
+from TIDE.plots.figure import check_matplotlib
 from TIDE.plots.report import check_report, write_report
 
 

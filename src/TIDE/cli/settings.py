@@ -12,11 +12,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from TIDE.cli.errors import WrongUsage, checked
-from TIDE.config import EXIT_STRATEGIES, KV_CACHE_STRATEGIES, LABELS, MODES, TIDEConfig
+from TIDE.config import CHOICES, TIDEConfig
 from TIDE.hub import check_dataset
 
 RUNNING = ("mode", "exit_threshold", "min_layers", "kv_cache_strategy", "max_pending", "max_exit_share", "prefill_exits")
-CHOICES = {"mode": MODES, "exit_strategy": EXIT_STRATEGIES, "label": LABELS, "kv_cache_strategy": KV_CACHE_STRATEGIES}
 CHECKS = {"calibration_dataset": checked(check_dataset)}
 METAVARS = {int: "N", float: "NUMBER", str: "NAME"}
 HELP = {  # if the first clause of a field's description is not enough

@@ -24,10 +24,6 @@ class Command(NamedTuple):
         return self.usage.partition(" ")[2]
 
 
-def _help(*_: object) -> str:
-    return HELP
-
-
 def _set_system(talk: Talk, text: str) -> str:
     talk.system = text or None
     return "system prompt set." if text else "no system prompt."
@@ -37,14 +33,11 @@ def _set(talk: Talk, argument: str) -> str:
     if not argument:
         return talk.sampling.summary()
     name, _, value = argument.partition(" ")
-    name = name.removeprefix("--").replace("-", "_")
-    talk.sampling = talk.sampling.with_value(name, _unquoted(value.strip()))
+    name, value = name.removeprefix("--").replace("-", "_"), value.strip()
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":  # quotation marks keep spaces at its ends
+        value = value[1:-1]
+    talk.sampling = talk.sampling.with_value(name, value)
     return talk.sampling.shown(name)
-
-
-def _unquoted(text: str) -> str:
-    """Return a value without the quotation marks around it, which keep spaces at its ends."""
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
 
 
 def _load(talk: Talk, name: str) -> str:
@@ -63,10 +56,6 @@ def _reset(talk: Talk, _: str) -> str:
     return "conversation cleared."
 
 
-def _undo(talk: Talk, _: str) -> str:
-    return f"taken back: {talk.undo()}"
-
-
 def _regenerate(talk: Talk, _: str) -> str:
     talk.regenerate()
     return ""
@@ -79,11 +68,11 @@ def _stats(talk: Talk, _: str) -> str:
 
 
 COMMANDS = (
-    Command("/help", "show these commands", _help),
+    Command("/help", "show these commands", lambda *_: HELP),
     Command("/set [NAME VALUE]", "change a setting of the answers, such as temperature; alone: show them", _set),
     Command("/system [TEXT]", "set the system prompt; alone: remove it", _set_system),
     Command("/regenerate", "answer the last question again, with another seed if there is one", _regenerate),
-    Command("/undo", "take back the last question and its answer", _undo),
+    Command("/undo", "take back the last question and its answer", lambda talk, _: f"taken back: {talk.undo()}"),
     Command("/reset", "clear the conversation", _reset),
     Command("/save [FILE]", "write the conversation to a JSON file", lambda talk, name: f"written: {talk.save(name)}"),
     Command("/load FILE", "go on with a conversation that /save wrote", _load),

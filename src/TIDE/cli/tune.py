@@ -13,7 +13,7 @@ from TIDE.cli.files import Prompts
 from TIDE.cli.model import MaxNewTokens, load, with_model
 from TIDE.cli.router import Router, router_path
 from TIDE.config import KV_CACHE_STRATEGIES
-from TIDE.plots.analysis import check_figure
+from TIDE.plots.figure import check_figure
 from TIDE.plots.tuning import plot_tuning
 
 PROMPTS = 16

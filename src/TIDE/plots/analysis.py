@@ -1,20 +1,15 @@
-"""The figure of an analysis: a line per criterion over depth, and a mark on the axis at the mean depth of an oracle.
-
-Figures are made without pyplot, so the program's own figures and backend stay untouched.
-"""
+"""The figure of an analysis: a line per criterion over depth, and a mark on the axis at the mean depth of an oracle."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from TIDE.extras import install_command
+from TIDE.plots.figure import drawn
 
 if TYPE_CHECKING:
     from TIDE.calibration.analyze import Analysis
 
-SUFFIXES = (".png", ".svg", ".pdf")
 STYLE: dict[str, dict[str, Any]] = {  # colours that colour-blind readers can tell apart (Okabe and Ito)
     "cosine": dict(color="#999999", linestyle="--"),
     "identity": dict(color="#000000"),
@@ -24,43 +19,23 @@ STYLE: dict[str, dict[str, Any]] = {  # colours that colour-blind readers can te
 }
 
 
-def check_figure(path: str | Path) -> None:
-    """Raise if no figure could be written to `path`: better before long work than after it."""
-    check_matplotlib()
-    path = Path(path)
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"a figure ends in {', '.join(SUFFIXES)}, found {path.name!r}.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to. Make it first.")
-
-
-def check_matplotlib(_: object = None) -> None:
-    """Raise if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(f"figures need matplotlib. Install with: {install_command('plots')}")
-
-
 def plot_analysis(analysis: Analysis, path: str | Path) -> None:
     """Draw the share of tokens decided at each depth. The suffix of `path` selects the format."""
-    check_figure(path)
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
+    with drawn(path) as (figure, axes):
+        from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, title in analysis.titles.items():
-        points = [(row["depth"], row[name]) for row in analysis.rows if row[name] is not None]
-        axes.plot(*zip(*points, strict=True), label=title, linewidth=1.8, markersize=5, **STYLE[name])
-    for name, depth in analysis.oracle_depth.items():
-        label = f"oracle, {name}: {depth:.1f}"
-        axes.axvline(depth, ymax=0.06, linewidth=3, color=STYLE[name]["color"], label=label)
-    axes.set_xlim(0, analysis.layers)
-    axes.set_ylim(0, 1)
-    axes.set_xlabel(f"depth (layers run, of {analysis.layers})")
-    axes.set_ylabel("share of tokens")
-    axes.set_title(f"{analysis.model}: tokens decided by depth ({analysis.tokens} tokens)")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", frameon=False)
-    figure.savefig(path, dpi=150)
+        for name, title in analysis.titles.items():
+            points = [(row["depth"], row[name]) for row in analysis.rows if row[name] is not None]
+            axes.plot(*zip(*points, strict=True), label=title, linewidth=1.8, markersize=5, **STYLE[name])
+        for name, depth in analysis.oracle_depth.items():
+            label = f"oracle, {name}: {depth:.1f}"
+            axes.axvline(depth, ymax=0.06, linewidth=3, color=STYLE[name]["color"], label=label)
+        axes.set_xlim(0, analysis.layers)
+        axes.set_ylim(0, 1)
+        axes.set_xlabel(f"depth (layers run, of {analysis.layers})")
+        axes.set_ylabel("share of tokens")
+        axes.set_title(f"{analysis.model}: tokens decided by depth ({analysis.tokens} tokens)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.grid(alpha=0.3)
+        figure.legend(loc="outside right upper", frameon=False)

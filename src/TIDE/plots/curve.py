@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from TIDE.plots.analysis import check_figure
+from TIDE.plots.figure import drawn
 
 COSTS = {
     "seconds": "seconds per token",
@@ -23,30 +23,26 @@ ALONE = {"exits off": dict(color="#000000", marker="x"), "exact": dict(color="#D
 
 def plot_curve(points: Sequence[dict[str, Any]], path: str | Path, title: str = "") -> None:
     """Draw points with "series", "label", "quality" and costs. The suffix of `path` selects the format."""
-    check_figure(path)
-    from matplotlib.figure import Figure
-
     costs = [name for name in COSTS if any(point.get(name) is not None for point in points)]
-    figure = Figure(figsize=(4.2 * len(costs) + 2.4, 4.5), layout="constrained")
     series = list(dict.fromkeys(point["series"] for point in points))
     styles = _styles(series)
-    for axes, cost in zip(figure.subplots(1, len(costs), sharey=True, squeeze=False)[0], costs, strict=True):
-        for name in series:
-            own = [point for point in points if point["series"] == name and point.get(cost) is not None]
-            places = [(point[cost], point["quality"]) for point in own]
-            if places:
-                axes.plot(*zip(*places, strict=True), label=name, **styles[name])
-            for point, place in zip(own, places, strict=True):
-                axes.annotate(point["label"], place, fontsize=7, xytext=(3, 3), textcoords="offset points")
-        axes.set_xlabel(COSTS[cost])
-        axes.set_xlim(left=0)
-        axes.set_ylim(0, 1.05)
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("ROUGE-L to the full model's text")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=150)
+    with drawn(path, 4.2 * len(costs) + 2.4, ncols=len(costs), sharey=True, squeeze=False) as (figure, grid):
+        for axes, cost in zip(grid[0], costs, strict=True):
+            for name in series:
+                own = [point for point in points if point["series"] == name and point.get(cost) is not None]
+                places = [(point[cost], point["quality"]) for point in own]
+                if places:
+                    axes.plot(*zip(*places, strict=True), label=name, **styles[name])
+                for point, place in zip(own, places, strict=True):
+                    axes.annotate(point["label"], place, fontsize=7, xytext=(3, 3), textcoords="offset points")
+            axes.set_xlabel(COSTS[cost])
+            axes.set_xlim(left=0)
+            axes.set_ylim(0, 1.05)
+            axes.grid(alpha=0.3)
+        figure.axes[0].set_ylabel("ROUGE-L to the full model's text")
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", frameon=False)
+        figure.suptitle(title)
 
 
 def _styles(series: Sequence[str]) -> dict[str, dict[str, Any]]:

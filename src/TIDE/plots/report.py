@@ -2,6 +2,10 @@
 
 Hovering over or tapping a token shows its depth, the router's score and the full model's most likely token in a panel
 beside it. On the keyboard, Tab moves to the answer and the arrow keys move between tokens.
+
+`report.html` has the style sheet and the script. The panel never covers the answer: on a wide screen it sits beside the answer
+and stays in view, on a narrow one at the bottom, and the page scrolls above it. Its height does not depend on its content, so
+hovering over a token moves nothing. Text stays readable on every colour, in light and dark mode: `--shade` makes them pale.
 """
 
 from __future__ import annotations
@@ -9,11 +13,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from html import escape
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 
 from TIDE.plots.answer import answer, css, legend, where
-from TIDE.plots.page import PAGE
+from TIDE.plots.figure import check_target
 from TIDE.run import Run
+
+PAGE = Template((files("TIDE.plots") / "report.html").read_text("utf-8"))
 
 
 def report(run: Run) -> str:
@@ -35,11 +43,7 @@ def report(run: Run) -> str:
 
 def check_report(path: str | Path) -> None:
     """Raise if no page could be written to `path`: better before long work than after it."""
-    path = Path(path)
-    if path.suffix not in (".html", ".htm"):
-        raise ValueError(f"a report ends in .html, found {path.name!r}.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to. Make it first.")
+    check_target(path, (".html", ".htm"), "a report ends in .html")
 
 
 def write_report(run: Run, path: str | Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from TIDE.plots.analysis import check_figure
+from TIDE.plots.figure import drawn
 from TIDE.plots.ramp import colour
 from TIDE.plots.report import mode, verified_steps
 from TIDE.run import Run, Token
@@ -19,8 +20,7 @@ STUB = 0.12  # height, as a share of all layers, of the bar of a token that ran 
 
 def plot_histogram(run: Run, path: str | Path) -> None:
     """Draw the number of tokens decided at each depth."""
-
-    def draw(axes: Any) -> None:
+    with _bars(run, path) as axes:
         counts = Counter(token.depth for token in run.tokens)
         bars = axes.bar(list(counts), list(counts.values()), color=[_paint(run, depth) for depth in counts])
         axes.bar_label(bars, padding=2)
@@ -29,29 +29,22 @@ def plot_histogram(run: Run, path: str | Path) -> None:
         axes.set_xlabel(f"depth (layers run, of {run.num_layers})")
         axes.set_ylabel("tokens")
 
-    _figure(run, path, draw)
-
 
 def plot_depths(run: Run, path: str | Path) -> None:
     """Draw the text with a bar for its depth over each token; tokens that differ from the full model's are underlined."""
-    check_figure(path)
-    from matplotlib.figure import Figure
-
     lines = _lines(run.tokens)
     height = TOP + BAR * len(lines)
-    figure = Figure(figsize=(9, height))
-    for axes, line in zip(figure.subplots(len(lines), squeeze=False)[:, 0], lines, strict=True):
-        _draw_line(axes, run, line)
-    figure.subplots_adjust(left=0.06, right=0.99, top=1 - TOP / height, bottom=0.5 * BAR / height, hspace=1.0)
-    figure.suptitle(_title(run), fontsize=11, y=1 - 0.3 * TOP / height)
-    figure.supylabel("depth (layers run)", fontsize=9, x=0.005)
-    figure.savefig(path, dpi=150)
+    with drawn(path, 9, height, layout=None, nrows=len(lines), squeeze=False) as (figure, grid):
+        for axes, line in zip(grid[:, 0], lines, strict=True):
+            _draw_line(axes, run, line)
+        figure.subplots_adjust(left=0.06, right=0.99, top=1 - TOP / height, bottom=0.5 * BAR / height, hspace=1.0)
+        figure.suptitle(_title(run), fontsize=11, y=1 - 0.3 * TOP / height)
+        figure.supylabel("depth (layers run)", fontsize=9, x=0.005)
 
 
 def plot_acceptance(run: Run, path: str | Path) -> None:
     """Draw the share of drafts accepted, by position."""
-
-    def draw(axes: Any) -> None:
+    with _bars(run, path) as axes:
         from matplotlib.ticker import MaxNLocator, PercentFormatter
 
         steps = verified_steps(run)
@@ -62,20 +55,15 @@ def plot_acceptance(run: Run, path: str | Path) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
-    _figure(run, path, draw)
 
-
-def _figure(run: Run, path: str | Path, draw: Callable[[Any], None]) -> None:
-    check_figure(path)
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    draw(axes)
-    axes.set_title(_title(run), fontsize=11)
-    axes.set_axisbelow(True)
-    axes.grid(alpha=0.3, axis="y")
-    figure.savefig(path, dpi=150)
+@contextmanager
+def _bars(run: Run, path: str | Path) -> Iterator[Any]:
+    """Yield the axes of a figure with the run's title and a grid."""
+    with drawn(path, height=4) as (_, axes):
+        yield axes
+        axes.set_title(_title(run), fontsize=11)
+        axes.set_axisbelow(True)
+        axes.grid(alpha=0.3, axis="y")
 
 
 def _lines(tokens: tuple[Token, ...]) -> list[list[Token]]:
