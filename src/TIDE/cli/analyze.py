@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from TIDE.cli.errors import checked
 from TIDE.cli.model import load, with_model
+from TIDE.cli.options import flag, option
 from TIDE.cli.settings import with_settings
 from TIDE.config import TIDEConfig
 from TIDE.plots.analysis import plot_analysis
@@ -21,16 +21,11 @@ from TIDE.plots.figure import check_figure
 def analyze(
     model: str,
     *,
-    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Number of texts.")] = 200,
-    no_heads: Annotated[
-        bool, typer.Option("--no-heads", help="Skip lens and memory heads, whose training takes longest.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    figure: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", callback=checked(check_figure), help="Also draw a figure: a .png, .svg or .pdf file."),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few texts and little training, for a first look.")] = False,
+    samples: Annotated[int, option("N", "Number of texts.", min=1)] = 200,
+    no_heads: Annotated[bool, flag("--no-heads", "Skip lens and memory heads, whose training takes longest.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print the result as JSON.")] = False,
+    figure: Annotated[Path | None, option("FILE", "Also draw a figure: a .png, .svg or .pdf file.", check=check_figure)] = None,
+    quick: Annotated[bool, flag("--quick", "Few texts and little training, for a first look.")] = False,
     config: TIDEConfig,
 ) -> None:
     """Print, per depth, the share of tokens decided there. Also the mean depth an oracle would need.

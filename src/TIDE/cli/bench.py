@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from TIDE.cli.errors import WrongUsage, each_of
+from TIDE.cli.errors import WrongUsage
 from TIDE.cli.files import PromptFile, check_json, write_json
 from TIDE.cli.generate import read_prompts
 from TIDE.cli.model import MaxNewTokens, ModelOption, load, model_words, say
+from TIDE.cli.options import each_of, flag, option
 from TIDE.cli.router import NoExits, Router, exits_path
 from TIDE.cli.settings import RUNNING, with_settings
 from TIDE.config import TIDEConfig
@@ -38,21 +39,18 @@ def bench(
     no_exits: NoExits = False,
     contender: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            callback=each_of(CONTENDERS, ALL),
-            help="generate, compiled, early-exit, lookup, continuous, off, exact, fast, or all; may be repeated. "
+        option(
+            "NAME",
+            "generate, compiled, early-exit, lookup, continuous, off, exact, fast, or all; may be repeated. "
             "Unless given: generate, off and the mode.",
+            check=each_of(CONTENDERS, ALL),
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts continued together.")] = 1,
+    rows: Annotated[int, option("N", "Prompts continued together.", min=1)] = 1,
     max_new_tokens: MaxNewTokens = 64,
-    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs per prompt.")] = 3,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", callback=check_json, help="Keep the results, as JSON."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    rounds: Annotated[int, option("N", "Timed runs per prompt.", min=1)] = 3,
+    output: Annotated[Path | None, option("FILE", "Keep the results, as JSON.", "--output", "-o", check=check_json)] = None,
+    as_json: Annotated[bool, flag("--json", "Print the results as JSON.")] = False,
     config: TIDEConfig,
 ) -> None:
     """Time model.generate, its rivals and TIDE. The runs are interleaved, on the same prompts; layers that run are counted.

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from TIDE.cli.errors import checked
 from TIDE.cli.model import load, with_model
+from TIDE.cli.options import flag, option
 from TIDE.cli.router import check_new_router, check_router, router_path
 from TIDE.cli.settings import with_settings
 from TIDE.config import SHORT_NAMES, TIDEConfig
@@ -22,29 +22,23 @@ def calibrate(
     model: str,
     *,
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="FILE", callback=check_new_router, help="Router file: .safetensors or .pt."),
+        Path, option("FILE", "Router file: .safetensors or .pt.", "--output", "-o", check=check_new_router)
     ] = Path("router.safetensors"),
     start: Annotated[
         str | None,
-        typer.Option(
-            "--from",
-            metavar="HEAD",
-            callback=checked(check_router),
-            help="Train on the heads of a router file, or an EAGLE-3 head (folder or hub id).",
+        option(
+            "HEAD", "Train on the heads of a router file, or an EAGLE-3 head (folder or hub id).", "--from", check=check_router
         ),
     ] = None,
-    epochs: Annotated[
-        float | None, typer.Option(metavar="NUMBER", min=0.1, help="Passes over the texts in head training.")
-    ] = None,
+    epochs: Annotated[float | None, option("NUMBER", "Passes over the texts in head training.", min=0.1)] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Dtype of the model; its own unless given.")
+        Literal["float32", "bfloat16", "float16"] | None, option(None, "Dtype of the model; its own unless given.")
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same file.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="A CPU-sized run: few, short texts.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted calibration.")] = False,
-    compress: Annotated[bool, typer.Option("--compress", help="Store exit heads in 8 bits at any cost.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the contents of the file as JSON.")] = False,
+    seed: Annotated[int, option("N", "The same seed gives the same file.")] = 0,
+    quick: Annotated[bool, flag("--quick", "A CPU-sized run: few, short texts.")] = False,
+    resume: Annotated[bool, flag("--resume", "Resume an interrupted calibration.")] = False,
+    compress: Annotated[bool, flag("--compress", "Store exit heads in 8 bits at any cost.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print the contents of the file as JSON.")] = False,
     config: TIDEConfig,
 ) -> None:
     """Train exit heads and routers for a model. Three minutes on a GPU, or as many as it is given.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,16 +11,13 @@ import typer
 
 from TIDE.calibration.bounds import check_enough, check_share
 from TIDE.calibration.losses import LOSSES
-from TIDE.cli.errors import WrongUsage, checked
+from TIDE.cli.errors import WrongUsage
 from TIDE.cli.files import Prompts, count_prompts
 from TIDE.cli.model import MaxNewTokens, load, with_model
+from TIDE.cli.options import flag, option
 from TIDE.cli.router import Router, check_new_router, router_path
 from TIDE.cli.settings import HELP
 from TIDE.config import KV_CACHE_STRATEGIES, TIDEConfig
-
-
-def _share(name: str) -> Callable[[float], float]:
-    return checked(partial(check_share, name))
 
 
 @with_model
@@ -30,32 +26,29 @@ def certify(
     prompts: Prompts,
     router: Router = None,
     risk: Annotated[
-        float,
-        typer.Option(metavar="SHARE", callback=_share("risk"), help="Largest acceptable mean loss, above 0 and below 1."),
+        float, option("SHARE", "Largest acceptable mean loss, above 0 and below 1.", check=partial(check_share, "risk"))
     ] = 0.05,
     confidence: Annotated[
-        float,
-        typer.Option(metavar="SHARE", callback=_share("confidence"), help="Confidence in that bound, above 0 and below 1."),
+        float, option("SHARE", "Confidence in that bound, above 0 and below 1.", check=partial(check_share, "confidence"))
     ] = 0.95,
-    loss: Annotated[Literal[*LOSSES], typer.Option(help="Loss against the full model's text.")] = "rouge_l",  # type: ignore[valid-type]
+    loss: Annotated[Literal[*LOSSES], option(None, "Loss against the full model's text.")] = "rouge_l",  # type: ignore[valid-type]
     max_new_tokens: MaxNewTokens = 64,
-    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Use N of the prompts, drawn at random.")] = None,
+    limit: Annotated[int | None, option("N", "Use N of the prompts, drawn at random.", min=1)] = None,
     kv_cache_strategy: Annotated[
         Literal[KV_CACHE_STRATEGIES],  # type: ignore[valid-type]
-        typer.Option(help=HELP["kv_cache_strategy"]),
+        option(None, HELP["kv_cache_strategy"]),
     ] = "exact",
     output: Annotated[
         Path | None,
-        typer.Option(
+        option(
+            "FILE",
+            "Output file; unless given, the router file is overwritten, except the shipped one. Needed for a folder or hub id.",
             "--output",
             "-o",
-            metavar="FILE",
-            callback=check_new_router,
-            help="Output file; unless given, the router file is overwritten, except the shipped one. Needed for a folder or "
-            "hub id.",
+            check=check_new_router,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print the certificate as JSON.")] = False,
 ) -> None:
     """Find the lowest safe exit threshold of mode fast. Held-out prompts test thresholds, from the safest on.
 

@@ -9,6 +9,7 @@ import typer
 
 from TIDE.cli.errors import EXPECTED, WrongUsage, message_of
 from TIDE.cli.model import load_quietly, with_model
+from TIDE.cli.options import flag, option
 from TIDE.cli.router import NoExits, Router, exits_or_off
 from TIDE.cli.sampling import Sampling, System, with_sampling
 from TIDE.cli.settings import RUNNING, with_settings
@@ -27,11 +28,10 @@ def chat(
     router: Router = None,
     no_exits: NoExits = False,
     system: System = None,
-    depth: Annotated[bool, typer.Option("--depth", help="Colour each token by the depth at which it was decided.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per turn.")] = False,
+    depth: Annotated[bool, flag("--depth", "Colour each token by the depth at which it was decided.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print a JSON object per turn.")] = False,
     url: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Talk to an OpenAI-compatible server instead; its key may be in TIDE_API_KEY."),
+        str | None, option("URL", "Talk to an OpenAI-compatible server instead; its key may be in TIDE_API_KEY.")
     ] = None,
     sampling: Sampling,
     config: TIDEConfig,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from TIDE.cli.colours import Pieces, has_colours, legend, painted, show
-from TIDE.cli.errors import checked
 from TIDE.cli.interleaved import Rounds, interleaved
 from TIDE.cli.model import MaxNewTokens, ModelOption, load, model_words, say
+from TIDE.cli.options import flag, option
 from TIDE.cli.router import Router, router_path
 from TIDE.plots.report import check_report, write_report
 from TIDE.run import Run, prepared
@@ -29,18 +29,15 @@ WARM_UP = 32  # tokens
 
 
 def demo(
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Prompt for the model.")] = PROMPT,
+    prompt: Annotated[str, option("TEXT", "Prompt for the model.")] = PROMPT,
     model: ModelOption = "default",
     router: Router = None,
     max_new_tokens: MaxNewTokens = 128,
-    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds: timed runs of each contender.")] = 3,
+    rounds: Annotated[int, option("N", "Rounds: timed runs of each contender.", min=1)] = 3,
     output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", metavar="FILE", callback=checked(check_report), help="Report: an HTML page with every token."
-        ),
+        Path, option("FILE", "Report: an HTML page with every token.", "--output", "-o", check=check_report)
     ] = Path("tide-demo.html"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print the results as JSON.")] = False,
 ) -> None:
     """Compare TIDE with model.generate: the same text, faster. Runs the embedded model unless another is given.
 

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -62,27 +62,3 @@ def message_of(problem: Exception) -> str:
         advice = "This should not happen: run again with --debug, and report what it shows."
         message = f"{type(problem).__name__}: {problem}. {advice}"
     return f"error: {' '.join(message.split())}"
-
-
-def checked(check: Callable[[Any], None]) -> Callable[[Any], Any]:
-    """Return a typer callback that runs `check` on an option; its errors become usage errors."""
-
-    def callback(value: Any) -> Any:
-        try:
-            if value is not None:
-                check(value)
-        except (ValueError, OSError) as problem:
-            raise typer.BadParameter(str(problem)) from None
-        return value
-
-    return callback
-
-
-def each_of(names: Sequence[str], other: str = "") -> Callable[[Any], Any]:
-    """Return a typer callback for a repeated option, whose values are among `names` or `other`."""
-
-    def check(values: list[str]) -> None:
-        if unknown := sorted({*values} - {*names, other}):
-            raise ValueError(f"expected {', '.join(names)}{other and f' or {other}'}, found {', '.join(unknown)}.")
-
-    return checked(check)

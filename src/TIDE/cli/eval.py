@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from TIDE.cli.errors import WrongUsage, each_of
+from TIDE.cli.errors import WrongUsage
 from TIDE.cli.files import check_json, write_json
 from TIDE.cli.model import load, with_model
+from TIDE.cli.options import each_of, flag, option
 from TIDE.cli.router import Router, router_path
 
 MODES = ("off", "exact", "fast")
@@ -22,38 +23,32 @@ RUN = ("command", "date", "commit", "hardware", "packages")  # of each task: a f
 @with_model
 def eval(
     model: str,
-    tasks: Annotated[str, typer.Option(metavar="NAME,…", help="gsm8k, humaneval, mmlu, wikitext, or stock tasks.")],
+    tasks: Annotated[str, option("NAME,…", "gsm8k, humaneval, mmlu, wikitext, or stock tasks.")],
     data: Annotated[
-        Path | None,
-        typer.Option(exists=True, file_okay=False, metavar="DIR", help="Folder with the questions of local tasks."),
+        Path | None, option("DIR", "Folder with the questions of local tasks.", exists=True, file_okay=False)
     ] = None,
     router: Router = None,
     mode: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="MODE",
-            callback=each_of(MODES),
-            help="A mode to compare with exits off: exact, fast; off compares nothing. May be repeated; all unless given.",
+        option(
+            "MODE",
+            "A mode to compare with exits off: exact, fast; off compares nothing. May be repeated; all unless given.",
+            check=each_of(MODES),
         ),
     ] = None,
     threshold: Annotated[
-        list[float] | None,
-        typer.Option(metavar="NUMBER", min=0, max=1, help="An exit threshold of mode fast; may be repeated."),
+        list[float] | None, option("NUMBER", "An exit threshold of mode fast; may be repeated.", min=0, max=1)
     ] = None,
-    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ask N questions of each task.")] = None,
-    fewshot: Annotated[int | None, typer.Option(metavar="N", min=0, help="Examples before each question.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask stock tasks as user messages.")] = False,
-    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Questions asked together.")] = 1,
+    limit: Annotated[int | None, option("N", "Ask N questions of each task.", min=1)] = None,
+    fewshot: Annotated[int | None, option("N", "Examples before each question.", min=0)] = None,
+    chat: Annotated[bool, flag("--chat", "Ask stock tasks as user messages.")] = False,
+    batch_size: Annotated[int, option("N", "Questions asked together.", min=1)] = 1,
     max_new_tokens: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Longest answer, in tokens; as the task asks unless given.")
+        int | None, option("N", "Longest answer, in tokens; as the task asks unless given.", min=1)
     ] = None,
-    execute_code: Annotated[
-        bool, typer.Option("--execute-code", help="Run code that the model has written, in a sandbox.")
-    ] = False,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", callback=check_json, help="Results, as JSON.")
-    ] = Path("tide-eval.json"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    execute_code: Annotated[bool, flag("--execute-code", "Run code that the model has written, in a sandbox.")] = False,
+    output: Annotated[Path, option("FILE", "Results, as JSON.", "--output", "-o", check=check_json)] = Path("tide-eval.json"),
+    as_json: Annotated[bool, flag("--json", "Print the results as JSON.")] = False,
 ) -> None:
     """Measure quality and speed of every mode on tasks. Modes are interleaved; an interrupted run goes on if repeated.
 

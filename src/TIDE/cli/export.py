@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from TIDE.cli.errors import checked
 from TIDE.cli.model import load
+from TIDE.cli.options import checked, flag, option
 from TIDE.cli.router import check_router, router_path
 from TIDE.hub import check_model
 
@@ -22,18 +22,18 @@ def export(
             metavar="FILE", callback=checked(check_router), help="A router file, or an EAGLE-3 head: a folder or a hub id."
         ),
     ],
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The folder to write, new or empty.")],
-    layout: Annotated[Literal["vllm", "sglang", "speculators"], typer.Option(help="The layout to write it in.")] = "vllm",
+    to: Annotated[Path, option("DIR", "The folder to write, new or empty.", "--to")],
+    layout: Annotated[Literal["vllm", "sglang", "speculators"], option(None, "The layout to write it in.")] = "vllm",
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            callback=checked(check_model),
-            help="Load this model and try the head on it first: needed for one that comes from elsewhere, and for a model from "
+        option(
+            "MODEL",
+            "Load this model and try the head on it first: needed for one that comes from elsewhere, and for a model from "
             "a folder in the layout speculators, which names it.",
+            check=check_model,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print what was written as JSON.")] = False,
 ) -> None:
     """Write an EAGLE-3 head as other servers load it. What a layout cannot say is refused with the reason.
 

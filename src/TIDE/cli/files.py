@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from TIDE.cli.errors import WrongUsage, checked
+from TIDE.cli.errors import WrongUsage
+from TIDE.cli.options import option
 from TIDE.run import described
 
 ASKING = '"prompt", "question", "turns" or "messages"'
@@ -25,7 +24,7 @@ def check_target(path: Path, suffixes: tuple[str, ...]) -> None:
         raise ValueError(f"there is no folder {path.parent} to write {path.name} to. Make it first.")
 
 
-check_json = checked(partial(check_target, suffixes=(".json",)))
+check_json = partial(check_target, suffixes=(".json",))
 
 
 def write_json(path: Path, results: dict[str, Any]) -> None:
@@ -88,16 +87,8 @@ def decoded(data: bytes, name: str) -> str:
 
 
 Prompts = Annotated[
-    Path,
-    typer.Option(
-        exists=True,
-        dir_okay=False,
-        metavar="FILE",
-        callback=checked(count_prompts),
-        help="A .jsonl file: one object with 'prompt' per line.",
-    ),
+    Path, option("FILE", "A .jsonl file: one object with 'prompt' per line.", check=count_prompts, exists=True, dir_okay=False)
 ]
 PromptFile = Annotated[
-    Path | None,
-    typer.Option(exists=True, dir_okay=False, metavar="FILE", help="One prompt per line, or .jsonl with 'prompt' or 'turns'."),
+    Path | None, option("FILE", "One prompt per line, or .jsonl with 'prompt' or 'turns'.", exists=True, dir_okay=False)
 ]

@@ -14,6 +14,7 @@ from TIDE.cli.colours import Pieces
 from TIDE.cli.errors import WrongUsage
 from TIDE.cli.files import PromptFile, check_json, decoded
 from TIDE.cli.model import ModelOption, load_quietly
+from TIDE.cli.options import flag, option
 from TIDE.cli.router import NoExits, Router, exits_or_off
 from TIDE.cli.sampling import Sampling, System, with_sampling
 from TIDE.cli.settings import RUNNING, with_settings
@@ -33,13 +34,12 @@ def generate(
     router: Router = None,
     no_exits: NoExits = False,
     system: System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
-    depth: Annotated[bool, typer.Option("--depth", help="Colour each token by the depth at which it was decided.")] = False,
+    raw: Annotated[bool, flag("--raw", "Continue the prompt as it is, without the chat template.")] = False,
+    depth: Annotated[bool, flag("--depth", "Colour each token by the depth at which it was decided.")] = False,
     save: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", callback=check_json, help="Save the run for tide report: a .json file; one prompt."),
+        Path | None, option("FILE", "Save the run for tide report: a .json file; one prompt.", check=check_json)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per prompt.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print a JSON object per prompt.")] = False,
     sampling: Sampling,
     config: TIDEConfig,
 ) -> None:

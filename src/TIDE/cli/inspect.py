@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from TIDE.cli.errors import checked
 from TIDE.cli.model import load
+from TIDE.cli.options import checked, flag, option
 from TIDE.cli.router import check_router, router_path
 from TIDE.hub import check_model
 
@@ -28,16 +28,12 @@ def inspect(
     ],
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            callback=checked(check_model),
-            help="Also load this model, try the file on it, and print which runner runs its layers here.",
+        option(
+            "MODEL", "Also load this model, try the file on it, and print which runner runs its layers here.", check=check_model
         ),
     ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also print its configuration, training facts and figures.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all contents as JSON.")] = False,
+    everything: Annotated[bool, flag("--all", "Also print its configuration, training facts and figures.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print all contents as JSON.")] = False,
 ) -> None:
     """Print the contents of a router file or EAGLE-3 head. Model, exits, certificate and speed on the machine of calibration.
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from TIDE.cli.errors import WrongUsage, checked
+from TIDE.cli.errors import WrongUsage
+from TIDE.cli.options import checked, option
 from TIDE.cli.quiet import without_loading_bars
 from TIDE.cli.router import check_fit
 from TIDE.cli.settings import with_options
@@ -25,11 +26,8 @@ PATIENCE = 3.0  # seconds before the notice of slow work
 HELP = "A hub id, a local path, or 'default'."
 UNLESS_GIVEN = "A hub id, a local path, or 'default', the model used unless given."
 
-ModelOption = Annotated[
-    str,
-    typer.Option("--model", metavar="MODEL", callback=checked(check_model), show_default=False, help=UNLESS_GIVEN),
-]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest answer, in tokens.")]
+ModelOption = Annotated[str, option("MODEL", UNLESS_GIVEN, "--model", check=check_model, show_default=False)]
+MaxNewTokens = Annotated[int, option("N", "Longest answer, in tokens.", "--max-new-tokens", min=1)]
 
 
 def with_model(command: Callable[..., None]) -> Callable[..., None]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from TIDE.cli.errors import checked
+from TIDE.cli.options import flag, option
 from TIDE.plots.figure import check_matplotlib
 from TIDE.plots.report import check_report, write_report
 
@@ -18,18 +18,12 @@ def report(
         Path, typer.Argument(metavar="RUN", exists=True, dir_okay=False, help="A run saved by tide generate --save.")
     ],
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", callback=checked(check_report), help="HTML page; RUN.html unless given."
-        ),
+        Path | None, option("FILE", "HTML page; RUN.html unless given.", "--output", "-o", check=check_report)
     ] = None,
     figures: Annotated[
-        Path | None,
-        typer.Option(
-            file_okay=False, metavar="FOLDER", callback=checked(check_matplotlib), help="Also draw figures into this folder."
-        ),
+        Path | None, option("FOLDER", "Also draw figures into this folder.", check=check_matplotlib, file_okay=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the files written as JSON.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print the files written as JSON.")] = False,
 ) -> None:
     """Write a run as one HTML page. It shows the depth, router score and full model's token of every token.
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from TIDE.cli.errors import WrongUsage, checked
+from TIDE.cli.errors import WrongUsage
 from TIDE.cli.files import check_target, json_kind
+from TIDE.cli.options import flag, option
 from TIDE.hub import is_hub_id
 
 if TYPE_CHECKING:
@@ -32,16 +33,16 @@ def check_router(name: str) -> None:
         )
 
 
-check_new_router = checked(partial(check_target, suffixes=SUFFIXES))
+check_new_router = partial(check_target, suffixes=SUFFIXES)
 Router = Annotated[
     str | None,
-    typer.Option(
-        metavar="FILE",
-        callback=checked(check_router),
-        help="A router file, an EAGLE-3 head (folder or hub id), or 'default': the shipped one, used for the default model.",
+    option(
+        "FILE",
+        "A router file, an EAGLE-3 head (folder or hub id), or 'default': the shipped one, used for the default model.",
+        check=check_router,
     ),
 ]
-NoExits = Annotated[bool, typer.Option("--no-exits", help="Run all layers for every token; needs no router file.")]
+NoExits = Annotated[bool, flag("--no-exits", "Run all layers for every token; needs no router file.")]
 
 
 def router_path(model: str, router: str | None, otherwise: str = "") -> Path:

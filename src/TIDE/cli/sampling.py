@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any
 
-import typer
-
 from TIDE.cli.model import MaxNewTokens
+from TIDE.cli.options import flag, option
 from TIDE.cli.settings import with_options
 
 UNLESS_GIVEN = "unless given, the model's"
@@ -32,11 +31,7 @@ CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 SWITCH = {"on": True, "off": False}
 
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")]
-
-
-def _option(metavar: str, help: str) -> Any:
-    return typer.Option(metavar=metavar, help=help)
+System = Annotated[str | None, option("TEXT", "System prompt.")]
 
 
 @dataclass(frozen=True)
@@ -44,28 +39,28 @@ class Sampling:
     """How the tokens of an answer are chosen, and where it ends. Types, defaults and help of the options."""
 
     max_new_tokens: MaxNewTokens = 256
-    temperature: Annotated[float, _option("NUMBER", "Sampling temperature; 0: greedy decoding.")] = 0.0
+    temperature: Annotated[float, option("NUMBER", "Sampling temperature; 0: greedy decoding.")] = 0.0
     top_p: Annotated[
-        float | None, _option("SHARE", f"Nucleus sampling: smallest token set with this probability; {UNLESS_GIVEN}.")
+        float | None, option("SHARE", f"Nucleus sampling: smallest token set with this probability; {UNLESS_GIVEN}.")
     ] = None
-    top_k: Annotated[int | None, _option("N", f"Sample from the N most likely tokens; 0: from all; {UNLESS_GIVEN}.")] = None
+    top_k: Annotated[int | None, option("N", f"Sample from the N most likely tokens; 0: from all; {UNLESS_GIVEN}.")] = None
     min_p: Annotated[
-        float | None, _option("SHARE", f"Leave out tokens below this share of the best one's probability; {UNLESS_GIVEN}.")
+        float | None, option("SHARE", f"Leave out tokens below this share of the best one's probability; {UNLESS_GIVEN}.")
     ] = None
     repetition_penalty: Annotated[
-        float | None, _option("NUMBER", f"Divides logits of tokens of prompt and answer; 1: none; {UNLESS_GIVEN}.")
+        float | None, option("NUMBER", f"Divides logits of tokens of prompt and answer; 1: none; {UNLESS_GIVEN}.")
     ] = None
     presence_penalty: Annotated[
-        float | None, _option("NUMBER", "Taken from logits of tokens of the answer, once; from -2 to 2.")
+        float | None, option("NUMBER", "Taken from logits of tokens of the answer, once; from -2 to 2.")
     ] = None
     frequency_penalty: Annotated[
-        float | None, _option("NUMBER", "Taken from logits of tokens of the answer, for each time; from -2 to 2.")
+        float | None, option("NUMBER", "Taken from logits of tokens of the answer, for each time; from -2 to 2.")
     ] = None
-    seed: Annotated[int | None, _option("N", SEED)] = None
+    seed: Annotated[int | None, option("N", SEED)] = None
     stop: Annotated[
-        list[str] | None, _option("TEXT", "Text that ends an answer and is left out; may be given several times.")
+        list[str] | None, option("TEXT", "Text that ends an answer and is left out; may be given several times.")
     ] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False
+    ignore_eos: Annotated[bool, flag("--ignore-eos", "Go on after the model's end token.")] = False
 
     def __post_init__(self) -> None:
         for name, (words, is_right) in CHECKS.items():

@@ -11,6 +11,7 @@ import typer
 
 from TIDE.cli.errors import WrongUsage
 from TIDE.cli.model import load, with_model
+from TIDE.cli.options import flag, option
 from TIDE.cli.router import NoExits, Router, exits_path
 from TIDE.cli.settings import RUNNING, with_settings
 from TIDE.config import TIDEConfig
@@ -18,7 +19,7 @@ from TIDE.server.settings import ServerSettings
 
 DEFAULTS = ServerSettings()
 KEY = "A key that clients must send; may be given several times. Also TIDE_API_KEY, with commas."
-Keys = Annotated[list[str] | None, typer.Option("--api-key", metavar="KEY", help=KEY)]
+Keys = Annotated[list[str] | None, option("KEY", KEY, "--api-key")]
 
 
 @with_settings(*RUNNING, "cache_gib")
@@ -28,36 +29,30 @@ def serve(
     *,
     router: Router = None,
     no_exits: NoExits = False,
-    host: Annotated[str, typer.Option(metavar="NAME", help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on; 0: any.")] = 8000,
+    host: Annotated[str, option("NAME", "Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
+    port: Annotated[int, option("N", "Port to listen on; 0: any.", min=0, max=65535)] = 8000,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Name that clients ask for; may be given several times.")
+        list[str] | None, option("NAME", "Name that clients ask for; may be given several times.")
     ] = None,
     api_key: Keys = None,
     cors_origin: Annotated[
-        list[str] | None, typer.Option(metavar="ORIGIN", help="Web pages of this origin may call; may be given several times.")
+        list[str] | None, option("ORIGIN", "Web pages of this origin may call; may be given several times.")
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Longest prompt and answer, in tokens; unless given, the model's.")
+        int | None, option("N", "Longest prompt and answer, in tokens; unless given, the model's.", min=2)
     ] = None,
-    max_rows: Annotated[int, typer.Option(metavar="N", min=1, help="Answers decoded at a time; up to 64.")] = DEFAULTS.max_rows,
-    max_queue: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Answers that may wait; others get status 429.")
-    ] = DEFAULTS.max_queue,
-    request_seconds: Annotated[
-        float, typer.Option(metavar="NUMBER", min=0.1, help="Time limit of a request.")
-    ] = DEFAULTS.request_seconds,
+    max_rows: Annotated[int, option("N", "Answers decoded at a time; up to 64.", min=1)] = DEFAULTS.max_rows,
+    max_queue: Annotated[int, option("N", "Answers that may wait; others get status 429.", min=0)] = DEFAULTS.max_queue,
+    request_seconds: Annotated[float, option("NUMBER", "Time limit of a request.", min=0.1)] = DEFAULTS.request_seconds,
     drain_seconds: Annotated[
-        float, typer.Option(metavar="NUMBER", min=0.0, help="Time that answers have to end when the server is stopped.")
+        float, option("NUMBER", "Time that answers have to end when the server is stopped.", min=0.0)
     ] = DEFAULTS.drain_seconds,
     salted_keys: Annotated[
-        bool, typer.Option("--salted-keys", help="Requests with different API keys share no part of the prefix cache.")
+        bool, flag("--salted-keys", "Requests with different API keys share no part of the prefix cache.")
     ] = False,
-    vllm_metrics: Annotated[bool, typer.Option("--vllm-metrics", help="Also name metrics as vLLM does.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with a model of the hub.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
+    vllm_metrics: Annotated[bool, flag("--vllm-metrics", "Also name metrics as vLLM does.")] = False,
+    trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run code that comes with a model of the hub.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print the address as JSON.")] = False,
     config: TIDEConfig,
 ) -> None:
     """Serve a model over HTTP, by OpenAI's API. There is a page to chat on at /; the log is on stderr.

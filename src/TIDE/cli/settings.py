@@ -9,14 +9,13 @@ import typing
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-import typer
-
-from TIDE.cli.errors import WrongUsage, checked
+from TIDE.cli.errors import WrongUsage
+from TIDE.cli.options import flag, option
 from TIDE.config import CHOICES, TIDEConfig
 from TIDE.hub import check_dataset
 
 RUNNING = ("mode", "exit_threshold", "min_layers", "kv_cache_strategy", "max_pending", "max_exit_share", "prefill_exits")
-CHECKS = {"calibration_dataset": checked(check_dataset)}
+CHECKS = {"calibration_dataset": check_dataset}
 METAVARS = {int: "N", float: "NUMBER", str: "NAME"}
 HELP = {  # if the first clause of a field's description is not enough
     "mode": "exact: the text of the full model; fast: exit predictions, unverified. Unless given: exact, or fast with "
@@ -46,7 +45,7 @@ def with_settings(*names: str, **renamed: str) -> Callable[[Callable[..., None]]
     def make(**given: Any) -> TIDEConfig:
         return TIDEConfig(**{fields[name]: value for name, value in given.items()})
 
-    return with_options("config", [option(name, field) for name, field in fields.items()], make)
+    return with_options("config", [_option(name, field) for name, field in fields.items()], make)
 
 
 def with_options(
@@ -79,16 +78,16 @@ def with_options(
     return decorate
 
 
-def option(name: str, field: str) -> inspect.Parameter:
+def _option(name: str, field: str) -> inspect.Parameter:
     """Return the option of a field."""
     said = re.split(r"[.;] ", descriptions()[field].removeprefix("calibration: "))[0].rstrip(".")
     said = HELP.get(field, f"{said[0].upper()}{said[1:]}.")
     default = getattr(TIDEConfig(), field)
     if isinstance(default, bool):
-        flag = typer.Option(f"--{name.replace('_', '-')}", help=said)
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[bool, flag])
+        annotation: Any = Annotated[bool, flag(f"--{name.replace('_', '-')}", said)]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
     kind: Any = Literal[CHOICES[field]] if field in CHOICES else typing.get_type_hints(TIDEConfig)[field]
     kind = kind | None if default is None else kind
     metavar = None if field in CHOICES else next(METAVARS[own] for own in (kind, *typing.get_args(kind)) if own in METAVARS)
-    annotation = Annotated[kind, typer.Option(metavar=metavar, callback=CHECKS.get(field), help=said)]
+    annotation = Annotated[kind, option(metavar, said, check=CHECKS.get(field))]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from TIDE.cli.errors import checked, each_of
 from TIDE.cli.files import Prompts
 from TIDE.cli.model import MaxNewTokens, load, with_model
+from TIDE.cli.options import each_of, flag, option
 from TIDE.cli.router import Router, router_path
 from TIDE.config import KV_CACHE_STRATEGIES
 from TIDE.plots.figure import check_figure
@@ -25,26 +25,22 @@ def tune(
     prompts: Prompts,
     router: Router = None,
     threshold: Annotated[
-        list[float] | None,
-        typer.Option(metavar="NUMBER", min=0, max=1, help="An exit threshold to try; may be repeated."),
+        list[float] | None, option("NUMBER", "An exit threshold to try; may be repeated.", min=0, max=1)
     ] = None,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="STRATEGY",
-            callback=each_of(KV_CACHE_STRATEGIES),
-            help="A kv_cache_strategy to try: exact, propagate, zero_pad; may be repeated.",
+        option(
+            "STRATEGY",
+            "A kv_cache_strategy to try: exact, propagate, zero_pad; may be repeated.",
+            check=each_of(KV_CACHE_STRATEGIES),
         ),
     ] = None,
     max_new_tokens: MaxNewTokens = 64,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Use N of the prompts, drawn at random.")] = PROMPTS,
+    limit: Annotated[int, option("N", "Use N of the prompts, drawn at random.", min=1)] = PROMPTS,
     figure: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", callback=checked(check_figure), help="Draw speed over agreement: a .png, .svg or .pdf file."
-        ),
+        Path | None, option("FILE", "Draw speed over agreement: a .png, .svg or .pdf file.", check=check_figure)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print the results as JSON.")] = False,
 ) -> None:
     """Measure speed and agreement of every setting on your prompts. Exits off, mode exact and mode fast are interleaved.
 
@@ -64,11 +60,7 @@ def tune(
     asked = load_prompts(prompts, loaded.tokenizer, limit)
     with TIDE.TIDE(loaded.model, source) as engine:
         found = TIDE.tune(
-            engine,
-            asked,
-            max_new_tokens=max_new_tokens,
-            thresholds=threshold or THRESHOLDS,
-            strategies=strategy or None,
+            engine, asked, max_new_tokens=max_new_tokens, thresholds=threshold or THRESHOLDS, strategies=strategy or None
         )
     if figure is not None:
         plot_tuning(found, figure)
