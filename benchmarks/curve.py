@@ -74,8 +74,8 @@ def main() -> None:
 
     import TIDE
     from TIDE.bench.energy import EnergyMeter
-    from TIDE.plots.figure import check_figure
     from TIDE.plots.curve import plot_curve
+    from TIDE.plots.figure import check_figure
 
     options.figure.parent.mkdir(parents=True, exist_ok=True)
     check_figure(options.figure)
