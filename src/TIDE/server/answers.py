@@ -116,11 +116,17 @@ class ChatChoice(Answer):
     tide: Details | None = None
 
 
-class ChatAnswer(Answer):
+class Envelope(Answer):
+    """The fields of every answer to a generation request."""
+
     id: str
-    object: Literal["chat.completion"] = "chat.completion"
+    object: str
     created: int
     model: str
+
+
+class ChatAnswer(Envelope):
+    object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
 
@@ -133,11 +139,8 @@ class ChatDelta(Answer):
     tide: Details | None = None
 
 
-class ChatChunk(Answer):
-    id: str
+class ChatChunk(Envelope):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatDelta]
     usage: Usage | None = None
 
@@ -150,13 +153,10 @@ class TextChoice(Answer):
     tide: Details | None = None
 
 
-class TextAnswer(Answer):
+class TextAnswer(Envelope):
     """A completion, or a chunk of one."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[TextChoice]
     usage: Usage | None = None
 

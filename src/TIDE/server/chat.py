@@ -14,8 +14,7 @@ from TIDE.server.errors import APIError, refused
 from TIDE.server.forced_calls import ForcedCallParser, forced_calls
 from TIDE.server.job import Call, Delta, GenerationSpec
 from TIDE.server.logprobs import for_chat
-from TIDE.server.parsing import MessageParser, joined
-from TIDE.server.regions import without_calls
+from TIDE.server.parsing import MessageParser, joined, without_calls
 from TIDE.server.reply import Reply, unless_gone
 from TIDE.server.requests import ChatRequest, ResponseFormat
 from TIDE.server.service import Service, note

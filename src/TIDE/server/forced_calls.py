@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from TIDE.server.answers import ChatMessage, FunctionCall, ToolCall
+from TIDE.server.answers import ChatMessage, ToolCall
 from TIDE.server.errors import refused
+from TIDE.server.parsing import CallParser
 from TIDE.server.requests import ChatRequest, JSONSchema, NamedTool, ResponseFormat, Tool
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -67,16 +68,11 @@ def _moved(schema: Any, place: str) -> Any:
     return found
 
 
-class ForcedCallParser:
-    """Turns the text of one answer, a list of calls, into parts of a message: each call when it is whole.
-
-    Args:
-        call_id: begins the ids of tool calls.
-    """
+class ForcedCallParser(CallParser):
+    """Turns the text of one answer, a list of calls, into parts of a message: each call when it is whole."""
 
     def __init__(self, call_id: str) -> None:
-        self.call_id = call_id
-        self.calls = 0
+        super().__init__(call_id)
         self._text = ""  # not read yet
 
     def feed(self, text: str, is_last: bool = False) -> list[ChatMessage]:
@@ -98,7 +94,4 @@ class ForcedCallParser:
         except (json.JSONDecodeError, RecursionError):
             return None
         self._text = self._text[begin + length :]
-        self.calls += 1
-        arguments = json.dumps(call["arguments"], ensure_ascii=False)
-        function = FunctionCall(name=call["name"], arguments=arguments)
-        return ToolCall(index=self.calls - 1, id=f"call_{self.call_id}_{self.calls - 1}", function=function)
+        return self.call(call["name"], json.dumps(call["arguments"], ensure_ascii=False))

@@ -46,12 +46,19 @@ class Guard:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         request_id = given.decode() if SANE_ID.fullmatch(given) else uuid.uuid4().hex
-        line = _Line(scope, request_id)
-        scope["tide"] = line.facts
+        began, client = time.perf_counter(), scope.get("client")
+        facts: dict[str, Any] = dict(  # of the line of log; the parts of the server add theirs
+            time=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            id=request_id,
+            method=scope["method"],
+            path=scope["path"][:200],
+            client=client[0] if client else None,
+        )
+        scope["tide"] = facts
 
         async def answer(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                line.facts["status"] = message["status"]
+                facts["status"] = message["status"]
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
             await send(message)
 
@@ -59,11 +66,13 @@ class Guard:
             await self._guarded(scope, receive, answer, headers)
         except Exception as problem:
             logger.exception("request %s failed", request_id)
-            line.facts |= dict(error=type(problem).__name__)
-            if "status" not in line.facts:
+            facts["error"] = type(problem).__name__
+            if "status" not in facts:
                 await APIError(500, INTERNAL).response()(scope, receive, answer)
         finally:
-            line.write()
+            facts.setdefault("status", 499)  # nothing was sent: the client went away
+            facts["seconds"] = round(time.perf_counter() - began, 4)
+            access.info(json.dumps(facts))
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
         try:
@@ -86,12 +95,12 @@ class Guard:
         await self.app(scope, replay, send)
 
     def _checked_key(self, given: bytes) -> bytes:
-        """Compare with every key, in a time that tells nothing about them; return what stands for the one given."""
+        """Compare with every key, in a time that does not depend on them; return the digest of the one given."""
         if not self._keys:
             return b""
         scheme, _, key = given.partition(b" ")
         digest = _digest(key.strip())
-        matches = [hmac.compare_digest(digest, own) for own in self._keys]
+        matches = [hmac.compare_digest(digest, valid) for valid in self._keys]
         if scheme.lower() != b"bearer" or not any(matches):
             raise APIError(
                 401, "expected a valid API key as 'Authorization: Bearer KEY'.", headers={"WWW-Authenticate": "Bearer"}
@@ -100,40 +109,20 @@ class Guard:
 
     async def _body(self, receive: Receive, announced: bytes) -> bytes | None:
         """Return the body, if it is not too large; None: the client went away."""
-        most = self.settings.max_body
-        too_large = APIError(413, f"a request may have {most} bytes at most. Send less.", headers={"Connection": "close"})
-        if announced.isdigit() and int(announced) > most:
+        limit = self.settings.max_body
+        too_large = APIError(413, f"a request may have {limit} bytes at most. Send less.", headers={"Connection": "close"})
+        if announced.isdigit() and int(announced) > limit:
             raise too_large
-        found, more = b"", True
+        body, more = b"", True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            found += message.get("body", b"")
+            body += message.get("body", b"")
             more = message.get("more_body", False)
-            if len(found) > most:
+            if len(body) > limit:
                 raise too_large
-        return found
-
-
-class _Line:
-    """A line of the access log: facts that the parts of the server add to."""
-
-    def __init__(self, scope: Scope, request_id: str) -> None:
-        self.began = time.perf_counter()
-        client = scope.get("client")
-        self.facts: dict[str, Any] = dict(
-            time=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            id=request_id,
-            method=scope["method"],
-            path=scope["path"][:200],
-            client=client[0] if client else None,
-        )
-
-    def write(self) -> None:
-        self.facts.setdefault("status", 499)  # nothing was sent: the client went away
-        self.facts["seconds"] = round(time.perf_counter() - self.began, 4)
-        access.info(json.dumps(self.facts))
+        return body
 
 
 def log_to(handler: logging.Handler) -> None:

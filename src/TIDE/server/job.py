@@ -17,7 +17,7 @@ from TIDE.engine.engine import TIDE
 from TIDE.engine.rows.row import Row
 from TIDE.server.answers import Details, Reason, Timings, WrittenToken
 from TIDE.server.errors import APIError, of_row
-from TIDE.server.logprobs import Logprob, logprob_of
+from TIDE.server.logprobs import Logprob, logprobs_of
 from TIDE.server.scoring import PromptScorer
 from TIDE.server.text import Detokenizer, StopStrings
 
@@ -151,7 +151,7 @@ class Job:
         delta.text += self._stops.add(written, self._may_stop)
         delta.tokens.append(DecodedToken(token, written, decided.depth, decided.score))
         if self.spec.logprobs is not None:
-            delta.logprobs.append(logprob_of(self.row.kept.pop(place).logits, token, self.spec.logprobs))
+            delta.logprobs += logprobs_of(self.row.kept.pop(place).logits[None], [token], self.spec.logprobs)
 
     @property
     def _may_stop(self) -> bool:

@@ -18,12 +18,13 @@ class Logprob(NamedTuple):
     top: list[tuple[int, float]]
 
 
-def logprob_of(logits: torch.Tensor, token: int, top: int) -> Logprob:
-    """Return the logprob of a token by (vocabulary,) logits."""
-    found = torch.log_softmax(logits.float(), -1)
-    best = found.topk(min(top, len(found))) if top else None
-    pairs = [] if best is None else list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    return Logprob(token, float(found[token]), pairs)
+def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
+    """Return the logprobs of tokens by (tokens, vocabulary) logits, each with those of the `top` best tokens."""
+    logprobs = torch.log_softmax(logits.float(), -1)
+    of_tokens = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
+    best = logprobs.topk(min(top, logprobs.shape[1]))
+    pairs = [list(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    return [Logprob(*row) for row in zip(tokens, of_tokens, pairs, strict=True)]
 
 
 class TokenTexts:

@@ -6,14 +6,12 @@ beyond that length in one piece.
 
 from __future__ import annotations
 
-import torch
-
 from TIDE.config import TIDEConfig
 from TIDE.engine.engine import TIDE
 from TIDE.engine.host.segments import Segments
 from TIDE.engine.rows.row import Row
 from TIDE.engine.rows.stop import StopRule
-from TIDE.server.logprobs import Logprob
+from TIDE.server.logprobs import Logprob, logprobs_of
 
 PIECE = 128  # tokens
 
@@ -52,16 +50,4 @@ class PromptScorer:
         self._segments.runner = self.engine.runner
         with self.engine.runner.grad_off():
             logits = self._segments.run(0, {self._row: len(following)}, {self._row: start})[self._row]
-            self.found += _logprobs(logits, following, self.top)
-
-
-def _logprobs(logits: torch.Tensor, tokens: list[int], top: int) -> list[Logprob]:
-    """Return the logprobs of tokens by (tokens, vocabulary) logits."""
-    found = torch.log_softmax(logits.float(), -1)
-    own = found.gather(1, torch.tensor(tokens, device=found.device)[:, None])[:, 0].tolist()
-    best = found.topk(min(top, found.shape[1]))
-    pairs = [
-        list(zip(places, values, strict=True))
-        for places, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
-    return [Logprob(*one) for one in zip(tokens, own, pairs, strict=True)]
+            self.found += logprobs_of(logits, following, self.top)
