@@ -15,9 +15,8 @@ from policies import Everyone, Stopped, Where
 from TIDE import TIDE, TIDEConfig
 from TIDE.bench import contenders, energy
 from TIDE.bench.arrivals import Arrivals, percentile
-from TIDE.bench.asked import groups
 from TIDE.bench.benchmark import Benchmark
-from TIDE.bench.contenders import NAMES
+from TIDE.bench.contenders import NAMES, groups
 from TIDE.bench.layer_count import timed_wrong
 from TIDE.disturbance import Load
 from TIDE.stats import ExitStats

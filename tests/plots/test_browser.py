@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from TIDE.plots.answer import where
-from TIDE.plots.report import write_report
+from TIDE.plots.report import where, write_report
 from TIDE.run import Token
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures.py"

@@ -21,8 +21,7 @@ import torch
 from tqdm import tqdm
 
 from TIDE.bench.arrivals import Arrivals
-from TIDE.bench.asked import Asked, groups
-from TIDE.bench.contenders import OURS, Contender, Run, Unavailable, make
+from TIDE.bench.contenders import OURS, Contender, PromptBatch, Run, Unavailable, groups, make
 from TIDE.bench.energy import EnergyMeter
 from TIDE.bench.layer_count import counted_layers, impossible, timed_wrong, wrong_with
 from TIDE.bench.measured import Layers, Measured, Results, Timed
@@ -72,8 +71,8 @@ class Benchmark:
         try:
             self._begin()
             with tqdm(total=len(self.groups) * len(self._running) * (self.rounds + 1), unit="run") as bar:
-                for number, asked in enumerate(self.groups):
-                    self._group(number, asked, bar)
+                for number, batch in enumerate(self.groups):
+                    self._group(number, batch, bar)
                     self._after_group(self.results)
             self._count_layers()
         finally:
@@ -135,41 +134,41 @@ class Benchmark:
             seconds[words] = min(took, seconds.get(words, took))
         return seconds
 
-    def _group(self, number: int, asked: Asked, bar: tqdm[Any]) -> None:
+    def _group(self, number: int, batch: PromptBatch, bar: tqdm[Any]) -> None:
         for name in list(self._running):
             bar.set_description(f"{name}, first token")
-            self._try(name, partial(self._warm, name, asked, is_first=not number))
+            self._try(name, partial(self._warm, name, batch, is_first=not number))
             bar.update()
         for turn in range(self.rounds):
             for name in sorted(self._running, reverse=bool(turn % 2)):
                 bar.set_description(f"{name}, round {turn + 1}")
-                self._try(name, partial(self._time, name, asked, number))
+                self._try(name, partial(self._time, name, batch, number))
                 bar.update()
 
-    def _warm(self, name: str, asked: Asked, is_first: bool) -> None:
+    def _warm(self, name: str, batch: PromptBatch, is_first: bool) -> None:
         """Run a group untimed, then with a streamer."""
         (run,) = self._running[name].variants.values()
         if not is_first:  # the first group was run when settings were chosen
-            run(asked, None)
+            run(batch, None)
         if self._running[name].streams:
             self._synchronize()
             arrivals = Arrivals()
-            run(asked, arrivals)
+            run(batch, arrivals)
             self.results.measured[name].saw(arrivals)
 
-    def _time(self, name: str, asked: Asked, number: int) -> None:
+    def _time(self, name: str, batch: PromptBatch, number: int) -> None:
         (run,) = self._running[name].variants.values()
-        timed = self._timed(run, asked)
+        timed = self._timed(run, batch)
         own = self.results.measured[name]
-        own.add(number, timed, asked.texts(timed.ids), self.engine.last_stats if name in OURS else None)
+        own.add(number, timed, batch.texts(timed.ids), self.engine.last_stats if name in OURS else None)
 
-    def _timed(self, run: Run, asked: Asked) -> Timed:
+    def _timed(self, run: Run, batch: PromptBatch) -> Timed:
         device = self.engine.adapter.device
         forget_peak(device)
         self._synchronize()
         before = moment()
         joules, began = self.meter.joules(), time.perf_counter()
-        ids = run(asked, None)
+        ids = run(batch, None)
         self._synchronize()
         seconds, after = time.perf_counter() - began, self.meter.joules()
         used = None if joules is None or after is None else after - joules
@@ -181,23 +180,23 @@ class Benchmark:
 
     def _count_layers(self) -> None:
         self._say("counting layers")
-        asked = self.groups[0].first_row(COUNTED)
+        batch = self.groups[0].first_row(COUNTED)
         for name in [name for name, own in self._running.items() if own.is_counted]:
             try:
-                self._count(name, asked)
+                self._count(name, batch)
             except Exception as problem:  # TIDE_BACKEND may ask for compiled layers, which hooks rule out
                 self.results.uncounted[name] = _said(problem)
 
-    def _count(self, name: str, asked: Asked) -> None:
+    def _count(self, name: str, batch: PromptBatch) -> None:
         ((setting, run),) = self._running[name].variants.items()
-        (timed_text,) = asked.texts(run(asked, None))
+        (timed_text,) = batch.texts(run(batch, None))
         timed = self.engine.last_stats
         with counted_layers(self.engine.adapter.layers) as found:
-            (text,) = asked.texts(run(asked, None))
+            (text,) = batch.texts(run(batch, None))
         told: ExitStats | None = self.engine.last_stats if name in OURS else None
         layers, prompt_pass = self.engine.adapter.num_layers, self.engine.plan.prompt_pass
-        drafting = self._running[name].draft_layers.get(setting, 0) if asked.max_new_tokens > 1 else 0
-        of_prompt = asked.width * (layers + drafting)
+        drafting = self._running[name].draft_layers.get(setting, 0) if batch.max_new_tokens > 1 else 0
+        of_prompt = batch.width * (layers + drafting)
         if told is not None and prompt_pass is not None:
             of_prompt -= told.settled_tokens * (layers - prompt_pass.depth)
         own = self.results.measured[name]
@@ -205,7 +204,7 @@ class Benchmark:
         if told is not None and own.stats is not None:
             wrong = wrong or impossible(own.stats, name)
             if timed_text == text:
-                wrong = wrong or timed_wrong(timed, told, name, asked.width)
+                wrong = wrong or timed_wrong(timed, told, name, batch.width)
             else:
                 self.results.uncounted[name] = "those of timed runs, whose text is not that of the model's own modules"
         own.layers = Layers(
@@ -213,7 +212,7 @@ class Benchmark:
             per_token=(found.pairs - of_prompt) / max(1, len(text) - 1),
             tokens_per_pass=len(text) / max(1, found.last_calls),
             of=layers,
-            drafted=found.last_tokens - asked.width - (found.last_calls - 1),
+            drafted=found.last_tokens - batch.width - (found.last_calls - 1),
             accepted=len(text) - found.last_calls,
             wrong=wrong,
         )

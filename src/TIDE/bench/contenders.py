@@ -14,22 +14,70 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import CompileConfig, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from TIDE.bench.asked import Asked
 from TIDE.bench.layer_count import counted_layers
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.prefix_tree import new_salt
 from TIDE.engine.engine import TIDE
 
-Run = Callable[[Asked, BaseStreamer | None], torch.Tensor]  # prompts and continuations, as `model.generate` returns them
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Rows of prompts, continued together and greedily.
+
+    Attributes:
+        prompts: token ids of each row.
+        ends: tokens that end a text.
+    """
+
+    prompts: list[list[int]]
+    max_new_tokens: int
+    device: torch.device
+    ends: tuple[int, ...] = ()
+
+    @property
+    def width(self) -> int:
+        return max(map(len, self.prompts))
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `generate`: left-padded ids and their mask."""
+        gaps = [self.width - len(prompt) for prompt in self.prompts]
+        ids = [[0] * gap + prompt for gap, prompt in zip(gaps, self.prompts, strict=True)]
+        mask = [[0] * gap + [1] * (self.width - gap) for gap in gaps]
+        tensors = {"input_ids": ids, "attention_mask": mask}
+        given = {name: torch.tensor(values, device=self.device) for name, values in tensors.items()}
+        return given | {"max_new_tokens": self.max_new_tokens, "do_sample": False, "pad_token_id": 0}
+
+    def texts(self, ids: torch.Tensor) -> list[list[int]]:
+        """Return the new tokens of each row, without the padding after its end."""
+        rows = ids[:, self.width :].tolist()
+        last = [next((index for index, token in enumerate(row) if token in self.ends), len(row) - 1) for row in rows]
+        return [row[: index + 1] for row, index in zip(rows, last, strict=True)]
+
+    def first_row(self, max_new_tokens: int) -> PromptBatch:
+        """Return the first prompt alone."""
+        return replace(self, prompts=self.prompts[:1], max_new_tokens=min(max_new_tokens, self.max_new_tokens))
+
+
+def groups(prompts: Sequence[list[int]], rows: int, max_new_tokens: int, model: Any) -> list[PromptBatch]:
+    """Return prompts in groups of `rows`; the last one is filled up from the beginning."""
+    batches = [[prompts[(start + row) % len(prompts)] for row in range(rows)] for start in range(0, len(prompts), rows)]
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    ends = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
+    return [PromptBatch(group, max_new_tokens, model.device, ends) for group in batches]
+
+
+Run = Callable[[PromptBatch, BaseStreamer | None], torch.Tensor]  # prompts and continuations, as `model.generate` returns them
 NAMES = ("generate", "compiled", "early-exit", "lookup", "continuous", "off", "exact", "fast")
 OURS = ("off", "exact", "fast")
 LOOKUPS = (2, 5, 10)  # tokens that prompt lookup copies at once
@@ -85,8 +133,8 @@ def exit_layers(layers: int) -> list[int]:
 
 
 def _generate(engine: TIDE, **more: Any) -> Run:
-    def run(asked: Asked, streamer: BaseStreamer | None) -> torch.Tensor:
-        found: torch.Tensor = engine.model.generate(**asked.options, **more, streamer=streamer)
+    def run(batch: PromptBatch, streamer: BaseStreamer | None) -> torch.Tensor:
+        found: torch.Tensor = engine.model.generate(**batch.options, **more, streamer=streamer)
         return found
 
     return run
@@ -111,9 +159,9 @@ def _early_exit(engine: TIDE) -> Contender:
 def _exiting(engine: TIDE, layer: int) -> Run:
     generate = _generate(engine, assistant_early_exit=layer)
 
-    def run(asked: Asked, streamer: BaseStreamer | None) -> torch.Tensor:
+    def run(batch: PromptBatch, streamer: BaseStreamer | None) -> torch.Tensor:
         with _held_layer_count(engine):
-            return generate(asked, streamer)
+            return generate(batch, streamer)
 
     return run
 
@@ -147,9 +195,9 @@ def _ours(name: str, engine: TIDE) -> Contender:
 
 
 def _tide(engine: TIDE, config: TIDEConfig, exits: bool) -> Run:
-    def run(asked: Asked, streamer: BaseStreamer | None) -> torch.Tensor:
+    def run(batch: PromptBatch, streamer: BaseStreamer | None) -> torch.Tensor:
         with engine.using(config, exits):  # a salt of its own: the others have no prefix cache
-            found = engine.generate(**asked.options, streamer=streamer, cache_salt=new_salt())
+            found = engine.generate(**batch.options, streamer=streamer, cache_salt=new_salt())
         assert isinstance(found, torch.Tensor)
         return found
 
@@ -166,14 +214,14 @@ def _continuous(engine: TIDE) -> Contender:
     manager = copy.deepcopy(engine.model).init_continuous_batching(config, ContinuousBatchingConfig(**share))
     manager.start()
 
-    def run(asked: Asked, streamer: BaseStreamer | None) -> torch.Tensor:
-        return _answered(manager, asked)
+    def run(batch: PromptBatch, streamer: BaseStreamer | None) -> torch.Tensor:
+        return _answered(manager, batch)
 
     return Contender("continuous", "continuous batching", {"": run}, streams=False, is_counted=False, close=manager.stop)
 
 
-def _answered(manager: Any, asked: Asked) -> torch.Tensor:
-    order = [manager.add_request(prompt, max_new_tokens=asked.max_new_tokens) for prompt in asked.prompts]
+def _answered(manager: Any, batch: PromptBatch) -> torch.Tensor:
+    order = [manager.add_request(prompt, max_new_tokens=batch.max_new_tokens) for prompt in batch.prompts]
     found: dict[str, list[int]] = {}
     while len(found) < len(order):
         output = manager.get_result(timeout=PATIENCE)
@@ -183,7 +231,7 @@ def _answered(manager: Any, asked: Asked) -> torch.Tensor:
             raise Unavailable(f"continuous batching failed: {output.error}")
         if output.is_finished():
             found[output.request_id] = list(output.generated_tokens)
-    ids = asked.options["input_ids"].tolist()
+    ids = batch.options["input_ids"].tolist()
     texts = itertools.zip_longest(*(found[name] for name in order), fillvalue=0)
     columns = list(map(list, texts))
     return torch.tensor([row + [column[place] for column in columns] for place, row in enumerate(ids)])

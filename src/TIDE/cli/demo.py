@@ -78,20 +78,19 @@ def demo(
 
 def _compare(engine: Any, prompts: list[list[int]], max_new_tokens: int, rounds: int) -> Rounds:
     """Time each contender; leave the median run of the last one as the engine's latest."""
-    from TIDE.bench.asked import groups
-    from TIDE.bench.contenders import make
+    from TIDE.bench.contenders import groups, make
 
-    (asked,) = groups(prompts, 1, max_new_tokens, engine.model)
+    (batch,) = groups(prompts, 1, max_new_tokens, engine.model)
     names = [name for name in CONTENDERS if name != "exits" or engine.policy is not None]
     runs: dict[str, Callable[[], torch.Tensor]] = {}
     for name in names:
         say(f"warming up: {NAMES[name]}")
         run = make(CONTENDERS[name], engine, 1).variants[""]
-        run(asked.first_row(WARM_UP), None)
-        runs[name] = partial(run, asked, None)
+        run(batch.first_row(WARM_UP), None)
+        runs[name] = partial(run, batch, None)
     last, notes = names[-1], list[Any]()
     runs[last] = _noting(engine, runs[last], notes)
-    timed = interleaved(runs, asked.width, rounds, NAMES, say)
+    timed = interleaved(runs, batch.width, rounds, NAMES, say)
     speeds = timed.speeds(last)
     median = timed.kept[speeds.index(statistics.median_low(speeds))]
     engine.last_rows = next(rows for rows, round_ in zip(notes, timed.timed, strict=True) if round_ is median)
