@@ -34,7 +34,8 @@ from bench_decode import SHAPES, on_gpu, random_model, timed, untrained
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.prefix_tree import new_salt
 from TIDE.engine.runners.triton import TritonRunner
-from TIDE.engine.schedule.scheduler import Scheduler, most_drafts
+from TIDE.engine.schedule.draft_planner import DraftPlanner, most_drafts
+from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.engine.select import described_layers
 from TIDE.engine.slots.round import SlotRound
 from TIDE.kernels.reference import layers as reference
@@ -165,13 +166,22 @@ class Fixed(Scheduler):
         self.accepted: list[int] = []  # round by round
         self.made: list[int] = []  # drafts, or levels of a tree
 
-    def drafts(self, row: Any, plan: Any, is_planned: bool) -> int | None:
-        return min(self.fixed, most_drafts(row, plan))
+    def planner(self, plan: Any) -> DraftPlanner:
+        return _Fixed(self, plan)
 
-    def saw(self, row: Any, plan: Any, result: Any, round_: Any, seconds: float | None) -> None:
+
+class _Fixed(DraftPlanner):
+    def __init__(self, scheduler: Fixed, plan: Any) -> None:
+        super().__init__(scheduler.experience, plan)
+        self.scheduler = scheduler
+
+    def drafts(self, row: Any, is_planned: bool) -> int | None:
+        return min(self.scheduler.fixed, most_drafts(row, self.plan))
+
+    def saw(self, row: Any, result: Any, round_: Any, seconds: float | None) -> None:
         if result.drafted:
-            self.accepted.append(result.accepted)
-            self.made.append(result.made)
+            self.scheduler.accepted.append(result.accepted)
+            self.scheduler.made.append(result.made)
 
 
 def recorded(options: argparse.Namespace) -> dict[int, list[int]]:

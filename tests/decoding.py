@@ -20,6 +20,7 @@ from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.modules import ModuleRunner
 from TIDE.engine.runners.numba import NumbaRunner
 from TIDE.engine.runners.triton import TritonRunner
+from TIDE.engine.schedule.draft_planner import DraftPlanner
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.engine.select import checked, described_layers
 from TIDE.engine.slots.stage import SlotStage
@@ -42,12 +43,10 @@ def decode(model, policy, ids, new_tokens: int, **config) -> HostStage:
     plan = replace(make_plan(asked, policy, adapter), prompt_pass=prompt_pass(asked, policy, exit_, adapter))
     stop = StopRule(StoppingCriteriaList([MaxLengthCriteria(ids.shape[1] + new_tokens)]))
     rows = rows_of(ids, adapter.num_layers, stop)
-    scheduler = Scheduler()
-    for row in rows:
-        scheduler.admit(row, plan)
-    stage = HostStage(ModuleRunner(adapter), plan, policy, Sampler(), scheduler.costs, len(rows))
+    planner = Scheduler().planner(plan)
+    stage = HostStage(ModuleRunner(adapter), plan, policy, Sampler(), planner, len(rows))
     stage.leave = lambda row: None  # K/V of rows that have ended are looked at
-    loop = Loop(stage, plan, scheduler)
+    loop = Loop(stage, plan, planner)
     loop.add(rows)
     for _ in loop.run():
         pass
@@ -82,13 +81,26 @@ class Script(Scheduler):
         self.within = within
         self._launched: Counter[Row] = Counter()  # rounds of each row
 
-    def drafts(self, row, plan, is_planned):
+    def planner(self, plan):
+        return _Scripted(self, plan)
+
+    def length(self, row, plan):
+        """The drafts of a row's next round."""
         self._launched[row] += 1
         at = self._launched[row] - 2
         if at < 0 or len(plan.spans) == 1:
             return 0  # the prompt's, or there are no exits
         length = min(self.lengths[at % len(self.lengths)], plan.max_pending)
         return min(length, max(0, row.stop.room(row) - 1)) if self.within else length
+
+
+class _Scripted(DraftPlanner):
+    def __init__(self, script, plan):
+        super().__init__(script.experience, plan)
+        self.script = script
+
+    def drafts(self, row, is_planned):
+        return self.script.length(row, self.plan)
 
 
 def in_a_loop(runner, policy, ids, new_tokens, scheduler, *, device=False, overlap=False, end=None, **config) -> list[Row]:
@@ -104,13 +116,12 @@ def in_a_loop(runner, policy, ids, new_tokens, scheduler, *, device=False, overl
     if end is not None:
         criteria.append(EosTokenCriteria(end))
     rows = rows_of(ids, runner.num_layers, StopRule(criteria))
-    for row in rows:
-        scheduler.admit(row, plan)
+    planner = scheduler.planner(plan)
     if device:
         stage = SlotStage(runner, plan, policy, Sampler(rows))
     else:
-        stage = HostStage(runner, plan, policy, Sampler(), scheduler.costs, len(rows))
-    loop = Loop(stage, plan, scheduler, overlap)
+        stage = HostStage(runner, plan, policy, Sampler(), planner, len(rows))
+    loop = Loop(stage, plan, planner, overlap)
     loop.add(rows)
     for _ in loop.run():
         pass

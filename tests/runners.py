@@ -10,7 +10,8 @@ from TIDE.engine.batch import Batch, Submission
 from TIDE.engine.request.inputs import as_keywords
 from TIDE.engine.runners.static_modules import StaticModuleRunner
 from TIDE.engine.runners.triton import TritonRunner
-from TIDE.engine.schedule.scheduler import Scheduler, most_drafts
+from TIDE.engine.schedule.draft_planner import DraftPlanner, most_drafts
+from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.engine.select import described_layers
 from TIDE.kernels.reference import layers as reference
 from TIDE.kernels.reference import sampling
@@ -61,13 +62,22 @@ class Recording(Scheduler):
         self.then = then
         self.rounds: list[int] = []
 
-    def drafts(self, row, plan, is_planned):
-        wanted = super().drafts(row, plan, is_planned)
-        if row.size > row.prompt and len(plan.spans) > 1:
-            scripted = self.script.pop(0) if self.script else self.then
-            wanted = wanted if scripted is None else min(scripted, most_drafts(row, plan))
+    def planner(self, plan):
+        return _Recorder(self, plan)
+
+
+class _Recorder(DraftPlanner):
+    def __init__(self, recording, plan):
+        super().__init__(recording.experience, plan)
+        self.recording = recording
+
+    def drafts(self, row, is_planned):
+        recording, wanted = self.recording, super().drafts(row, is_planned)
+        if row.size > row.prompt and len(self.plan.spans) > 1:
+            scripted = recording.script.pop(0) if recording.script else recording.then
+            wanted = wanted if scripted is None else min(scripted, most_drafts(row, self.plan))
         if is_planned:
-            self.rounds.append(wanted)
+            recording.rounds.append(wanted)
         return wanted
 
 

@@ -1,10 +1,11 @@
 """Bound: how slow can mode exact get if a text knows the scheduler's state? A simulation: no model, no clock.
 
 An adversary sees every decision about drafts and says of each whether it is accepted, and how sure its exit is. Costs are
-given, in steps (a pass of one token), and do not scatter; exits off takes a step for each token. Two schedulers, one row each:
+given, in steps (a pass of one token), and do not scatter; exits off takes a step for each token. One row, and two kinds of
+rounds of `DraftPlanner`:
 
-    host      after every draft the host reads its score: `DraftBudget`
-    rounds    the number of drafts is chosen before the round: `DraftLength`
+    host      after every draft the host reads its score
+    rounds    the number of drafts is chosen before the round
 
 Adversaries are: nothing is accepted; cycles of rounds that are accepted and rounds that are not; drafting wins all the credit
 it can have, and then loses until it rests; and a search that changes the worst of these round by round and keeps what makes the
@@ -17,6 +18,7 @@ import argparse
 import random
 from collections.abc import Callable, Iterator
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from kept import Record
@@ -69,7 +71,7 @@ def run(options: argparse.Namespace) -> Record:
         kinds = {
             "nothing is accepted": [lambda: _always(NONE)],
             "cycles": [lambda own=own: _listed(own) for own in periods],
-            "drafting wins, then loses until it rests": _builders(name),
+            "drafting wins, then loses until it rests": _builders(),
         }
         worst: Callable[[], Adversary] = kinds["cycles"][0]
         for kind, adversaries in kinds.items():
@@ -89,50 +91,59 @@ def run(options: argparse.Namespace) -> Record:
     }
 
 
+def _planner() -> tuple[Any, Any]:
+    """Return a planner that has seen nothing, and its row."""
+    from TIDE.engine.rows.row import Row
+    from TIDE.engine.rows.stop import StopRule
+    from TIDE.engine.schedule.acceptance import Experience
+    from TIDE.engine.schedule.draft_planner import DraftPlanner
+
+    plan: Any = SimpleNamespace(exact=True, rests=True, weighs=True, most_drafts=max(ROUNDS))
+    return DraftPlanner(Experience(), plan), Row([0], StopRule(), 1)
+
+
 def on_the_host(adversary: Adversary, tokens: int) -> Text:
     """Write a text as a row on the host is written."""
-    from TIDE.engine.schedule.costs import Costs, RoundCosts
-    from TIDE.engine.schedule.draft_budget import DraftBudget, Experience
+    from TIDE.engine.round import Launched
+    from TIDE.engine.rows.row import Draft, RoundResult
 
-    costs = RoundCosts(Costs())
-    costs.step.add(1.0)
-    costs.exit.add(EXIT)
+    planner, row = _planner()
+    planner.costs.step.add(1.0)
+    planner.costs.exit.add(EXIT)
     for count, steps in PASSES.items():
-        costs.saw_pass(count, steps)
-    budget = DraftBudget(0, costs, Experience())
+        planner.costs.saw_pass(count, steps)
     size, spent, drafted, action = 0, 0.0, 0, NONE
     while size < tokens:
-        costs.begin_round(1)
-        drafts, going = 0, True
-        while going and drafts < max(PASSES) - 1 and budget.should_draft(size + drafts):
-            action = action if drafts else adversary(budget)
+        planner.begin_round([row])
+        row.drafts = []
+        while len(row.drafts) < max(PASSES) - 1 and planner.should_draft(row):
+            action = action if row.drafts else adversary(planner)
             spent += EXIT
-            going = budget.should_exit(action.score)
-            drafts += going
-        spent += PASSES.get(1 + drafts, 1.0)
-        gained = 1 + min(action.accepted, drafts)
-        size, drafted = size + gained, drafted + drafts
-        budget.record_round(size, gained)
+            if not planner.should_exit(row, action.score):
+                break
+            row.drafts.append(Draft(0, 0, action.score))
+        drafts = len(row.drafts)
+        accepted = min(action.accepted, drafts)
+        scores = [draft.score or 0.0 for draft in row.drafts]
+        planner.saw(row, RoundResult([], drafts, accepted, scores=scores, made=drafts), Launched(list), None)
+        size, spent, drafted = size + 1 + accepted, spent + PASSES.get(1 + drafts, 1.0), drafted + drafts
     return Text(spent, size, drafted)
 
 
 def in_rounds(adversary: Adversary, tokens: int) -> Text:
     """Write a text in rounds that are launched as a whole."""
     from TIDE.engine.round import Launched
-    from TIDE.engine.rows.row import RoundResult, Row
-    from TIDE.engine.rows.stop import StopRule
-    from TIDE.engine.schedule.costs import Costs
-    from TIDE.engine.schedule.draft_length import DraftLength
+    from TIDE.engine.rows.row import RoundResult
 
-    length, row = DraftLength(Costs()), Row([0], StopRule(), 1)
-    length.begin(row)
+    planner, row = _planner()
     size, spent, drafted = 0, 0.0, 0
     while size < tokens:
-        drafts = length.choose([row], max(ROUNDS))
-        action = adversary(length) if drafts else NONE
+        planner.plan_round([row], 1)
+        drafts = planner.chosen
+        action = adversary(planner) if drafts else NONE
         accepted = min(action.accepted, drafts)
         result = RoundResult([], drafts, accepted, scores=[action.score] * drafts, made=drafts)
-        length.saw(row, Launched(list, drafts), result, ROUNDS[drafts])
+        planner.saw(row, result, Launched(list, drafts), ROUNDS[drafts])
         size, spent, drafted = size + 1 + accepted, spent + ROUNDS[drafts], drafted + drafts
     return Text(spent, size, drafted)
 
@@ -151,39 +162,22 @@ def _listed(actions: list[Action]) -> Adversary:
     return lambda state: next(following)
 
 
-def _builders(name: str) -> list[Callable[[], Adversary]]:
+def _builders() -> list[Callable[[], Adversary]]:
     """Return adversaries that let drafting win, and then lose until it rests."""
     wins, losses = (Action(1), Action(2), Action(3), ALL), (NONE, Action(0, 0.5))
-    if name == "host":
-        return [lambda win=win, lose=lose: _credit(win, lose) for win in wins for lose in losses]
     return [lambda win=win, lose=lose, n=n: _hope(win, lose, n) for win in wins for lose in losses for n in CYCLES]
 
 
-def _credit(win: Action, lose: Action) -> Adversary:
-    """Return the adversary of a row on the host: it wins all the credit it can have, and loses until it rests."""
-    from TIDE.engine.schedule.acceptance import FIRST_REST
-    from TIDE.engine.schedule.draft_budget import MOST_CREDIT
-
-    losing, balance = False, 0.0
-
-    def act(budget: Any) -> Action:
-        nonlocal losing, balance
-        has_rested, balance = balance < budget._balance == 0.0, budget._balance
-        losing = not has_rested and (losing or (balance == MOST_CREDIT and budget._rest.length == FIRST_REST))
-        return lose if losing else win
-
-    return act
-
-
 def _hope(win: Action, lose: Action, rounds: int) -> Adversary:
-    """Return the adversary of rounds: some of the longest are accepted, and then none until no drafts are chosen."""
-    losing, won = False, 0
+    """Return the adversary that lets some rounds win, and none from then on until drafts have rested."""
+    losing, won, length = False, 0, 0
 
-    def act(length: Any) -> Action:
-        nonlocal losing, won
-        if length._is_trial:
+    def act(planner: Any) -> Action:
+        nonlocal losing, won, length
+        before, length = length, planner._rest.length
+        if length > before:  # a rest is over
             losing, won = False, 0
-        won += length.chosen == max(ROUNDS)
+        won += 1
         losing = losing or won > rounds
         return lose if losing else win
 

@@ -11,6 +11,7 @@ from policies import texts_of
 from router_files import a_file
 from TIDE import TIDE, TIDEConfig
 from TIDE.adapters.adapter import ModelAdapter, PassInputs
+from TIDE.engine.schedule.draft_planner import DraftPlanner
 from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.heads import memory_depths
 from TIDE.routing.memory import HeadMemory
@@ -97,9 +98,7 @@ def test_what_a_router_sees_in_the_engine_is_what_it_saw_in_calibration(
         return found
 
     monkeypatch.setattr(HeadMemory, "guess", watched)
-    monkeypatch.setattr(
-        "TIDE.engine.schedule.draft_budget.ALLOWANCE", float("inf")
-    )  # no rests: exits of a tiny model never pay
+    monkeypatch.setattr(DraftPlanner, "_exit_pays", lambda *_: True)  # no rests: exits of a tiny model never pay
     with TIDE(llama, saved(file, tmp_path), TIDEConfig(exit_threshold=0.0, max_pending=pending)) as engine:
         text = engine.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None)
         adapter, layers = engine.adapter, engine.adapter.num_layers

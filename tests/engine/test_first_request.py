@@ -11,12 +11,9 @@ import TIDE
 from families import build
 from router_files import a_file
 from runners import Recording, on_modules, on_references
-from TIDE.engine.round import Launched
-from TIDE.engine.rows.row import RoundResult, Row
 from TIDE.engine.rows.stop import StopRule
 from TIDE.engine.runners.graphs import Graphs
 from TIDE.engine.schedule.costs import Costs
-from TIDE.engine.schedule.draft_length import DraftLength
 from TIDE.engine.slots.prefill import Prefill
 from TIDE.routing.policies import policy_for
 
@@ -80,24 +77,6 @@ def test_seconds_of_captures_are_known_during_a_stream_and_never_lost(ids, monke
         after = engine.capture_seconds
         engine.generate(ids.repeat(1, 30), **OPTIONS)  # needs larger slots: the smaller ones are dropped
         assert engine.capture_seconds > after >= during
-
-
-def test_low_scores_shorten_rounds_before_drafts_are_rejected():
-    """The share of drafts that scores promised changes slowly; the scores of the latest rounds count at once."""
-
-    def after(score):
-        length, row = DraftLength(Costs()), Row([1], StopRule(), 4)
-        length.begin(row)
-        for _ in range(40):
-            drafts = length.choose([row], 7)
-            result = RoundResult([], drafts, drafts, scores=[0.9] * drafts, made=drafts)
-            length.saw(row, Launched(list, drafts), result, 1 + drafts / 10)
-        for _ in range(10):
-            length.saw(row, Launched(list, 4), RoundResult([], 4, 4, scores=[score] * 4, made=4), 1.4)
-        return length.choose([row], 7)
-
-    assert after(0.9) == 7
-    assert after(0.1) < 7
 
 
 def test_seconds_of_whole_rounds_are_those_of_prompt_and_deep_passes(ids):

@@ -26,7 +26,7 @@ from TIDE.engine.host.sampler import Sampler
 from TIDE.engine.host.stage import HostStage
 from TIDE.engine.round import Launched
 from TIDE.engine.rows.row import Row
-from TIDE.engine.schedule.costs import Costs
+from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.routing.calibrated import CalibratedPolicy
 
 
@@ -52,7 +52,8 @@ def row_of(engine: TIDE, ids: torch.Tensor, **options) -> Row:
 
 
 def stage_of(engine: TIDE, most_rows: int) -> HostStage:
-    return HostStage(engine.runner, engine.plan, engine.policy, Sampler(), Costs(), most_rows)
+    planner = Scheduler().planner(engine.plan)
+    return HostStage(engine.runner, engine.plan, engine.policy, Sampler(), planner, most_rows)
 
 
 def step(stage: HostStage) -> Launched:

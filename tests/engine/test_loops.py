@@ -21,7 +21,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from decoding import Script, in_a_loop, on_modules, on_numba, on_references, rows_of
+from decoding import Script, in_a_loop, on_modules, on_numba, on_references
 from families import build
 from policies import Everyone
 from properties import examples
@@ -30,12 +30,8 @@ from TIDE.adapters.adapter import ModelAdapter
 from TIDE.engine.cache.prefill_buffers import STEP
 from TIDE.engine.cache.slots import AT_ONCE
 from TIDE.engine.loop import Loop
-from TIDE.engine.round import Launched
-from TIDE.engine.rows.row import RoundResult, Row
-from TIDE.engine.rows.stop import StopRule
+from TIDE.engine.rows.row import Row
 from TIDE.engine.runners.triton import TritonRunner
-from TIDE.engine.schedule.costs import Costs
-from TIDE.engine.schedule.draft_length import LOOKS, DraftLength
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.engine.slots.drafter import DeviceDrafter
 from TIDE.engine.slots.launcher import RoundLauncher
@@ -380,21 +376,6 @@ def test_rounds_of_mode_fast_teach_nothing_about_those_of_mode_exact():
     scheduler, policy = Scheduler(), policy_of("lens", 2, 1, "on_references")
     known = dict(device=True, max_pending=3)
     in_a_loop(runners()["on_references"], policy, prompt(), NEW, scheduler, mode="fast", exit_threshold=0.0, **known)
-    assert not scheduler.costs.rounds(1) and scheduler.length.acceptance.share(1) == 1
+    assert not scheduler.experience.costs.rounds(1) and scheduler.experience.acceptance.share(0) == 1
     in_a_loop(runners()["on_references"], policy, prompt(), NEW, scheduler, **known)
-    assert scheduler.costs.rounds(1)
-
-
-def test_what_a_round_without_drafts_takes_is_looked_at_while_drafts_pay():
-    """Otherwise a time from a busy moment would stand for good."""
-    costs = Costs()
-    length, (row,) = DraftLength(costs), rows_of(prompt(), 4, StopRule())
-    length.begin(row)
-    chosen = []
-    for _ in range(3 * LOOKS):
-        chosen.append(length.choose([row], 7))
-        seconds = 1 + chosen[-1] / 10 if len(chosen) > 2 else 50.0
-        result = RoundResult([], chosen[-1], chosen[-1], scores=[0.9] * chosen[-1], made=chosen[-1])
-        length.saw(row, Launched(list, chosen[-1]), result, seconds)
-    assert chosen[LOOKS // 2 :].count(0) == 2
-    assert costs.rounds(1)[0].seconds < 50
+    assert scheduler.experience.costs.rounds(1)

@@ -58,7 +58,7 @@ def test_a_row_that_is_removed_while_a_round_runs_has_ended(place, monkeypatch):
         assert engine.total_stats.total_tokens == len(written)
 
 
-@pytest.mark.parametrize("broken", ["admit", "stage"])
+@pytest.mark.parametrize("broken", ["planner", "stage"])
 def test_a_row_that_could_not_be_taken_in_is_taken_in_later(broken, monkeypatch):
     text = Text(9, 4, "greedy")
     with TIDE.TIDE(model()) as engine:
@@ -68,7 +68,7 @@ def test_a_row_that_could_not_be_taken_in_is_taken_in_later(broken, monkeypatch)
 
         row = engine.add(text.ids, **text.options)
         with monkeypatch.context() as patch:
-            patch.setattr(*((engine.scheduler, "admit") if broken == "admit" else (HostStage, "__init__")), raises)
+            patch.setattr(*((engine.scheduler, "planner") if broken == "planner" else (HostStage, "__init__")), raises)
             with pytest.raises(MemoryError):
                 engine.step()
         finish(engine, row)

@@ -232,10 +232,7 @@ class Batch:
             self._added.popleft()
 
     def _take(self, submission: Submission, together: int) -> None:
-        row, plan, _ = submission
-        if row.budget is None and not row.scores:
-            self.engine.scheduler.admit(row, plan)
-        self._group(submission, self.why_not(submission, together), together).loop.add([row])
+        self._group(submission, self.why_not(submission, together), together).loop.add([submission.row])
 
     def _group(self, submission: Submission, reason: str | None, rows: int) -> Group:
         """Return the rows that a row is decoded with.
@@ -244,23 +241,23 @@ class Batch:
             reason: why it is decoded on the host; None: it is not.
         """
         _, plan, policy = submission
-        on_device, scheduler = reason is None, self.engine.scheduler
+        on_device = reason is None
         for group in self._groups:
             if group.is_on_device == on_device and group.policy is policy and group.plan == plan:
                 return group
-        sampler = Sampler(device=self.device)
+        sampler, planner = Sampler(device=self.device), self.engine.scheduler.planner(plan)
         stage: HostStage | SlotStage
         if on_device:
             assert isinstance(self.runner, DeviceRunner)
             stage = SlotStage(self.runner, plan, policy, sampler)
             without_tree = stage.launcher.without_tree
         else:
-            stage = HostStage(self.runner, plan, policy, sampler, scheduler.costs, max(rows, self.most_rows), self.engine.texts)
+            stage = HostStage(self.runner, plan, policy, sampler, planner, max(rows, self.most_rows), self.engine.texts)
             without_tree = f"rounds are on the host: {reason}"
         if plan.has_asked_for_tree and without_tree is not None and without_tree not in self.engine.warned:
             self.engine.warned.add(without_tree)
             logger.warning("draft_tree is set, but drafts are not in trees: %s. The text is the same.", without_tree)
-        self._groups.append(Group(Loop(stage, plan, scheduler, overlap=on_device), stage, plan, policy))
+        self._groups.append(Group(Loop(stage, plan, planner, overlap=on_device), stage, plan, policy))
         return self._groups[-1]
 
     # ---- a step --------------------------------------------------------------------------------------------------------------

@@ -92,9 +92,9 @@ def _in_one_pass(runner: Runner, plan: Plan, policy: ExitPolicy | None, rows: li
 
 def _as_decoded(runner: Runner, plan: Plan, policy: ExitPolicy | None, rows: list[Row]) -> list[torch.Tensor]:
     sampler = _Reader(rows)
-    scheduler = Scheduler()
-    stage = HostStage(runner, plan, policy, sampler, scheduler.costs, len(rows))
-    loop = Loop(stage, plan, scheduler)
+    planner = Scheduler().planner(plan)
+    stage = HostStage(runner, plan, policy, sampler, planner, len(rows))
+    loop = Loop(stage, plan, planner)
     loop.add(rows)
     for _ in loop.run():
         pass

@@ -4,7 +4,7 @@
             ahead = stage.launch(), …            drafts · deep pass · accept, for all rows
             for row, result in the rounds before:
                 row.extend(result)               final tokens, stop rule, stats: the only place
-                scheduler.saw(row, result)       acceptance and seconds decide about the next drafts
+                planner.saw(row, result)         acceptance and seconds decide about the next drafts
 
 With overlap the host reads rounds while the next ones already run on the device: one, or where the device would wait for the
 host, some at once. Without, it reads a round as soon as it is launched: the plain loop, which is the reference for the other.
@@ -23,7 +23,7 @@ from TIDE.engine.cache.slots import AT_ONCE
 from TIDE.engine.request.plan import Plan
 from TIDE.engine.round import Launched
 from TIDE.engine.rows.row import Row
-from TIDE.engine.schedule.scheduler import Scheduler
+from TIDE.engine.schedule.draft_planner import DraftPlanner
 from TIDE.kernels.reference.trees import TreeShape
 
 
@@ -76,10 +76,10 @@ class Loop:
         at_once: rounds to launch in a step.
     """
 
-    def __init__(self, stage: Launcher, plan: Plan, scheduler: Scheduler, overlap: bool = False) -> None:
+    def __init__(self, stage: Launcher, plan: Plan, planner: DraftPlanner, overlap: bool = False) -> None:
         self.stage = stage
         self.plan = plan
-        self.scheduler = scheduler
+        self.planner = planner
         self.overlap = overlap
         self.waiting: deque[Row] = deque()
         self.last_arrival = math.inf
@@ -120,9 +120,9 @@ class Loop:
                 return
             count = self._needed(rows, most)
         if self.stage.is_planned:
-            self.scheduler.begin_round(rows, self.plan, self.stage.width, self.stage.shape)
+            self.planner.plan_round(rows, self.stage.width, self.stage.shape)
         for row in rows:
-            row.wanted = self.scheduler.drafts(row, self.plan, self.stage.is_planned)
+            row.wanted = self.planner.drafts(row, self.stage.is_planned)
         ahead = [self.stage.launch() for _ in range(max(1, count))]
         due = ahead
         if most:
@@ -184,7 +184,7 @@ class Loop:
                     continue  # removed while the round ran
                 row.extend(result)
                 if is_seen:
-                    self.scheduler.saw(row, self.plan, result, round_, took)
+                    self.planner.saw(row, result, round_, took)
                     took = None
         self._last = rounds[-1]
         return waited / max(self._read_at - since, 1e-9)

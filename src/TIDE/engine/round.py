@@ -115,4 +115,5 @@ def accept(drafts: Sequence[Draft], found: Sequence[int], depth: int) -> RoundRe
     """
     kept = accepted([draft.token for draft in drafts], found)
     behind = [Draft(token, depth) for token in found[kept : kept + 1]]
-    return RoundResult([*drafts[:kept], *behind], len(drafts), kept)
+    scores = [draft.score or 0.0 for draft in drafts]
+    return RoundResult([*drafts[:kept], *behind], len(drafts), kept, scores=scores, made=len(drafts))

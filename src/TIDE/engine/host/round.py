@@ -19,7 +19,7 @@ from TIDE.engine.request.plan import Plan
 from TIDE.engine.round import accept
 from TIDE.engine.rows.row import RoundResult, Row
 from TIDE.engine.runners.base import Runner
-from TIDE.engine.schedule.costs import RoundCosts
+from TIDE.engine.schedule.draft_planner import DraftPlanner
 from TIDE.routing.policy import Candidates, ExitPolicy
 from TIDE.stats import Clock
 
@@ -37,7 +37,7 @@ class Stage(Protocol):
     policy: ExitPolicy | None
     sampler: Sampler
     segments: Segments
-    costs: RoundCosts
+    planner: DraftPlanner
     clock: Clock
     rows: list[Row]
     joining: list[Row]
@@ -77,7 +77,7 @@ class HostRound:
         active = self._active
         if not step:
             self.held = []
-            self.stage.costs.begin_round(max(1, len(active)))
+            self.stage.planner.begin_round(active)
         self.going = self.deciding = [row for row in self.left if not row.finished] if step and self.stage.waits else active
         self.left = []
         self._start_over_where_rope_switches(self.going)
@@ -99,7 +99,7 @@ class HostRound:
             self._leave(self._ask(candidates))
             seconds += self.stage.clock.lap("exits")
         if may_leave and self.stage.has_asked:
-            self.stage.costs.exit.add(seconds / len(may_leave))
+            self.stage.planner.costs.exit.add(seconds / len(may_leave))
         self.stage.has_asked = bool(may_leave)
         if self.going:
             self.held += self.going
@@ -155,7 +155,7 @@ class HostRound:
         tokens, seconds = self._pass
         seconds += self.stage.clock.lap("choosing")
         if self.going and tokens <= (self.stage.plan.max_pending + 1) * len(self.going):  # prompts say nothing about steps
-            self.stage.costs.saw_pass(tokens, seconds)
+            self.stage.planner.costs.saw_pass(tokens, seconds)
 
     def _pass_by(self) -> bool:
         """Take rows that are not asked through segments that stand alike; True: nothing but the deep pass is left."""
@@ -184,7 +184,7 @@ class HostRound:
         if row.wanted is not None:
             return row.exits_in_a_row < row.wanted
         allowed = row.exits_in_a_row < self.stage.plan.max_pending and self.stage.plan.within_share(row.exits, new_tokens)
-        return allowed and (row.budget is None or row.budget.should_draft(size))
+        return allowed and (not self.stage.plan.rests or self.stage.planner.should_draft(row))
 
     def _start_over_where_rope_switches(self, rows: list[Row]) -> None:
         switch, starts_over = self.stage.runner.rope
@@ -218,9 +218,8 @@ class HostRound:
     def _leaves(self, row: Row, score: float, is_sure: bool, depth: int) -> bool:
         if row.wanted is not None:
             return is_sure or self.stage.plan.weighs
-        if row.budget is None:
-            return is_sure
-        return row.budget.should_exit(score, self.stage.plan.threshold(depth))
+        plan = self.stage.plan
+        return self.stage.planner.should_exit(row, score, plan.threshold(depth)) if plan.rests else is_sure
 
     def _leave(self, leaving: tuple[Candidates, list[Row], list[float]] | None) -> None:
         """Draft the tokens that leave."""

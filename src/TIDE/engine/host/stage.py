@@ -21,7 +21,7 @@ from TIDE.engine.request.plan import Plan
 from TIDE.engine.round import Launched, run_round
 from TIDE.engine.rows.row import Row
 from TIDE.engine.runners.base import Runner
-from TIDE.engine.schedule.costs import Costs, RoundCosts
+from TIDE.engine.schedule.draft_planner import DraftPlanner
 from TIDE.routing.policy import ExitPolicy
 from TIDE.stats import Clock, Seconds
 
@@ -34,7 +34,7 @@ class HostStage:
     Args:
         policy: the exits; None: every token runs all layers.
         sampler: chooses the tokens; the stage tells it which rows there are.
-        costs: to record how long passes and exits take.
+        planner: of the drafts of its rows.
         most_rows: that are in it at a time.
         texts: that have ended, for rows that begin alike; None: every row runs all of its text.
 
@@ -54,14 +54,14 @@ class HostStage:
         plan: Plan,
         policy: ExitPolicy | None,
         sampler: Sampler,
-        costs: Costs,
+        planner: DraftPlanner,
         most_rows: int,
         texts: Texts | None = None,
     ) -> None:
         self.runner = runner
         self.plan = plan
         self.sampler = sampler
-        self.costs = RoundCosts(costs)
+        self.planner = planner
         self.most_rows = most_rows
         self.policy = None if policy is None else policy.start(most_rows, runner.head)
         self.beginnings = Beginnings(runner, plan, policy, self.policy, texts)
@@ -93,8 +93,6 @@ class HostStage:
         row.slot = next(slot for slot in count_up() if slot not in taken)
         row.drafts = []
         row.exits_in_a_row = 0
-        if row.budget is not None:
-            row.budget.costs = self.costs
         self.rows.append(row)
         self.joining.append(row)
         self.segments.make_room(row.slot + 1)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -28,18 +28,6 @@ class Draft(NamedTuple):
     token: int
     depth: int
     score: float | None = None  # of the router that let it out, where one was asked
-
-
-class Budget(Protocol):
-    """Decides about the drafts of a row from their scores: see `schedule/draft_budget.py`."""
-
-    costs: Any
-
-    def should_draft(self, size: int) -> bool: ...
-
-    def should_exit(self, score: float, threshold: float = 0.0) -> bool: ...
-
-    def record_round(self, size: int, tokens: int) -> None: ...
 
 
 class Kept(NamedTuple):
@@ -79,9 +67,6 @@ class Row:
     arrival: int = field(init=False, default=0)  # its number among the rows of its batch
     drafts: list[Draft] = field(init=False, default_factory=list)
     wanted: int | None = field(init=False, default=None)  # drafts to make in this round; None: scores decide
-    budget: Budget | None = field(init=False, default=None)
-    scores: list[float] = field(init=False, default_factory=list)  # of its latest drafts, by number: running means
-    outcome: list[float] = field(init=False, default_factory=lambda: [1.0, 1.0])  # its drafts: accepted, and expected to be
     exits: int = field(init=False, default=0)  # final tokens that left early
     exits_in_a_row: int = field(init=False, default=0)  # since the full model decided a token
     decided: list[Draft] = field(init=False, default_factory=list)  # the new tokens, and where

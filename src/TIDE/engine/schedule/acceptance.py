@@ -1,52 +1,99 @@
-"""How often drafts are accepted, by their number in the round, and rests for texts in which they are not."""
+"""How often drafts are accepted, by their number in the round, and rests where they do not pay.
+
+A running mean of the latest scores tells how easy a text is just now. The share of drafts that were accepted, of those that
+their scores promised, corrects it: scores are too high in one text and too low in another.
+"""
 
 from __future__ import annotations
 
-FIRST_REST, LONGEST_REST = 16, 256  # a rest; each one in a text is twice as long as the one before
-KEPT = 0.98  # weight of earlier drafts when a new one is recorded
-PRIOR = 4.0  # drafts that count as seen before any was
+from TIDE.engine.schedule.costs import LATELY, Costs
+from TIDE.kernels.layer import MOST_TOKENS
+from TIDE.kernels.reference.trees import TreeShape
+
+FIRST_SHARE = 0.7  # of drafts that are accepted, before any was seen. Not tuned: a few rounds replace it
+KEPT = 0.98  # weight of earlier drafts when one is recorded: the latest fifty count. Not tuned: a text has some hundred
+PRIOR = 4.0  # drafts of earlier texts that count in a new one. Twice as many made no difference (log, "Shorter first rests")
+FIRST_REST = 16  # rounds; each rest is twice as long as the one before. With 8 no difference (log, "Shorter first rests")
 
 
 class Acceptance:
-    """Drafts accepted against drafts expected to be, by number."""
+    """Scores and acceptance of drafts by number, from 0 on: of one text, or of all. Drafts past the last number count as it.
 
-    def __init__(self) -> None:
-        self._seen: dict[int, list[float]] = {}  # number -> accepted, expected
+    Args:
+        known: of all texts, with which this one begins.
+    """
 
-    def add(self, number: int, accepted: bool, expected: float = 1.0, rows: int = 1) -> None:
-        """Record draft `number` of a round of `rows` rows, which was accepted with the probability `expected`."""
-        seen, kept = self._at(number), KEPT ** (1 / rows)
-        seen[0] = kept * seen[0] + accepted
-        seen[1] = kept * seen[1] + expected
+    def __init__(self, known: Acceptance | None = None) -> None:
+        self.scores: list[float] = [FIRST_SHARE] * MOST_TOKENS if known is None else list(known.scores)
+        self.promised = [PRIOR] * MOST_TOKENS
+        self.accepted = [PRIOR * (1.0 if known is None else known.share(number)) for number in range(MOST_TOKENS)]
 
     def share(self, number: int) -> float:
-        """Return accepted drafts by expected ones."""
-        accepted, expected = self._at(number)
-        return accepted / expected
+        """Return accepted drafts by those that were promised, where the drafts before them were accepted."""
+        number = min(number, MOST_TOKENS - 1)
+        return self.accepted[number] / self.promised[number]
+
+    def chances(self, drafts: int) -> list[float]:
+        """Return, for each of `drafts` drafts, the chance that it is accepted if those before it are."""
+        return [min(1.0, self.scores[number] * self.share(number)) for number in range(drafts)]
+
+    def saw_score(self, number: int, score: float, newest: float) -> None:
+        """Record a score, which has the weight `newest` in the mean."""
+        number = min(number, MOST_TOKENS - 1)
+        self.scores[number] += newest * (score - self.scores[number])
+
+    def saw(self, number: int, score: float, is_accepted: bool, rows: int = 1) -> None:
+        """Record a verified draft of one of `rows` rows."""
+        number, kept = min(number, MOST_TOKENS - 1), 1 - (1 - KEPT) / rows
+        self.promised[number] = kept * self.promised[number] + score
+        self.accepted[number] = kept * self.accepted[number] + is_accepted
 
     def fade(self) -> None:
-        """Let what was seen so far count for no more than the prior: another text begins."""
-        for seen in self._seen.values():
-            seen[:] = [count * min(1.0, PRIOR / seen[1]) for count in seen]
-
-    def clear(self) -> None:
-        self._seen.clear()
-
-    def _at(self, number: int) -> list[float]:
-        return self._seen.setdefault(number, [PRIOR, PRIOR])
+        """Let the drafts so far count for no more than the prior: another part of the text begins."""
+        for number, promised in enumerate(self.promised):
+            self.accepted[number] *= min(1.0, PRIOR / promised)
+            self.promised[number] = min(promised, PRIOR)
 
 
 class Rest:
-    """The length of the next rest of a text."""
+    """Rounds without drafts, up to a trial."""
 
-    def __init__(self, length: int = FIRST_REST) -> None:
-        self.length = length
-
-    def take(self) -> int:
-        """Return the length of this rest; the next one is twice as long."""
-        length = self.length
-        self.length = min(2 * length, LONGEST_REST)
-        return length
+    def __init__(self) -> None:
+        self.reset()
 
     def reset(self) -> None:
         self.length = FIRST_REST
+        self.rested = 0
+
+    def is_over(self, rounds: int = 1, least: float = 0.0) -> bool:
+        """Count rounds of this rest; return True if it is over. The next one is twice as long, at most as long as timings are
+        remembered."""
+        self.rested += rounds
+        if self.rested < max(self.length, least):
+            return False
+        self.rested, self.length = 0, min(2 * self.length, LATELY)
+        return True
+
+
+class Experience:
+    """Drafting so far, known from one request to the next and shared by threads: of drafts in a row, or of trees of a shape.
+
+    Attributes:
+        gains: of exits on the host, by the number of the draft: tokens that they promised, less the cost of a draft's place.
+        longest: drafts accepted in one round, at most.
+        rest: of rows together. What drafts cost is mostly a matter of how many rows there are, so it outlasts a text.
+        drafting: rounds for which drafts were planned.
+    """
+
+    def __init__(self) -> None:
+        self.costs = Costs()
+        self.acceptance = Acceptance()
+        self.gains = [FIRST_SHARE] * MOST_TOKENS
+        self.longest = 0
+        self.rest = Rest()
+        self.drafting = 0
+        self._trees: dict[TreeShape, Experience] = {}
+
+    def of(self, tree: TreeShape | None) -> Experience:
+        """Return the experience with trees of a shape; None: with drafts in a row."""
+        return self if tree is None else self._trees.setdefault(tree, Experience())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, insort
 from collections import deque
-from itertools import count
 
-LATEST = 64  # timings of captured rounds that are remembered
-LATELY = 256  # timed rounds, of any number of drafts, for which they are: after long texts come short ones
-NEWEST = 0.2  # weight of the newest measurement
-GUESS = 0.1  # of a step: the cost of a draft's place in a deep pass before it was measured
+from TIDE.engine.round import Launched
+
+# Timings of captured rounds that are remembered, and for how many rounds: after long texts come short ones. By the runs and the
+# simulation in docs/log.md, "What 64 rows believed"
+LATEST, LATELY = 64, 256
+NEWEST = 0.2  # weight of the newest measurement. Not tuned: the latest ten count, and a text is easy or hard for longer
+GUESS = 0.1  # of a step: a draft's place in a deep pass before it was measured. 0.06 to 0.25 in docs/results/passes-arm.json
 
 
 class RunningMean:
@@ -64,7 +66,6 @@ class Costs:
 
     def __init__(self) -> None:
         self.exit = ClippedMean()  # seconds up to and with an exit of one row
-        self.begun = count(1)  # numbers of rounds on the host
         self._steps: dict[int, ClippedMean] = {}  # by rows
         self._passes: dict[int, dict[int, ClippedMean]] = {}  # by rows, then by tokens: a deep pass, in steps
         self._rounds: dict[int, dict[int, Undisturbed]] = {}  # by slots, then by drafts: captured rounds
@@ -109,18 +110,17 @@ class RoundCosts:
     Attributes:
         rows: of the round at hand.
         tokens: that its deep pass has so far.
-        number: of the round, among those of all stages.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.rows = self.tokens = 1
-        self.number = 0
+        self._latest: Launched | None = None
+        self._alike = 0  # rounds with as many drafts on as many slots as the latest one, itself included
 
     def begin_round(self, rows: int) -> None:
         """Start a round on the host, with one token of each row."""
         self.rows = self.tokens = rows
-        self.number = next(self.costs.begun)
 
     @property
     def exit(self) -> ClippedMean:
@@ -131,11 +131,6 @@ class RoundCosts:
     def step(self) -> ClippedMean:
         """Seconds of a step of the rows at hand, as of now."""
         return self.costs.step(self.rows)
-
-    @property
-    def worth(self) -> float:
-        """The part of a step that a token takes without drafts."""
-        return 1 / self.rows
 
     def saw_pass(self, tokens: int, seconds: float) -> None:
         """Record a deep pass of the rows at hand."""
@@ -170,3 +165,10 @@ class RoundCosts:
     def marginal_cost(self, tokens: int) -> float:
         """Return the steps that one more token costs in a deep pass of `tokens`."""
         return max(0.0, self.deep(tokens + 1) - self.deep(tokens))
+
+    def alike(self, round_: Launched) -> int:
+        """Return how many rounds up to this one had as many drafts on as many slots, one after the other."""
+        if round_ is not self._latest:
+            before, self._latest = self._latest or round_, round_
+            self._alike = self._alike + 1 if (round_.drafts, round_.rows) == (before.drafts, before.rows) else 1
+        return self._alike

@@ -13,7 +13,7 @@ from TIDE.engine.round import Launched, run_passes, run_round
 from TIDE.engine.rows.row import Draft, RoundResult, Row
 from TIDE.engine.runners.device import DeviceRunner, device_errors
 from TIDE.engine.runners.graphs import Held
-from TIDE.engine.schedule.draft_length import lengths_on
+from TIDE.engine.schedule.draft_planner import lengths_on
 from TIDE.engine.slots.round import MIN_COLUMNS, SlotRound
 from TIDE.engine.slots.tree_round import TreeRound, shape_for, why_no_tree
 from TIDE.kernels.layer import MOST_TOKENS
