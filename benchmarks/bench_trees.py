@@ -218,10 +218,10 @@ class Replay:
 
         def accept_so_many(stage: SlotRound, drafted: int) -> None:
             slots = stage.slots
-            drafts = slots.tokens[1 : drafted + 1]
+            drafts = slots.chain.tokens[1 : drafted + 1]
             places = (own.at + own.apart[: drafts.shape[1]]) % len(own.kept)
             holds = own.steps[:drafted] < own.kept[places]
-            slots.found[:drafted].copy_(torch.where(holds, drafts, (drafts + 1) % 3 + 4 * (drafts < 4)))
+            slots.chain.found[:drafted].copy_(torch.where(holds, drafts, (drafts + 1) % 3 + 4 * (drafts < 4)))
             own.at.add_(1)
             accept(stage, drafted)
 

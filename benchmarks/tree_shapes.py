@@ -76,12 +76,12 @@ def rounds_of(engine: Any, shape: TreeShape, ids: torch.Tensor, text: torch.Tens
     tokens, last = text[0], text.shape[1] - 1
 
     def deep_pass(self: TreeRound, drafted: int) -> None:
-        tree, slots = self.tree, self.slots
-        self.runner.exits.choose_nodes(tree.candidates, tree.shape, slots.tokens[0], slots.starts[0], tree.nodes)
-        positions = tree.nodes.positions.flatten().long()
-        tree.noted.copy_(states[positions.clamp(max=last)])
-        tree.chosen.copy_(tokens[(positions + 1).clamp(max=last)])
-        tree.best.zero_()
+        tree, slots, own = self.tree, self.slots, self.tree.verifying
+        self.runner.exits.choose_nodes(tree.candidates, tree.shape, slots.chain.tokens[0], slots.grid.starts[0], own.nodes)
+        positions = own.nodes.positions.flatten().long()
+        own.noted.copy_(states[positions.clamp(max=last)])
+        own.chosen.copy_(tokens[(positions + 1).clamp(max=last)])
+        own.best.zero_()
 
     asked = dict(do_sample=False, eos_token_id=None, attention_mask=torch.ones_like(ids))
     engine.scheduler = Fixed(shape.levels)

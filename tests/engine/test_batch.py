@@ -348,7 +348,7 @@ def test_slots_that_long_texts_had_stand_at_their_beginning_again():
             engine.step()
             slots = engine._batch._groups[0].stage.residents.slots
             free = set(range(slots.rows)) - {row.slot for row in rows}
-            assert not any(slots.starts[0, place] for place in free)
+            assert not any(slots.grid.starts[0, place] for place in free)
             while not all(row.finished for row in rows):
                 engine.step()
 

@@ -70,7 +70,7 @@ def noted_drafts(monkeypatch) -> list[tuple[int, list[int]]]:
     found, run = [], SlotRound.deep_pass
 
     def deep_pass(self, drafted):
-        found.append((int(self.slots.starts[0, 0]), self.slots.tokens[1 : drafted + 1, 0].tolist()))
+        found.append((int(self.slots.grid.starts[0, 0]), self.slots.chain.tokens[1 : drafted + 1, 0].tolist()))
         run(self, drafted)
 
     monkeypatch.setattr(SlotRound, "deep_pass", deep_pass)
@@ -226,10 +226,10 @@ def test_the_likeliest_way_through_a_tree_is_the_drafts_in_a_row(good, monkeypat
 
     def deep_pass(self, drafted):
         run(self, drafted)
-        parents, ids, way = self.tree.nodes.parents[:, 0].tolist(), self.tree.nodes.ids[:, 0].tolist(), [0]
+        parents, ids, way = self.tree.verifying.nodes.parents[:, 0].tolist(), self.tree.verifying.nodes.ids[:, 0].tolist(), [0]
         while way[-1] in parents:
             way.append(parents.index(way[-1]))  # nodes are in the order of their scores
-        trees.append((int(self.slots.starts[0, 0]), [ids[node] for node in way[1:]]))
+        trees.append((int(self.slots.grid.starts[0, 0]), [ids[node] for node in way[1:]]))
 
     monkeypatch.setattr(TreeRound, "deep_pass", deep_pass)
     with in_rounds(model(), policy=good, then=7, max_pending=7, draft_tree=15) as engine:
@@ -257,7 +257,9 @@ def test_kernels_draft_what_references_draft(flags, tree, tmp_path, monkeypatch)
 
     carry = TreeRound.deep_pass
     monkeypatch.setattr(
-        TreeRound, "deep_pass", lambda self, drafted: (carry(self, drafted), nodes.append(self.tree.nodes.ids.tolist()))
+        TreeRound,
+        "deep_pass",
+        lambda self, drafted: (carry(self, drafted), nodes.append(self.tree.verifying.nodes.ids.tolist())),
     )
     for place in (on_references, on_kernels):
         nodes: list = []

@@ -137,8 +137,8 @@ def drafting(wrong: frozenset[int]):
     def draft(self, step, most):
         if self.depth:
             self.shallow(slice(step, step + 1), most)
-        at = int(self.slots.starts[step, 0]) + 1
-        self.slots.tokens[step + 1] = token_at(at, wrong) if at < len(text()) else 0
+        at = int(self.slots.grid.starts[step, 0]) + 1
+        self.slots.chain.tokens[step + 1] = token_at(at, wrong) if at < len(text()) else 0
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceDrafter, "draft", draft)
@@ -347,7 +347,7 @@ def test_rounds_at_once_stay_within_the_columns_that_attention_is_planned_for(dr
         return layers(self, slots, span, states, tokens, most, depths)
 
     def draft(self, step, most):
-        self.slots.tokens[step + 1] = [*wanted, *[0] * 64][int(self.slots.starts[step, 0]) + 1]
+        self.slots.chain.tokens[step + 1] = [*wanted, *[0] * 64][int(self.slots.grid.starts[step, 0]) + 1]
 
     monkeypatch.setattr(TritonRunner, "layers_on_slots", noted)
     monkeypatch.setattr(DeviceDrafter, "draft", draft)

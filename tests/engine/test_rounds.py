@@ -81,8 +81,8 @@ def test_whatever_is_drafted_right_or_wrong(lengths, wrong, depth):
     def draft(self, step, most):
         if self.depth:
             self.shallow(slice(step, step + 1), most)
-        at = int(self.slots.starts[step, 0]) + 1
-        self.slots.tokens[step + 1] = text[at] + (at in wrong)
+        at = int(self.slots.grid.starts[step, 0]) + 1
+        self.slots.chain.tokens[step + 1] = text[at] + (at in wrong)
 
     with (
         pytest.MonkeyPatch.context() as patch,

@@ -31,10 +31,10 @@ def scores(monkeypatch):
     found, accept, launch, stages = defaultdict(dict), SlotRound.accept, SlotStage.launch, []
 
     def noting(self, drafted):
-        starts, best = self.slots.starts.tolist(), self.slots.best.tolist()
+        starts, best = self.slots.grid.starts.tolist(), self.slots.chain.best.tolist()
         accept(self, drafted)
         for row in stages[-1].residents.running:
-            accepted = int(self.slots.result[row.slot, 0])
+            accepted = int(self.slots.result.latest[row.slot, 0])
             for step in range(accepted + 1):
                 found[tuple(row.tokens[: row.prompt]), row.sampling.seed][starts[step][row.slot]] = best[step][row.slot]
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from properties import examples
-from TIDE.engine.cache.tree_buffers import beam_of, candidates_of, nodes_of
+from TIDE.engine.cache.slots import beam_of, candidates_of, nodes_of
 from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.kernels.reference import trees
 from TIDE.kernels.reference.noise import noise

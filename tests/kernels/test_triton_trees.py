@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from TIDE.engine.cache.tree_buffers import beam_of, candidates_of, nodes_of
+from TIDE.engine.cache.slots import beam_of, candidates_of, nodes_of
 from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.kernels.reference import trees
 from TIDE.kernels.reference.sampling import Params, Settings

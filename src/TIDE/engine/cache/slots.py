@@ -1,12 +1,12 @@
 """Slots: static buffers for decoding rows with CUDA graphs. Rows come and go, slots stay.
 
     tables          (rows + 1, blocks) where kernels find a row's K/V: see `kv_blocks.py`; in the last one, nobody's
-    tokens          (17, rows) of a round: the newest final token of each row, then its drafts
-    starts          (16, rows) the positions they stand at
-    limits          (rows,) drafts that each row may have in the round
-    settings        how tokens are chosen, row by row; for greedy rows nothing is read of it
-    result          (rows, fields) what the host reads: see `kernels/result.py`
-    memory          of a head that remembers: what it will be fed
+    chain           (17, rows) tokens of a round: the newest final one of each row, then its drafts; and the full model's
+    grid            (16, rows) the rows, numbers and positions of these tokens
+    control         (rows,) is there a row, and how many drafts may it have in the round?
+    choice          how tokens are chosen, row by row; for greedy rows nothing is read of it
+    result          (rows, fields) for the host: see `kernels/result.py`
+    drafts          of the exit: guesses, scores, what a memory head will be fed, and trees
 
 The tokens of a round are flattened step by step, so those of one step, and of the first steps, are views. There are slots for
 1, 2, 4, … rows; rows that go on in others take along what only the device knows of them.
@@ -18,7 +18,8 @@ device then for the host. `tensor[i] = number` waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -26,10 +27,9 @@ from TIDE.adapters.probe import Store
 from TIDE.adapters.rotary_table import CosSin
 from TIDE.engine.cache.kv_blocks import NOBODY, KVBlocks, draft_head
 from TIDE.engine.cache.segment_cache import SegmentCache
-from TIDE.engine.cache.tree_buffers import TreeBuffers
 from TIDE.kernels.layer import MOST_TOKENS, Ancestors, Pass, only_kv
 from TIDE.kernels.reference.sampling import Settings
-from TIDE.kernels.reference.trees import TreeShape
+from TIDE.kernels.reference.trees import Beam, Candidates, Chain, Nodes, TreeShape
 from TIDE.kernels.result import FIELDS
 from TIDE.kernels.transfer import sent, write
 from TIDE.routing.exits import Exit
@@ -37,6 +37,8 @@ from TIDE.routing.heads import DraftHead
 from TIDE.routing.router import Router
 
 MOST_ROUND = 256  # tokens of a round, drafts included
+KINDS = torch.int32, torch.long, torch.float32
+Device = torch.device | str
 AT_ONCE = 4  # rounds that are launched before the host looks at those before them, at most
 
 
@@ -97,19 +99,209 @@ def score_params(router: Router) -> torch.Tensor:
     return torch.cat([bias, router.temperature[None], router.offset[None]])
 
 
+class BeamBuffers(NamedTuple):
+    """The tokens of a tree that are asked for children."""
+
+    beam: Beam
+    rows: torch.Tensor  # (rows * width,) int32
+    roots: torch.Tensor  # (rows * width,) int32
+    few: tuple[torch.Tensor, torch.Tensor]  # (rows * width, width) the likeliest children of a level, and logarithms
+    numbers: torch.Tensor  # of all tokens that are asked
+    guesses: torch.Tensor  # (asked, hidden) of the exit head for them
+
+    def of(self, level: int) -> slice:
+        """Return where a level is in `numbers` and `guesses`: the roots, then the beams."""
+        first, wide = len(self.numbers) - (len(self.beam.ids) - 1) * len(self.rows), len(self.rows)
+        return slice(0, first) if level == 0 else slice(first + (level - 1) * wide, first + level * wide)
+
+    def ancestors(self, level: int) -> Ancestors:
+        return Ancestors(self.roots, self.beam.ancestors[level])
+
+
+class NodeBuffers(NamedTuple):
+    """A tree as it runs all layers, flattened like the tokens of a round."""
+
+    nodes: Nodes
+    rows: torch.Tensor  # (n,) int32
+    chosen: torch.Tensor  # (n,) after each node, by the full model
+    best: torch.Tensor  # (n,)
+    states: torch.Tensor  # (n, hidden)
+    noted: torch.Tensor  # (n, seen) to be remembered
+
+    def ancestors(self) -> Ancestors:
+        return Ancestors(self.nodes.roots.flatten(), self.nodes.ancestors.flatten(0, 1))
+
+
+def beam_of(shape: TreeShape, rows: int, device: Device) -> Beam:
+    """Return room for the tokens that are asked for children."""
+    short, long, single = (partial(torch.zeros, dtype=kind, device=device) for kind in KINDS)
+    size = shape.levels, rows * shape.width
+    ancestors = short(*size, shape.levels)
+    return Beam(long(*size), single(*size), short(*size), short(*size), short(*size), ancestors, long(*size))
+
+
+def candidates_of(shape: TreeShape, rows: int, device: Device) -> Candidates:
+    """Return room for candidates."""
+    short, long, single = (partial(torch.zeros, rows, shape.candidates, dtype=kind, device=device) for kind in KINDS)
+    return Candidates(long(), single(), short(), short())
+
+
+def nodes_of(shape: TreeShape, rows: int, device: Device) -> Nodes:
+    """Return room for the nodes of a tree, and its root."""
+    short, long, _ = (partial(torch.zeros, shape.drafts + 1, rows, dtype=kind, device=device) for kind in KINDS)
+    return Nodes(long(), short(), short(), short(), short(shape.levels), short())
+
+
+class TreeBuffers:
+    """Buffers for one tree in each of `rows` rows.
+
+    Args:
+        like: (hidden,) a state; dtype and device are those of all states.
+        seen: width of the states that the memory head captures for a token.
+        vocabulary: tokens that the model has.
+    """
+
+    def __init__(self, shape: TreeShape, rows: int, like: torch.Tensor, seen: int, vocabulary: int) -> None:
+        device, wide, count = like.device, rows * shape.width, (shape.drafts + 1) * rows
+        short, long, single = (partial(torch.zeros, dtype=kind, device=device) for kind in KINDS)
+        self.shape = shape
+        self.rows = torch.arange(rows, dtype=torch.int32, device=device)
+        self.drafting = BeamBuffers(
+            beam_of(shape, rows, device),
+            self.rows.repeat_interleave(shape.width),
+            short(wide),
+            (long(wide, shape.width), single(wide, shape.width)),
+            torch.arange(shape.asked * rows, device=device),
+            like.new_zeros(shape.asked * rows, len(like)),
+        )
+        self.candidates = candidates_of(shape, rows, device)
+        self.verifying = NodeBuffers(
+            nodes_of(shape, rows, device),
+            self.rows.repeat(shape.drafts + 1),
+            long(count),
+            single(count),
+            like.new_zeros(count, len(like)),
+            like.new_zeros(count, seen),
+        )
+        self.logits = like.new_zeros(max(count, wide), vocabulary)
+        self.path = long(shape.levels + 1, rows)
+
+    def logits_of(self, count: int, vocabulary: int | None = None) -> torch.Tensor:
+        """Return room for (count, vocabulary) logits."""
+        return _room(self.logits, count, vocabulary)
+
+
+def _room(logits: torch.Tensor, count: int, vocabulary: int | None) -> torch.Tensor:
+    """Return the first elements of a buffer as (count, vocabulary)."""
+    width = vocabulary or logits.shape[1]
+    return logits.flatten()[: count * width].view(count, width)
+
+
+class DraftBuffers:
+    """Static buffers of the exit that drafts.
+
+    Attributes:
+        score_params: of its router: see `score_params`; None: it has none.
+        guesses: (n, hidden) one for each draft.
+        signals: (n, 4) for the router.
+    """
+
+    def __init__(self, exit_: Exit | None, rows: int, columns: int, like: torch.Tensor) -> None:
+        self.exit = exit_
+        self.rows = rows
+        head, router = draft_head(exit_), None if exit_ is None else exit_.router
+        self.memory = None if head is None else Memory(head, rows, columns)
+        self.score_params = score_params(router) if isinstance(router, Router) else None
+        self.guesses = like.new_zeros(MOST_TOKENS * rows, len(like))
+        self.signals = torch.zeros(MOST_TOKENS * rows, 4, dtype=torch.float32, device=like.device)
+        self._trees: dict[TreeShape, TreeBuffers] = {}
+
+    def tree(self, shape: TreeShape, vocabulary: int) -> TreeBuffers:
+        """Return room for trees of a shape."""
+        if shape not in self._trees:
+            assert self.memory is not None, "trees are drafted by a memory head"
+            self._trees[shape] = TreeBuffers(shape, self.rows, self.guesses[0], self.memory.seen, vocabulary)
+        return self._trees[shape]
+
+
+class ChoiceBuffers:
+    """Static buffers for the choice of tokens by rows' settings: made when the first row has any."""
+
+    def __init__(self, rows: int, like: torch.Tensor) -> None:
+        self.rows = rows
+        self.like = like
+        self._logits: torch.Tensor | None = None
+        self._settings: Settings | None = None
+
+    def prepare(self, vocabulary: int) -> None:
+        """Make room for settings and logits, once."""
+        if self._settings is None:
+            self._settings = Settings(self.rows, vocabulary, self.like.device)
+            self._logits = self.like.new_zeros(min(MOST_TOKENS * self.rows, MOST_ROUND), vocabulary)
+
+    @property
+    def settings(self) -> Settings:
+        assert self._settings is not None, "prepare comes first"
+        return self._settings
+
+    def logits_of(self, count: int, vocabulary: int | None = None) -> torch.Tensor:
+        """Return room for the (count, vocabulary) logits of tokens."""
+        assert self._logits is not None, "prepare comes first"
+        return _room(self._logits, count, vocabulary)
+
+    def take_over(self, other: ChoiceBuffers, at: torch.Tensor) -> None:
+        """Go on with rows of other slots."""
+        if other._settings is not None:
+            self.prepare(other.settings.vocabulary)
+            self.settings.take_over(other.settings, at)
+
+
+class Grid(NamedTuple):
+    """The tokens of a round, (steps, rows) of each."""
+
+    rows: torch.Tensor  # int32
+    steps: torch.Tensor  # int32
+    starts: torch.Tensor  # int32: positions
+    places: torch.Tensor  # of a memory head, for one step more
+    ring: torch.Tensor  # its buffers for tokens that it was not fed
+
+
+class Control(NamedTuple):
+    """What rounds may do with a slot."""
+
+    active: torch.Tensor  # (rows,) int32; 0: the slot stands still
+    limits: torch.Tensor  # (rows,) int32: drafts
+
+
+class Results(NamedTuple):
+    """The outcome of the latest round, and copies on the host for rounds in flight."""
+
+    latest: torch.Tensor  # (rows, FIELDS)
+    copies: torch.Tensor  # (rounds, rows, FIELDS), pinned
+
+
+class ModuleInputs(NamedTuple):
+    """The inputs of a pass of modules."""
+
+    text: torch.Tensor  # (1, columns)
+    positions: torch.Tensor  # of the tokens at each column
+
+
 class Slots:
     """Fixed addresses for `rows` rows of up to `columns` tokens.
 
     Args:
-        like: (hidden,) a state; dtype and device are those of all states.
         angles: rotary tables by kind; None: layers compute angles themselves.
         exit_: the exit that rounds will ask.
         context: tokens that the model can take. Rounds may run past it; positions beyond it are clamped.
+
+    Attributes:
+        states: (n, hidden) of the tokens of a round.
+        last: (rows, hidden) at full depth, of newest tokens that have run with their texts.
     """
 
     def __init__(
         self,
-        like: torch.Tensor,
         store: KVBlocks,
         angles: dict[str, CosSin] | None,
         rows: int,
@@ -117,49 +309,49 @@ class Slots:
         exit_: Exit | None,
         context: int | None = None,
     ) -> None:
-        long: dict[str, Any] = dict(dtype=torch.long, device=like.device)
-        short: dict[str, Any] = dict(dtype=torch.int32, device=like.device)
-        single: dict[str, Any] = dict(dtype=torch.float32, device=like.device)
+        like = store.like
+        short, long, single = (partial(torch.zeros, dtype=kind, device=like.device) for kind in KINDS)
         self.store = store
-        self.rows = rows
-        self.columns = columns
-        self.exit = exit_
         self.angles = angles
-        head = draft_head(exit_)
-        self.memory = None if head is None else Memory(head, rows, columns)
-        router = None if exit_ is None else exit_.router
-        self.score_params = score_params(router) if isinstance(router, Router) else None
+        self.drafts = DraftBuffers(exit_, rows, columns, like)
+        self.choice = ChoiceBuffers(rows, like)
         width = 1 if store.is_dense else max(2, store.needed(columns))
-        self.tables = torch.full((rows if store.is_dense else rows + 1, width), NOBODY, **short)
-        self.tokens = torch.zeros(MOST_TOKENS + 1, rows, **long)
-        self.starts = torch.arange(MOST_TOKENS, **short)[:, None].repeat(1, rows)
-        self.row_ids = torch.arange(rows, **short).repeat(MOST_TOKENS, 1)
-        self.places = torch.zeros(MOST_TOKENS + 1, rows, **long)  # of a memory head, from the newest token on
-        self.ring = torch.zeros(MOST_TOKENS, rows, **long)  # its buffers for tokens that it was not fed
-        self.steps = torch.arange(MOST_TOKENS, **short)[:, None].repeat(1, rows)
-        self.active = torch.zeros(rows, **short)  # 0: the slot stands still
-        self.limits = torch.zeros(rows, **short)
-        self.found = torch.zeros(MOST_TOKENS, rows, **long)
-        self.best = torch.zeros(MOST_TOKENS, rows, **single)
-        self.scores = torch.zeros(MOST_TOKENS, rows, **single)
-        self.signals = torch.zeros(MOST_TOKENS * rows, 4, **single)
-        self.guesses = like.new_zeros(MOST_TOKENS * rows, len(like))  # of the exit head, one for each draft
-        self.result = torch.zeros(rows, FIELDS, **single)
+        self.tables = short(rows if store.is_dense else rows + 1, width).fill_(NOBODY)
+        steps = torch.arange(MOST_TOKENS, dtype=torch.int32, device=like.device)[:, None].repeat(1, rows)
+        row_ids = torch.arange(rows, dtype=torch.int32, device=like.device).repeat(MOST_TOKENS, 1)
+        self.grid = Grid(row_ids, steps, steps.clone(), long(MOST_TOKENS + 1, rows), long(MOST_TOKENS, rows))
+        scores = single(MOST_TOKENS, rows), single(MOST_TOKENS, rows)
+        self.chain = Chain(long(MOST_TOKENS + 1, rows), long(MOST_TOKENS, rows), *scores)
+        self.control = Control(short(rows), short(rows))
+        copies = torch.zeros(2 * AT_ONCE, rows, FIELDS, dtype=torch.float32, pin_memory=like.is_cuda)
+        self.result = Results(single(rows, FIELDS), copies)
         self.states = like.new_zeros(MOST_TOKENS * rows, len(like))
-        self.last = like.new_zeros(rows, len(like))  # of newest tokens that have run with their texts, at full depth
-        self.columns_ids = torch.arange(columns, device=like.device)
-        self.positions = self.columns_ids.clamp(max=(context or columns) - 1)  # of the tokens at each column
-        self.text = torch.zeros(1, columns if store.is_dense else 0, **long)  # of a pass of modules
-        self.like = like
-        self._logits: torch.Tensor | None = None
-        self._settings: Settings | None = None
-        self._trees: dict[TreeShape, TreeBuffers] = {}
-        self.pinned = torch.zeros(2 * AT_ONCE, rows, FIELDS, dtype=torch.float32, pin_memory=like.is_cuda)
+        self.last = like.new_zeros(rows, len(like))
+        positions = torch.arange(columns, device=like.device).clamp(max=(context or columns) - 1)
+        self.inputs = ModuleInputs(long(1, columns if store.is_dense else 0), positions)
+
+    @property
+    def rows(self) -> int:
+        return self.grid.rows.shape[1]
+
+    @property
+    def columns(self) -> int:
+        return len(self.inputs.positions)
+
+    @property
+    def like(self) -> torch.Tensor:
+        """(hidden,) a state; dtype and device are those of all states."""
+        return self.store.like
+
+    @property
+    def memory(self) -> Memory | None:
+        return self.drafts.memory
 
     def of(self, own: slice) -> Tokens:
         """Return the tokens of some steps of a round."""
         later = slice(own.start + 1, own.stop + 1)
-        tables = self.tokens[own], self.row_ids[own], self.starts[own], self.places[own], self.places[later]
+        grid = self.grid
+        tables = self.chain.tokens[own], grid.rows[own], grid.starts[own], grid.places[own], grid.places[later]
         ids, rows, positions, places, after = (table.flatten() for table in tables)
         return Tokens(ids, rows, positions, places, after, groups=self.rows)
 
@@ -181,19 +373,12 @@ class Slots:
         columns = at if tokens.columns is None else tokens.columns
         return Pass(states, *angles, tokens.rows, columns, at, at, self.tables, tokens.groups, tokens.ancestors, tokens.asking)
 
-    def tree(self, shape: TreeShape, vocabulary: int) -> TreeBuffers:
-        """Return room for trees of a shape."""
-        if shape not in self._trees:
-            assert self.memory is not None, "trees are drafted by a memory head"
-            self._trees[shape] = TreeBuffers(shape, self.rows, self.like, self.memory.seen, vocabulary)
-        return self._trees[shape]
-
     # ---- rows that come and go ---------------------------------------------------------------------------------------------
 
     def stand_at(self, place: int, token: int, position: int) -> None:
         """Put the newest token of a row at a position; all before it have run."""
-        self.tokens[0, place].fill_(token)
-        torch.add(self.steps[:, place], position, out=self.starts[:, place])
+        self.chain.tokens[0, place].fill_(token)
+        torch.add(self.grid.steps[:, place], position, out=self.grid.starts[:, place])
         if self.memory is not None:
             self.memory.fed[place].fill_(position)
 
@@ -204,9 +389,9 @@ class Slots:
 
     def clear(self, place: int) -> None:
         """Let a slot stand still; what is written for it belongs to nobody."""
-        self.active[place].fill_(0)
-        self.limits[place].fill_(0)
-        self.starts[:, place].copy_(self.steps[:, place])  # attention takes it for a text, which must not be a long one
+        for buffer in self.control:
+            buffer[place].fill_(0)
+        self.grid.starts[:, place].copy_(self.grid.steps[:, place])  # attention reads it as a text
         if self.memory is not None:
             self.memory.fed[place].fill_(0)
         if not self.store.is_dense:
@@ -218,38 +403,16 @@ class Slots:
         width = min(self.tables.shape[1], other.tables.shape[1])
         self.tables.fill_(NOBODY)
         self.tables[:count, :width] = other.tables[at, :width]
-        self.active.zero_()
-        self.limits.zero_()
-        for mine, theirs in ((self.active, other.active), (self.limits, other.limits)):
+        for mine, theirs in zip(self.control, other.control, strict=True):
+            mine.zero_()
             mine[:count] = theirs[at]
         if self.store is not other.store:
             self.store.copy(other.store)
-        self.tokens[0, :count] = other.tokens[0, at]
-        self.starts.copy_(self.steps)
-        self.starts[:, :count] = other.starts[:, at]
+        self.chain.tokens[0, :count] = other.chain.tokens[0, at]
+        self.grid.starts.copy_(self.grid.steps)
+        self.grid.starts[:, :count] = other.grid.starts[:, at]
         if self.memory is not None and other.memory is not None:
             self.memory.fed.zero_()
             for mine, theirs in zip(self.memory.of(self.rows), other.memory.of(other.rows), strict=True):
                 mine[:count] = theirs[at]
-        if other._settings is not None:
-            self.prepare_choice(other.settings.vocabulary)
-            self.settings.take_over(other.settings, at)
-
-    # ---- the choice of tokens ------------------------------------------------------------------------------------------------
-
-    def prepare_choice(self, vocabulary: int) -> None:
-        """Make room for settings and logits, once."""
-        if self._settings is None:
-            self._settings = Settings(self.rows, vocabulary, self.like.device)
-            self._logits = self.like.new_zeros(min(MOST_TOKENS * self.rows, MOST_ROUND), vocabulary)
-
-    @property
-    def settings(self) -> Settings:
-        assert self._settings is not None, "prepare_choice comes first"
-        return self._settings
-
-    def logits_of(self, count: int, vocabulary: int | None = None) -> torch.Tensor:
-        """Return room for the (count, vocabulary) logits of tokens."""
-        assert self._logits is not None, "prepare_choice comes first"
-        width = vocabulary or self._logits.shape[1]
-        return self._logits.flatten()[: count * width].view(count, width)
+        self.choice.take_over(other.choice, at)

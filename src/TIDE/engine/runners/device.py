@@ -143,7 +143,7 @@ class DeviceRunner(Runner):
             return self.embedding.weight, tokens.ids
         if self.embedding is not None:
             return self.embedding(tokens.ids), None  # some are scaled
-        inputs = PassInputs(tokens.ids[None], slots.positions[None, tokens.positions], None, None)
+        inputs = PassInputs(tokens.ids[None], slots.inputs.positions[None, tokens.positions], None, None)
         return self.adapter.run(0, 0, inputs).states[0], None
 
 

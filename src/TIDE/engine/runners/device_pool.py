@@ -104,7 +104,7 @@ class DevicePool:
 
     def acquire(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
         """Return slots with room for `rows` rows and `columns` columns, which have to be released."""
-        alike = [slots for slots in self.free if slots.exit is exit_ and slots.rows == rows]
+        alike = [slots for slots in self.free if slots.drafts.exit is exit_ and slots.rows == rows]
         found = next((slots for slots in alike if slots.columns >= columns), None)
         if found is not None:
             self.free.remove(found)
@@ -119,7 +119,7 @@ class DevicePool:
 
     def has_free(self, rows: int, columns: int, exit_: Exit | None) -> bool:
         """Return True if there are such slots already, with what was captured on them."""
-        return any(slots.exit is exit_ and slots.rows == rows and slots.columns >= columns for slots in self.free)
+        return any(slots.drafts.exit is exit_ and slots.rows == rows and slots.columns >= columns for slots in self.free)
 
     def prompts(self, exit_: Exit | None, columns: int) -> Prompts:
         """Return buffers for texts of up to `columns` tokens, on slots that no row is decoded on."""

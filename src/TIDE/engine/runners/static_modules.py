@@ -69,9 +69,9 @@ class StaticModuleRunner(ModuleRunner, DeviceRunner):
     ) -> Iterator[tuple[int, torch.Tensor]]:
         columns, starts = min(most, slots.columns), tokens.positions.long()
         cache = slots.cache(self.adapter.stores, columns, static=True)
-        filled = (slots.columns_ids[:columns] <= starts[-1]).long()
+        filled = (torch.arange(columns, device=starts.device) <= starts[-1]).long()
         with cache.open_at(starts[0], len(states)):
-            inputs = PassInputs(tokens.ids[None], slots.positions[None, starts], filled[None], cache)
+            inputs = PassInputs(tokens.ids[None], slots.inputs.positions[None, starts], filled[None], cache)
             inside = tuple(depth for depth in taps if span.start < depth < span.stop)
             passed = self.adapter.run(span.start, span.stop, inputs, hidden=states[None], taps=inside)
         states.copy_(passed.states[0])
@@ -97,7 +97,7 @@ class StaticModuleRunner(ModuleRunner, DeviceRunner):
             slots = self.make_slots(1, columns, None)
             run(slots.cache(self.adapter.stores, columns), 0, BEFORE)
             slots.stand_at(0, 0, BEFORE)
-            slots.tokens[:TOGETHER, 0] = ids[BEFORE:]
+            slots.chain.tokens[:TOGETHER, 0] = ids[BEFORE:]
             tokens, states = slots.of(slice(0, TOGETHER)), slots.states[:TOGETHER]
             self.embed_on_slots(slots, tokens, states)
             list(self.layers_on_slots(slots, range(last), states, tokens, columns, ()))
@@ -109,7 +109,7 @@ class StaticModuleRunner(ModuleRunner, DeviceRunner):
             self._kv_shapes = self._measured_kv_shapes()
         like = a_state(self.adapter)
         store = KVBlocks(like, self._kv_shapes, 1, columns, draft_head(exit_))
-        return Slots(like, store, None, rows, columns, exit_, context_of(model).limit)
+        return Slots(store, None, rows, columns, exit_, context_of(model).limit)
 
     def _measured_kv_shapes(self) -> list[KVShape]:
         """Run one token, and see what layers keep of it."""

@@ -73,7 +73,7 @@ class TritonRunner(CompiledRunner, DeviceRunner):
     def make_slots(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
         store = self.pool.store(exit_)
         angles = {kind: self.rotary.tables(kind, columns) for kind in self.rotary.kinds}
-        return Slots(store.like, store, angles, rows, columns, exit_)
+        return Slots(store, angles, rows, columns, exit_)
 
     def layers_on_slots(
         self, slots: Slots, span: range, states: torch.Tensor, tokens: Tokens, most: int, taps: tuple[int, ...]

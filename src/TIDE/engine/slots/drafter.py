@@ -102,7 +102,7 @@ class DeviceDrafter:
     def begin(self) -> None:
         """Find out where a head that remembers has what belongs to the tokens of the round."""
         if self.memory is not None:
-            self._find_places(self.slots.starts[0], self.slots.places, self.slots.ring)
+            self._find_places(self.slots.grid.starts[0], self.slots.grid.places, self.slots.grid.ring)
 
     def draft(self, step: int, most: int) -> None:
         """Choose the token after the newest one of every row, and score it."""
@@ -113,22 +113,23 @@ class DeviceDrafter:
         elif self.memory is None:
             self.runner.embed_on_slots(slots, slots.of(own), slots.states[at])
         if self.memory is None:
-            slots.guesses[at].copy_(self.exit.head(slots.states[at]))
+            slots.drafts.guesses[at].copy_(self.exit.head(slots.states[at]))
         else:
-            self.guess(slots.of(own), slots.states[at], most, slots.guesses[at])
-        chosen = slots.tokens[step + 1], slots.best[0], slots.signals[at]
-        self.choice.choose(slots.guesses[at], self.choice.of(own), *chosen, self.vocabulary, lm_head=self.lm_head)
+            self.guess(slots.of(own), slots.states[at], most, slots.drafts.guesses[at])
+        chosen = slots.chain.tokens[step + 1], slots.chain.best[0], slots.drafts.signals[at]
+        self.choice.choose(slots.drafts.guesses[at], self.choice.of(own), *chosen, self.vocabulary, lm_head=self.lm_head)
 
     def score(self, drafts: int) -> None:
         """Score the drafts of a round, all at once."""
-        slots, router = self.slots, self.exit.router
-        count, scores = drafts * slots.rows, slots.scores[:drafts].flatten()
+        own, router = self.slots.drafts, self.exit.router
+        guesses, signals = (buffer[: drafts * self.slots.rows] for buffer in (own.guesses, own.signals))
+        scores = self.slots.chain.scores[:drafts].flatten()
         if not isinstance(router, Router):
-            scores.copy_(slots.signals[:count, 0])  # the probability of its best token
+            scores.copy_(signals[:, 0])  # the probability of its best token
             return
-        assert slots.score_params is not None, "these slots are of an exit with a router"
+        assert own.score_params is not None, "these slots are of an exit with a router"
         weights = router.down.weight, router.down.bias, router.up.weight
-        self.runner.exits.router_score(slots.guesses[:count], slots.signals[:count], *weights, slots.score_params, EPS, scores)
+        self.runner.exits.router_score(guesses, signals, *weights, own.score_params, EPS, scores)
 
     def shallow(self, own: slice, most: int, waits: bool = False) -> None:
         """Take the tokens of a step to the checkpoint.
@@ -143,12 +144,12 @@ class DeviceDrafter:
     def deep_without_drafts(self, span: range, states: torch.Tensor, tokens: Tokens, most: int) -> None:
         """Take states at the checkpoint, in place, through the deep layers, and keep what the head will be fed later."""
         if self.memory is not None:
-            self._enter(tokens, states, self.memory.entries, self.slots.ring[0])
+            self._enter(tokens, states, self.memory.entries, self.slots.grid.ring[0])
         self.through(span, states, tokens, most, *self._waiting())
 
     def _waiting(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return where notes of tokens wait for the head: a table, and the rows of it."""
-        return (None, None) if self.memory is None else (self.memory.parts, self.slots.ring[0])
+        return (None, None) if self.memory is None else (self.memory.parts, self.slots.grid.ring[0])
 
     def noted(self, own: slice) -> torch.Tensor | None:
         """Return room for what a head will remember of the tokens of some steps; None: it does not."""
@@ -210,11 +211,11 @@ class DeviceDrafter:
     def mark_fed(self) -> None:
         """Note that the head was fed everything before the newest tokens."""
         if self.memory is not None:
-            self.memory.fed.copy_(self.slots.starts[0])
+            self.memory.fed.copy_(self.slots.grid.starts[0])
 
     def _find_places(self, starts: torch.Tensor, places: torch.Tensor, ring: torch.Tensor) -> None:
         slots = self.slots
-        self.runner.exits.find_places(slots.tables, slots.row_ids[0], starts, slots.store.size, places, ring)
+        self.runner.exits.find_places(slots.tables, slots.grid.rows[0], starts, slots.store.size, places, ring)
 
     def guess(
         self, tokens: Tokens, states: torch.Tensor, most: int, out: torch.Tensor, before: torch.Tensor | None = None
@@ -258,15 +259,15 @@ class DeviceDrafter:
     def _feed(self, memory: Memory) -> None:
         """Make memories and K/V of tokens that wait: always sixteen, and those behind the newest are overwritten later."""
         slots = self.slots
-        places, ring = torch.zeros_like(slots.places), torch.zeros_like(slots.ring)
+        places, ring = torch.zeros_like(slots.grid.places), torch.zeros_like(slots.grid.ring)
         self._find_places(memory.fed, places, ring)
-        positions = (memory.fed + slots.steps).flatten()
-        ids, rows = slots.tokens[:-1].flatten(), slots.row_ids.flatten()
+        positions = (memory.fed + slots.grid.steps).flatten()
+        ids, rows = slots.chain.tokens[:-1].flatten(), slots.grid.rows.flatten()
         tokens = Tokens(ids, rows, positions, places[:-1].flatten(), places[1:].flatten())
         waiting = ring.flatten()
         self._remember(memory.parts[waiting], tokens.after)
         self._keep(self._join(memory.entries[waiting], tokens.places), tokens)
-        memory.fed.copy_(slots.starts[0])
+        memory.fed.copy_(slots.grid.starts[0])
 
     def _remember(self, parts: torch.Tensor, places: torch.Tensor) -> None:
         assert self.head is not None

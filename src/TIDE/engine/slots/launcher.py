@@ -75,7 +75,7 @@ class RoundLauncher:
             if (row.wanted or 0) < drafts:
                 limits[place] = row.wanted or 0
         if limits != self._limits:
-            write(slots.limits, torch.tensor(limits, dtype=torch.int32))
+            write(slots.control.limits, torch.tensor(limits, dtype=torch.int32))
             self._limits = limits
 
     def forget_limits(self) -> None:
@@ -107,9 +107,9 @@ class RoundLauncher:
 
     def read_later(self, slots: Slots, rows: list[Row], drafts: int, is_prefill: bool, is_typical: bool) -> Launched:
         """Copy the result to the host; whoever asks for it waits for the copy."""
-        copy, event = slots.pinned[self._launched % len(slots.pinned)], None
-        copy.copy_(slots.result, non_blocking=True)
-        if slots.result.is_cuda:
+        copy, event = slots.result.copies[self._launched % len(slots.result.copies)], None
+        copy.copy_(slots.result.latest, non_blocking=True)
+        if slots.result.latest.is_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
         self._launched += 1

@@ -43,7 +43,7 @@ class ModulePrefill:
         """Run the text; return True if that was as fast as it will be from now on."""
         (own,) = entering
         width, own.done = padded_length(own.target), own.target
-        write(self.slots.text[0, : own.target], torch.tensor(own.text))
+        write(self.slots.inputs.text[0, : own.target], torch.tensor(own.text))
         own.row.stats.layers_run += width * self.runner.num_layers
         if width > LONGEST:
             self._through(width)
@@ -60,7 +60,7 @@ class ModulePrefill:
         if memory is not None:
             seen = {depth for own in memory.head.seen(self.depth, last) for depth in own}
         cache = slots.cache(self.runner.adapter.stores, slots.columns)
-        inputs = PassInputs(slots.text[:, :width], slots.positions[None, :width], None, cache)
+        inputs = PassInputs(slots.inputs.text[:, :width], slots.inputs.positions[None, :width], None, cache)
         with cache.open(0, [0], [width]):
             passed = self.runner.adapter.run(0, last, inputs, taps=tuple(depth for depth in seen if depth < last))
         if memory is not None:
@@ -75,6 +75,6 @@ class ModulePrefill:
         store.before[1 : width + 1] = head.remember(deep[None])[0]
         x = head.enter(shallow[None], store.before[None, :width])
         for table, own in zip(
-            (store.keys[-1], store.values[-1]), head.keys_and_values(x, self.slots.positions[None, :width]), strict=True
+            (store.keys[-1], store.values[-1]), head.keys_and_values(x, self.slots.inputs.positions[None, :width]), strict=True
         ):
             table[0, :, :width] = own[0]

@@ -111,7 +111,7 @@ class Residents:
                 self.sharing.keep(own.row, own.text, min(own.done, len(own.text)))
         for own in self.entering:
             if own.is_done:
-                self.slots.active[own.place].fill_(1)
+                self.slots.control.active[own.place].fill_(1)
         self.entering = [own for own in self.entering if not own.is_done]
 
     def has_more_to_keep(self, row: Row) -> bool:

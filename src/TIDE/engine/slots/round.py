@@ -70,14 +70,14 @@ class SlotRound:
             drafter.remember(drafted)
 
     def sample(self, drafted: int) -> None:
-        found, best = self.slots.found[: drafted + 1].flatten(), self.slots.best[: drafted + 1].flatten()
+        found, best = self.slots.chain.found[: drafted + 1].flatten(), self.slots.chain.best[: drafted + 1].flatten()
         self.choice.choose(self._states, self.choice.of(slice(0, drafted + 1)), found, best)
 
     def accept(self, drafted: int) -> None:
-        slots = self.slots
+        slots, chain = self.slots, self.slots.chain
         self.runner.exits.accept(
-            slots.found, slots.best, slots.tokens, slots.starts, slots.scores, slots.active, slots.result, slots.limits,
-            drafted, self.threshold, self.exact,
+            chain.found, chain.best, chain.tokens, slots.grid.starts, chain.scores, slots.control.active, slots.result.latest,
+            slots.control.limits, drafted, self.threshold, self.exact,
         )  # fmt: skip
         self.choice.count()
         if self.drafter is not None and drafted:

@@ -62,17 +62,17 @@ class DeviceChoice:
         self._written &= set(rows.values())
         if self.features is None:
             return
-        slots.prepare_choice(self.runner.adapter.vocab_size)
+        slots.choice.prepare(self.runner.adapter.vocab_size)
         for place, row in rows.items():
             if row not in self._written:
                 own = row.sampling
-                slots.settings.write_row(place, own.params, own.seed or 0, row.counted_prompt, row.new_tokens)
+                slots.choice.settings.write_row(place, own.params, own.seed or 0, row.counted_prompt, row.new_tokens)
                 self._written.add(row)
 
     def of(self, own: slice) -> Places:
         """Return the tokens of some steps of a round."""
         slots = self.slots
-        return Places(*(table[own].flatten() for table in (slots.row_ids, slots.starts, slots.steps)))
+        return Places(*(table[own].flatten() for table in (slots.grid.rows, slots.grid.starts, slots.grid.steps)))
 
     def choose(
         self,
@@ -96,29 +96,29 @@ class DeviceChoice:
             lm_head.choose(states, token, best, signals, vocabulary)
             return
         if logits is None:
-            logits = self.slots.logits_of(len(states), None if vocabulary is None else len(vocabulary))
+            logits = self.slots.choice.logits_of(len(states), None if vocabulary is None else len(vocabulary))
         lm_head.choose(states, token, best, signals, vocabulary, logits)
-        settings, tokens = self.slots.settings, self.slots.tokens
+        settings, tokens = self.slots.choice.settings, self.slots.chain.tokens
         self.runner.sampling.sample(logits, vocabulary, settings, tokens, *places, self.features, token, best)
 
     def count(self) -> None:
         """Add the final tokens of a round to the text that penalties see."""
         if self.features is not None and self.features.penalties:
-            self.runner.sampling.count(self.slots.settings.seen, self.slots.result, self.slots.active)
+            self.runner.sampling.count(self.slots.choice.settings.seen, self.slots.result.latest, self.slots.control.active)
 
     def choose_on_host(self, drafts: int) -> None:
         """Replace the full model's choices in rows that have processors of their own; waits for the device."""
         slots = self.slots
-        logits = slots.logits_of((drafts + 1) * slots.rows)
+        logits = slots.choice.logits_of((drafts + 1) * slots.rows)
         for place, row in self.on_host.items():
             if row.finished:
                 continue
             drafted = min(drafts, row.wanted or 0)
             with device_errors():
-                tokens = slots.tokens[1 : drafted + 1, place].tolist()
+                tokens = slots.chain.tokens[1 : drafted + 1, place].tolist()
             row.drafts = [Draft(token, 0) for token in tokens]
             try:
                 chosen = self.sampler.verify({row: logits[place :: slots.rows][: drafted + 1]}).get(row, [])
             finally:
                 row.drafts = []
-            slots.found[: len(chosen), place] = torch.tensor(chosen).to(slots.found.device)
+            slots.chain.found[: len(chosen), place] = torch.tensor(chosen).to(slots.chain.found.device)

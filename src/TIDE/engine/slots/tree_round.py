@@ -17,7 +17,7 @@ from TIDE.engine.request.plan import Plan
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.slots.drafter import DeviceDrafter
 from TIDE.engine.slots.sampler import DeviceChoice, Places
-from TIDE.kernels.reference.trees import Chain, TreeShape, tree_shape
+from TIDE.kernels.reference.trees import TreeShape, tree_shape
 
 
 def why_no_tree(plan: Plan, runner: DeviceRunner, drafter: DeviceDrafter | None) -> str | None:
@@ -58,64 +58,60 @@ class TreeRound:
         self.drafter = drafter
         self.slots = slots
         self.most = most
-        self.tree = slots.tree(shape, self.runner.adapter.vocab_size)
+        self.tree = slots.drafts.tree(shape, self.runner.adapter.vocab_size)
         self._accept = accept
 
     def draft(self, step: int) -> bool:
         tree, drafter, slots = self.tree, self.drafter, self.slots
-        own = tree.asked(step)
-        guesses = tree.guesses[own]
+        guesses = tree.drafting.guesses[tree.drafting.of(step)]
         if not step:
             drafter.begin()
-            tree.beam_roots.view(slots.rows, -1).copy_(slots.starts[0][:, None])
+            tree.drafting.roots.view(slots.rows, -1).copy_(slots.grid.starts[0][:, None])
             tokens = slots.of(slice(0, 1))
             drafter.guess(tokens, guesses, self.most, guesses)
         else:
             tokens = self._beam(step)
-            drafter.guess(tokens, guesses, self.most, guesses, before=tree.guesses)
+            drafter.guess(tokens, guesses, self.most, guesses, before=tree.drafting.guesses)
         vocabulary = drafter.vocabulary
         logits = tree.logits_of(len(guesses), None if vocabulary is None else len(vocabulary))
         drafter.lm_head.write_logits(guesses, vocabulary, logits)
         drafter.carry(guesses)
-        few = tree.few_ids[: len(guesses)], tree.few_logs[: len(guesses)]
-        settings = None if self.choice.features is None else slots.settings
+        few = tree.drafting.few[0][: len(guesses)], tree.drafting.few[1][: len(guesses)]
+        settings = None if self.choice.features is None else slots.choice.settings
         self.runner.exits.few_best(logits, vocabulary, settings, tokens.rows, tokens.positions, *few)
-        self.runner.exits.grow(*few, slots.starts[0], step, tree.beam, tree.candidates)
+        self.runner.exits.grow(*few, slots.grid.starts[0], step, tree.drafting.beam, tree.candidates)
         return True
 
     def _beam(self, level: int) -> Tokens:
         """Return the tokens that are asked at a level; the memory before each is what its parent carries on."""
-        tree, beam = self.tree, self.tree.beam
+        own, beam = self.tree.drafting, self.tree.drafting.beam
         return Tokens(
-            beam.ids[level], tree.beam_rows, beam.positions[level], beam.parents[level], tree.numbers[tree.asked(level)],
-            columns=beam.columns[level], ancestors=tree.beam_ancestors(level),
+            beam.ids[level], own.rows, beam.positions[level], beam.parents[level], own.numbers[own.of(level)],
+            columns=beam.columns[level], ancestors=own.ancestors(level),
         )  # fmt: skip
 
     def deep_pass(self, drafted: int) -> None:
-        tree, slots, nodes = self.tree, self.slots, self.tree.nodes
-        self.runner.exits.choose_nodes(tree.candidates, tree.shape, slots.tokens[0], slots.starts[0], nodes)
+        tree, slots, own, nodes = self.tree, self.slots, self.tree.verifying, self.tree.verifying.nodes
+        self.runner.exits.choose_nodes(tree.candidates, tree.shape, slots.chain.tokens[0], slots.grid.starts[0], nodes)
         ids, columns = nodes.ids.flatten(), nodes.columns.flatten()
-        tokens = Tokens(
-            ids, tree.node_rows, nodes.positions.flatten(), ids, ids, columns=columns, ancestors=tree.node_ancestors()
-        )
-        self.runner.embed_on_slots(slots, tokens, tree.states)
-        self.drafter.through(range(self.runner.num_layers), tree.states, tokens, self.most, tree.noted)
+        tokens = Tokens(ids, own.rows, nodes.positions.flatten(), ids, ids, columns=columns, ancestors=own.ancestors())
+        self.runner.embed_on_slots(slots, tokens, own.states)
+        self.drafter.through(range(self.runner.num_layers), own.states, tokens, self.most, own.noted)
 
     def sample(self, drafted: int) -> None:
-        tree, nodes = self.tree, self.tree.nodes
-        places = Places(tree.node_rows, nodes.positions.flatten(), nodes.parents.flatten())  # steps matter to penalties only
-        self.choice.choose(tree.states, places, tree.chosen, tree.best, logits=tree.logits_of(len(tree.states)))
+        own, nodes = self.tree.verifying, self.tree.verifying.nodes
+        places = Places(own.rows, nodes.positions.flatten(), nodes.parents.flatten())  # steps matter to penalties only
+        self.choice.choose(own.states, places, own.chosen, own.best, logits=self.tree.logits_of(len(own.states)))
 
     def accept(self, drafted: int) -> None:
         tree, slots, store, memory = self.tree, self.slots, self.slots.store, self.slots.memory
         assert memory is not None
-        chain = Chain(slots.tokens, slots.found, slots.best, slots.scores)
-        found, best = tree.chosen.view(-1, slots.rows), tree.best.view(-1, slots.rows)
-        self.runner.exits.straighten(tree.nodes, found, best, drafted, chain, tree.path)
+        found, best = (own.view(-1, slots.rows) for own in (tree.verifying.chosen, tree.verifying.best))
+        self.runner.exits.straighten(tree.verifying.nodes, found, best, drafted, slots.chain, tree.path)
         layers = len(store.shapes)
         moved = store.keys[:layers], store.values[:layers], store.addresses
-        self.runner.exits.move_columns(*moved, slots.tables, slots.starts[0], tree.path)
+        self.runner.exits.move_columns(*moved, slots.tables, slots.grid.starts[0], tree.path)
         at = (tree.path * slots.rows + tree.rows).flatten()
-        torch.index_select(tree.noted, 0, at, out=memory.noted[: len(at)])
+        torch.index_select(tree.verifying.noted, 0, at, out=memory.noted[: len(at)])
         self.drafter.remember(drafted)
         self._accept(drafted)
