@@ -79,7 +79,7 @@ def rounds_of(engine: Any, shape: TreeShape, ids: torch.Tensor, text: torch.Tens
         tree, slots, own = self.tree, self.slots, self.tree.verifying
         self.runner.exits.choose_nodes(tree.candidates, tree.shape, slots.chain.tokens[0], slots.grid.starts[0], own.nodes)
         positions = own.nodes.positions.flatten().long()
-        own.noted.copy_(states[positions.clamp(max=last)])
+        own.captured.copy_(states[positions.clamp(max=last)])
         own.chosen.copy_(tokens[(positions + 1).clamp(max=last)])
         own.best.zero_()
 

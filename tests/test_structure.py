@@ -138,7 +138,6 @@ LARGE = {  # more than that today; this list may only become shorter
     "TIDE",
     "Segments",
     "HostStage",
-    "DeviceDrafter",
 }
 
 

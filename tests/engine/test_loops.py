@@ -33,7 +33,7 @@ from TIDE.engine.loop import Loop
 from TIDE.engine.rows.row import Row
 from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.schedule.scheduler import Scheduler
-from TIDE.engine.slots.drafter import DeviceDrafter
+from TIDE.engine.slots.drafter import SlotDrafter
 from TIDE.engine.slots.launcher import RoundLauncher
 from TIDE.kernels.reference import layers as reference
 from TIDE.routing.policies import policy_for
@@ -141,7 +141,7 @@ def drafting(wrong: frozenset[int]):
         self.slots.chain.tokens[step + 1] = token_at(at, wrong) if at < len(text()) else 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceDrafter, "draft", draft)
+        patch.setattr(SlotDrafter, "draft", draft)
         yield
 
 
@@ -350,7 +350,7 @@ def test_rounds_at_once_stay_within_the_columns_that_attention_is_planned_for(dr
         self.slots.chain.tokens[step + 1] = [*wanted, *[0] * 64][int(self.slots.grid.starts[step, 0]) + 1]
 
     monkeypatch.setattr(TritonRunner, "layers_on_slots", noted)
-    monkeypatch.setattr(DeviceDrafter, "draft", draft)
+    monkeypatch.setattr(SlotDrafter, "draft", draft)
     monkeypatch.setattr(Loop, "_pace", lambda self, is_idle, waited: setattr(self, "at_once", AT_ONCE))
     runner, policy = runners()["on_references"], policy_of("memory", 0, 0, "on_references")
     for columns in range(72, 104, 4):

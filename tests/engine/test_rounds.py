@@ -23,7 +23,7 @@ from TIDE.adapters.snapshot import ModelSnapshot
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.slots import Slots
 from TIDE.engine.runners.graphs import GraphPool
-from TIDE.engine.slots.drafter import DeviceDrafter
+from TIDE.engine.slots.drafter import SlotDrafter
 from TIDE.engine.slots.module_prefill import LONGEST, SHORTEST, padded_length
 from TIDE.kernels.reference import layers as reference
 from TIDE.routing.policies import policy_for
@@ -88,7 +88,7 @@ def test_whatever_is_drafted_right_or_wrong(lengths, wrong, depth):
         pytest.MonkeyPatch.context() as patch,
         in_rounds(model, depth, script=lengths, then=4, max_pending=7, draft_tree=0) as engine,
     ):
-        patch.setattr(DeviceDrafter, "draft", draft)
+        patch.setattr(SlotDrafter, "draft", draft)
         assert torch.equal(engine.generate(ids, **OPTIONS), expected)
         stats = engine.last_stats
         assert stats.accepted + stats.remaining_tokens == stats.total_tokens == OPTIONS["max_new_tokens"]

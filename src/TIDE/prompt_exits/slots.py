@@ -113,13 +113,13 @@ class PromptExitPrefill(Prefill):
 
     def _show_predicted(self, states: torch.Tensor, places: torch.Tensor) -> None:
         """Let a memory head see predicted states of stopped tokens."""
-        if self.drafter is None or self.noted is None or self.entry is None:
+        if self.drafter is None or self.drafter.head is None or self.noted is None or self.entry is None:
             return
         if self.depth > self.exit.depth:
             self.entry.index_copy_(0, places, self.exit.predict(self.depth, states))
         for depth in self.drafter.depths:
             if depth > self.exit.depth:
-                self.drafter.note_at(depth, self.exit.predict(depth, states), self.noted, places)
+                self.drafter.head.capture_at(depth, self.exit.predict(depth, states), self.noted, places)
 
 
 def count_stopped(row: Row, start: int, count: int) -> None:

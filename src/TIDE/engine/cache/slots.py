@@ -71,7 +71,7 @@ class Tokens(NamedTuple):
         return Tokens(ids, rows, positions, places, after)
 
 
-class Memory:
+class MemoryBuffers:
     """Static buffers of a head that remembers; what it keeps of a whole text is in blocks."""
 
     def __init__(self, head: DraftHead, rows: int, columns: int) -> None:
@@ -80,7 +80,7 @@ class Memory:
         self.layer = head.as_layer()
         self.only_kv = only_kv(self.layer.attention)
         self.seen = sizes.memories * sizes.hidden_dim
-        self.noted = weight.new_zeros(rows * MOST_TOKENS, self.seen)  # of a round's tokens, to be remembered
+        self.captured = weight.new_zeros(rows * MOST_TOKENS, self.seen)  # of a round's tokens
         # by row, then by position modulo 16: of finished tokens that the head was not fed
         self.parts = weight.new_zeros(rows * MOST_TOKENS, self.seen)
         self.entries = weight.new_zeros(rows * MOST_TOKENS, (sizes.inputs + 1) * sizes.hidden_dim)
@@ -126,7 +126,7 @@ class NodeBuffers(NamedTuple):
     chosen: torch.Tensor  # (n,) after each node, by the full model
     best: torch.Tensor  # (n,)
     states: torch.Tensor  # (n, hidden)
-    noted: torch.Tensor  # (n, seen) to be remembered
+    captured: torch.Tensor  # (n, seen) for the memory head
 
     def ancestors(self) -> Ancestors:
         return Ancestors(self.nodes.roots.flatten(), self.nodes.ancestors.flatten(0, 1))
@@ -210,7 +210,7 @@ class DraftBuffers:
         self.exit = exit_
         self.rows = rows
         head, router = draft_head(exit_), None if exit_ is None else exit_.router
-        self.memory = None if head is None else Memory(head, rows, columns)
+        self.memory = None if head is None else MemoryBuffers(head, rows, columns)
         self.score_params = score_params(router) if isinstance(router, Router) else None
         self.guesses = like.new_zeros(MOST_TOKENS * rows, len(like))
         self.signals = torch.zeros(MOST_TOKENS * rows, 4, dtype=torch.float32, device=like.device)
@@ -344,7 +344,7 @@ class Slots:
         return self.store.like
 
     @property
-    def memory(self) -> Memory | None:
+    def memory(self) -> MemoryBuffers | None:
         return self.drafts.memory
 
     def of(self, own: slice) -> Tokens:

@@ -1,8 +1,8 @@
 """Drafts of captured rounds: one checkpoint, its head and its router.
 
-A head that remembers (`memory`, `eagle3`: see `slots/heads.py`) keeps its own K/V and the states of finished tokens in the
-slots. When drafting does not pay, rounds run with no drafts. Tokens such a head has missed are buffered and fed to it sixteen
-at a time, or as soon as it is needed again.
+A head that remembers (`memory`, `eagle3`: see `slots/heads.py`) keeps its own K/V and captures the states of finished tokens.
+When drafting does not pay, rounds run with no drafts; tokens that the head has missed are fed to it as soon as it is needed
+again, or when sixteen wait.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import copy
 
 import torch
 
-from TIDE.engine.cache.slots import Memory, Slots, Tokens
+from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.request.plan import Plan
 from TIDE.engine.runners.device import DeviceRunner
-from TIDE.engine.slots.heads import DeviceEagleHead, device_head
-from TIDE.engine.slots.sampler import DeviceChoice
+from TIDE.engine.slots.heads import SlotEagleHead, slot_head
+from TIDE.engine.slots.sampler import SlotSampler
 from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import EPS, IdentityHead
@@ -44,25 +44,30 @@ def exit_of(plan: Plan, policy: ExitPolicy) -> Exit:
     return policy.exits[plan.checkpoint]
 
 
-class DeviceDrafter:
+class SlotDrafter:
     """Makes drafts on slots.
 
     Args:
         vocabulary: the token ids that exits choose from; None: all.
+
+    Attributes:
+        head: if it is one that remembers.
+        depths: whose states it captures.
+        waiting: tokens that it was not fed, of the row that has most of them.
     """
 
     def __init__(
-        self, runner: DeviceRunner, exit_: Exit, depth: int, vocabulary: torch.Tensor | None, choice: DeviceChoice
+        self, runner: DeviceRunner, exit_: Exit, depth: int, vocabulary: torch.Tensor | None, choice: SlotSampler
     ) -> None:
         self.runner = runner
         self.choice = choice
         self.exit = exit_
         self.depth = depth
         self.vocabulary = vocabulary
-        self.waiting = 0  # tokens that the head was not fed, of the row that has most of them
-        self.head = device_head(runner, exit_.head, depth)
-        self.depths = [] if self.head is None else self.head.depths
-        self.lm_head = self.head.lm_head if isinstance(self.head, DeviceEagleHead) else runner.lm_head_on_slots
+        self.waiting = 0
+        self.head = slot_head(runner, exit_.head, depth)
+        self.depths = () if self.head is None else tuple(self.head.depths)
+        self.lm_head = self.head.lm_head if isinstance(self.head, SlotEagleHead) else runner.lm_head_on_slots
         self._slots: Slots | None = None
 
     @property
@@ -70,15 +75,11 @@ class DeviceDrafter:
         """Those of the round, if not others."""
         return self.choice.slots if self._slots is None else self._slots
 
-    def on(self, slots: Slots) -> DeviceDrafter:
+    def on(self, slots: Slots) -> SlotDrafter:
         """Return the same on other slots."""
-        found = copy.copy(self)
-        found._slots = slots
-        return found
-
-    @property
-    def memory(self) -> Memory | None:
-        return self.slots.memory
+        other = copy.copy(self)
+        other._slots = slots
+        return other
 
     # ---- before a round ----------------------------------------------------------------------------------------------------
 
@@ -89,35 +90,37 @@ class DeviceDrafter:
         return not has_fed
 
     def catch_up(self) -> bool:
-        """Feed the head what it missed; return True if there was something."""
-        memory, waiting = self.memory, self.waiting
+        """Feed the head the tokens it missed; return True if there were any."""
+        head, slots, waiting = self.head, self.slots, self.waiting
         self.waiting = 0
-        if memory is None or not waiting:
+        if head is None or not waiting:
             return False
-        self.runner.graphs.launch(self.slots, "feed", lambda: self._feed(memory))
+        self.runner.graphs.launch(slots, "feed", lambda: head.feed(slots))
         return True
 
     # ---- inside a round ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Find out where a head that remembers has what belongs to the tokens of the round."""
-        if self.memory is not None:
-            self._find_places(self.slots.grid.starts[0], self.slots.grid.places, self.slots.grid.ring)
+        """Compute the head's slot mapping for this round."""
+        if self.head is not None:
+            grid = self.slots.grid
+            self.head.map_slots(self.slots, grid.starts[0], grid.places, grid.ring)
 
     def draft(self, step: int, most: int) -> None:
-        """Choose the token after the newest one of every row, and score it."""
+        """Choose the token after the newest one of every row."""
         slots, own = self.slots, slice(step, step + 1)
         at = slice(step * slots.rows, (step + 1) * slots.rows)
+        states, guesses, tokens = slots.states[at], slots.drafts.guesses[at], slots.of(own)
         if self.depth:
             self.shallow(own, most)
-        elif self.memory is None:
-            self.runner.embed_on_slots(slots, slots.of(own), slots.states[at])
-        if self.memory is None:
-            slots.drafts.guesses[at].copy_(self.exit.head(slots.states[at]))
+        elif self.head is None:
+            self.runner.embed_on_slots(slots, tokens, states)
+        if self.head is None:
+            guesses.copy_(self.exit.head(states))
         else:
-            self.guess(slots.of(own), slots.states[at], most, slots.drafts.guesses[at])
+            self.head.draft(slots, tokens, states, most, guesses)
         chosen = slots.chain.tokens[step + 1], slots.chain.best[0], slots.drafts.signals[at]
-        self.choice.choose(slots.drafts.guesses[at], self.choice.of(own), *chosen, self.vocabulary, lm_head=self.lm_head)
+        self.choice.choose(guesses, self.choice.of(own), *chosen, self.vocabulary, lm_head=self.lm_head)
 
     def score(self, drafts: int) -> None:
         """Score the drafts of a round, all at once."""
@@ -139,22 +142,25 @@ class DeviceDrafter:
         """
         states, tokens = self.slots.states_of(own), self.slots.of(own)
         self.runner.embed_on_slots(self.slots, tokens, states)
-        self.through(range(self.depth), states, tokens, most, *(self._waiting() if waits else (self.noted(own),)))
+        self.through(range(self.depth), states, tokens, most, *self.captured(own, waits))
 
     def deep_without_drafts(self, span: range, states: torch.Tensor, tokens: Tokens, most: int) -> None:
         """Take states at the checkpoint, in place, through the deep layers, and keep what the head will be fed later."""
-        if self.memory is not None:
-            self._enter(tokens, states, self.memory.entries, self.slots.grid.ring[0])
-        self.through(span, states, tokens, most, *self._waiting())
+        memory, ring = self.slots.memory, self.slots.grid.ring[0]
+        if self.head is not None and memory is not None:
+            self.head.write_inputs(self.slots, tokens, states, memory.entries, ring)
+        self.through(span, states, tokens, most, *self.captured(slice(0, 1), waits=True))
 
-    def _waiting(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return where notes of tokens wait for the head: a table, and the rows of it."""
-        return (None, None) if self.memory is None else (self.memory.parts, self.slots.grid.ring[0])
+    def captured(self, own: slice, waits: bool = False) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the buffer for captured states of some steps' tokens, and the rows of it; None: all in their order.
 
-    def noted(self, own: slice) -> torch.Tensor | None:
-        """Return room for what a head will remember of the tokens of some steps; None: it does not."""
-        rows = self.slots.rows
-        return None if self.memory is None else self.memory.noted[own.start * rows : own.stop * rows]
+        Args:
+            waits: the tokens are not fed to the head yet.
+        """
+        memory, rows = self.slots.memory, self.slots.rows
+        if memory is None:
+            return None, None
+        return (memory.parts, self.slots.grid.ring[0]) if waits else (memory.captured[own.start * rows : own.stop * rows], None)
 
     def through(
         self,
@@ -162,117 +168,38 @@ class DeviceDrafter:
         states: torch.Tensor,
         tokens: Tokens,
         most: int,
-        noted: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
         places: torch.Tensor | None = None,
     ) -> None:
-        """Take states, in place, through layers, and note what a head will remember of them.
+        """Take states, in place, through layers, and capture those that the head remembers.
 
         Args:
-            noted, places: where to: a table, and the rows of it; None: all in their order.
+            out, places: where to: a table, and the rows of it; None: all in their order.
         """
-        if noted is not None and not span.start and 0 in self.depths:
-            self.note_at(0, states, noted, places)
-        for depth, found in self.runner.layers_on_slots(self.slots, span, states, tokens, most, tuple(self.depths)):
-            if noted is not None:
-                self.note_at(depth, found, noted, places)
-
-    def note(self, number: int, states: torch.Tensor, out: torch.Tensor, places: torch.Tensor | None = None) -> None:
-        """Write what a head will remember of (n, hidden) states at one of its depths."""
-        assert self.head is not None
-        self.head.note(number, states, out, places)
-
-    def note_at(self, depth: int, states: torch.Tensor, noted: torch.Tensor, places: torch.Tensor | None = None) -> None:
-        """Do so in the columns that a table has for the depth."""
-        number, width = self.depths.index(depth), states.shape[1]
-        self.note(number, states, noted[:, number * width : (number + 1) * width], places)
+        head = None if out is None else self.head
+        if head is not None and out is not None and not span.start and 0 in self.depths:
+            head.capture_at(0, states, out, places)
+        for depth, reached in self.runner.layers_on_slots(self.slots, span, states, tokens, most, self.depths):
+            if head is not None and out is not None:
+                head.capture_at(depth, reached, out, places)
 
     def remember(self, drafts: int) -> None:
         """Remember the newest final token and drafts, which have run all layers, and write K/V of the tokens after them."""
-        memory, slots, own = self.memory, self.slots, slice(0, drafts + 1)
-        if memory is None:
+        head, slots, own = self.head, self.slots, slice(0, drafts + 1)
+        captured, _ = self.captured(own)
+        if head is None or captured is None:
             return
-        tokens, states, parts = slots.of(own), slots.states_of(own), self.noted(own)
-        assert parts is not None
-        self._remember(parts, tokens.after)
+        head.remember(captured, slots.store.before, slots.of(own).after)
         later = slots.of(slice(1, drafts + 1))  # K/V of the first are there: it was asked for a draft
-        self._keep(self._entered(memory, later, states[slots.rows :]), later)
+        head.keep(slots, later, head.fused(slots, later, slots.states_of(own)[slots.rows :]))
 
-    def remember_prompt(self, tokens: Tokens, states: torch.Tensor, parts: torch.Tensor) -> None:
-        """Let a head that remembers see tokens of prompts, which have run.
-
-        Args:
-            states: (n, hidden) of them at the checkpoint.
-        """
-        memory = self.memory
-        assert memory is not None
-        self._remember(parts, tokens.after)
-        self._keep(self._entered(memory, tokens, states), tokens)
+    def remember_prompt(self, tokens: Tokens, states: torch.Tensor, captured: torch.Tensor) -> None:
+        """Let the head see tokens of prompts, which have run, by their (n, hidden) states at the checkpoint."""
+        assert self.head is not None
+        self.head.remember(captured, self.slots.store.before, tokens.after)
+        self.head.keep(self.slots, tokens, self.head.fused(self.slots, tokens, states))
 
     def mark_fed(self) -> None:
         """Note that the head was fed everything before the newest tokens."""
-        if self.memory is not None:
-            self.memory.fed.copy_(self.slots.grid.starts[0])
-
-    def _find_places(self, starts: torch.Tensor, places: torch.Tensor, ring: torch.Tensor) -> None:
-        slots = self.slots
-        self.runner.exits.find_places(slots.tables, slots.grid.rows[0], starts, slots.store.size, places, ring)
-
-    def guess(
-        self, tokens: Tokens, states: torch.Tensor, most: int, out: torch.Tensor, before: torch.Tensor | None = None
-    ) -> None:
-        """Let a head that remembers guess from tokens.
-
-        Args:
-            states: (n, hidden) of them at the checkpoint.
-            before: the table that has memories at their places; None: that of the blocks.
-        """
-        assert self.memory is not None and self.head is not None
-        table = self.slots.store.before if before is None else before
-        x = self._entered(self.memory, tokens, states, table)
-        self.head.guess(self.slots, tokens, x, most, table, out)
-
-    def carry(self, guesses: torch.Tensor) -> None:
-        """Turn guesses, in place, into the memories that they stand for."""
-        assert self.head is not None
-        self.head.carry(guesses)
-
-    def _entered(
-        self, memory: Memory, tokens: Tokens, states: torch.Tensor, before: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return tokens as the head's block takes them."""
-        joined = states.new_empty(len(states), memory.entries.shape[1])
-        self._enter(tokens, states, joined)
-        return self._join(joined, tokens.places, before)
-
-    def _enter(self, tokens: Tokens, states: torch.Tensor, out: torch.Tensor, places: torch.Tensor | None = None) -> None:
-        """Write what the head sees of the tokens themselves."""
-        assert self.head is not None
-        width = states.shape[1]
-        for number, depth in enumerate(self.head.inputs):
-            table, rows = (states, None) if depth else self.runner.embedded(self.slots, tokens)
-            self.head.enter(number, table, rows, out[:, number * width : (number + 1) * width], places)
-
-    def _join(self, joined: torch.Tensor, places: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
-        assert self.head is not None
-        return self.head.join(joined, self.slots.store.before if before is None else before, places)
-
-    def _feed(self, memory: Memory) -> None:
-        """Make memories and K/V of tokens that wait: always sixteen, and those behind the newest are overwritten later."""
-        slots = self.slots
-        places, ring = torch.zeros_like(slots.grid.places), torch.zeros_like(slots.grid.ring)
-        self._find_places(memory.fed, places, ring)
-        positions = (memory.fed + slots.grid.steps).flatten()
-        ids, rows = slots.chain.tokens[:-1].flatten(), slots.grid.rows.flatten()
-        tokens = Tokens(ids, rows, positions, places[:-1].flatten(), places[1:].flatten())
-        waiting = ring.flatten()
-        self._remember(memory.parts[waiting], tokens.after)
-        self._keep(self._join(memory.entries[waiting], tokens.places), tokens)
-        memory.fed.copy_(slots.grid.starts[0])
-
-    def _remember(self, parts: torch.Tensor, places: torch.Tensor) -> None:
-        assert self.head is not None
-        self.head.remember(parts, self.slots.store.before, places)
-
-    def _keep(self, x: torch.Tensor, tokens: Tokens) -> None:
-        assert self.head is not None
-        self.head.keep(self.slots, tokens, x)
+        if self.slots.memory is not None:
+            self.slots.memory.fed.copy_(self.slots.grid.starts[0])

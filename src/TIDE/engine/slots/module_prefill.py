@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from TIDE.adapters.adapter import PassInputs
-from TIDE.engine.cache.slots import Memory, Slots
+from TIDE.engine.cache.slots import MemoryBuffers, Slots
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.slots.prefill import Entering
 from TIDE.kernels.transfer import write
@@ -67,7 +67,7 @@ class ModulePrefill:
             states = {depth: own[0] for depth, own in passed.taps.items()} | {last: passed.states[0]}
             self._remember(memory, states, width)
 
-    def _remember(self, memory: Memory, states: dict[int, torch.Tensor], width: int) -> None:
+    def _remember(self, memory: MemoryBuffers, states: dict[int, torch.Tensor], width: int) -> None:
         """Let a head that remembers see the text."""
         head, store = memory.head, self.slots.store
         seen = head.seen(self.depth, self.runner.num_layers)

@@ -18,7 +18,7 @@ from TIDE.engine.cache.prefill_buffers import CAPTURED, CHUNK, ROWS, Part, Promp
 from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.rows.row import Row
 from TIDE.engine.runners.device import DeviceRunner
-from TIDE.engine.slots.drafter import DeviceDrafter
+from TIDE.engine.slots.drafter import SlotDrafter
 from TIDE.kernels.transfer import sent
 
 PACE = 256  # tokens of a pass between two rounds of others
@@ -63,7 +63,7 @@ class Prefill:
         rows: slots that the rows will be decoded on.
     """
 
-    def __init__(self, runner: DeviceRunner, prompts: Prompts, depth: int, drafter: DeviceDrafter | None, rows: Slots) -> None:
+    def __init__(self, runner: DeviceRunner, prompts: Prompts, depth: int, drafter: SlotDrafter | None, rows: Slots) -> None:
         self.runner = runner
         self.prompts = prompts
         self.rows = rows
@@ -122,10 +122,10 @@ class Prefill:
                 pass
             torch.index_select(states, 0, self.prompts.ends, out=self.prompts.last)
             return
-        noted = None if slots.memory is None else states.new_empty(count, slots.memory.seen)
-        drafter.through(range(self.depth), states, tokens, columns, noted)
+        captured = None if slots.memory is None else states.new_empty(count, slots.memory.seen)
+        drafter.through(range(self.depth), states, tokens, columns, captured)
         deep = states.clone()
-        drafter.through(range(self.depth, last), deep, tokens, columns, noted)
+        drafter.through(range(self.depth, last), deep, tokens, columns, captured)
         torch.index_select(deep, 0, self.prompts.ends, out=self.prompts.last)
-        if noted is not None:
-            drafter.remember_prompt(tokens, states, noted)
+        if captured is not None:
+            drafter.remember_prompt(tokens, states, captured)

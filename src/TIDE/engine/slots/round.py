@@ -5,8 +5,8 @@ from __future__ import annotations
 from TIDE.engine.cache.slots import Slots
 from TIDE.engine.request.plan import Plan
 from TIDE.engine.runners.device import DeviceRunner
-from TIDE.engine.slots.drafter import DeviceDrafter
-from TIDE.engine.slots.sampler import DeviceChoice
+from TIDE.engine.slots.drafter import SlotDrafter
+from TIDE.engine.slots.sampler import SlotSampler
 
 MIN_COLUMNS = 1024  # of the smallest graphs; the next ones have four times as many, and so on
 
@@ -23,7 +23,7 @@ class SlotRound:
         most: columns that attention is planned for.
     """
 
-    def __init__(self, runner: DeviceRunner, plan: Plan, drafter: DeviceDrafter | None, choice: DeviceChoice) -> None:
+    def __init__(self, runner: DeviceRunner, plan: Plan, drafter: SlotDrafter | None, choice: SlotSampler) -> None:
         self.runner = runner
         self.drafter = drafter
         self.choice = choice
@@ -65,7 +65,7 @@ class SlotRound:
             drafter.deep_without_drafts(span, states, tokens, self.most)
         else:
             self._states = states.clone()  # the exit head will want the states at the checkpoint again
-            drafter.through(span, self._states, tokens, self.most, drafter.noted(own))
+            drafter.through(span, self._states, tokens, self.most, *drafter.captured(own))
             drafter.score(drafted)
             drafter.remember(drafted)
 

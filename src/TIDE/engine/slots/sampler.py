@@ -34,7 +34,7 @@ def features_of(rows: Iterable[Row], features: Features | None = None) -> Featur
     return features
 
 
-class DeviceChoice:
+class SlotSampler:
     """Chooses the tokens of rows on slots.
 
     Attributes:

@@ -17,12 +17,12 @@ from TIDE.engine.request.plan import Plan
 from TIDE.engine.round import Launched
 from TIDE.engine.rows.row import Row
 from TIDE.engine.runners.device import DeviceRunner, device_errors
-from TIDE.engine.slots.drafter import DeviceDrafter, exit_of
+from TIDE.engine.slots.drafter import SlotDrafter, exit_of
 from TIDE.engine.slots.launcher import BEYOND, RoundLauncher
 from TIDE.engine.slots.prompts import PromptRunner
 from TIDE.engine.slots.residents import AHEAD, Residents
 from TIDE.engine.slots.round import SlotRound
-from TIDE.engine.slots.sampler import DeviceChoice
+from TIDE.engine.slots.sampler import SlotSampler
 from TIDE.kernels.reference.trees import TreeShape
 from TIDE.routing.policy import ExitPolicy
 
@@ -39,11 +39,11 @@ class SlotStage:
     def __init__(self, runner: DeviceRunner, plan: Plan, policy: ExitPolicy | None, sampler: Sampler) -> None:
         self.runner = runner
         self.plan = plan
-        self.choice = DeviceChoice(runner, sampler)
+        self.choice = SlotSampler(runner, sampler)
         exit_ = self.drafter = None
         if policy is not None and len(plan.spans) > 1:
             exit_ = exit_of(plan, policy)
-            self.drafter = DeviceDrafter(runner, exit_, plan.checkpoint or 0, policy.vocabulary, self.choice)
+            self.drafter = SlotDrafter(runner, exit_, plan.checkpoint or 0, policy.vocabulary, self.choice)
         self.launcher = RoundLauncher(runner, plan, SlotRound(runner, plan, self.drafter, self.choice))
         has_trees = plan.draft_tree > 0 and self.launcher.without_tree is None
         ahead, trees = (AHEAD + plan.draft_tree, plan.trees) if has_trees else (AHEAD, {})

@@ -15,12 +15,12 @@ import torch
 from TIDE.engine.cache.slots import Slots, Tokens
 from TIDE.engine.request.plan import Plan
 from TIDE.engine.runners.device import DeviceRunner
-from TIDE.engine.slots.drafter import DeviceDrafter
-from TIDE.engine.slots.sampler import DeviceChoice, Places
+from TIDE.engine.slots.drafter import SlotDrafter
+from TIDE.engine.slots.sampler import Places, SlotSampler
 from TIDE.kernels.reference.trees import TreeShape, tree_shape
 
 
-def why_no_tree(plan: Plan, runner: DeviceRunner, drafter: DeviceDrafter | None) -> str | None:
+def why_no_tree(plan: Plan, runner: DeviceRunner, drafter: SlotDrafter | None) -> str | None:
     """Return why drafts are in a row where the plan has a tree; None: they are not, or it has none."""
     if not plan.draft_tree or drafter is None:
         return None
@@ -31,7 +31,7 @@ def why_no_tree(plan: Plan, runner: DeviceRunner, drafter: DeviceDrafter | None)
     return None if runner.has_compiled_layers else "the model's own modules do not know the ancestors of a token"
 
 
-def shape_for(plan: Plan, choice: DeviceChoice, rows: int) -> TreeShape | None:
+def shape_for(plan: Plan, choice: SlotSampler, rows: int) -> TreeShape | None:
     """Return the tree of each of `rows` rows; None: their drafts are in a row.
 
     Penalties count the tokens before a draft, and a row's own processors run on the host: a tree has several of these.
@@ -50,12 +50,12 @@ class TreeRound:
         accept: accepts drafts in a row.
     """
 
-    def __init__(
-        self, slots: Slots, shape: TreeShape, drafter: DeviceDrafter, most: int, accept: Callable[[int], None]
-    ) -> None:
+    def __init__(self, slots: Slots, shape: TreeShape, drafter: SlotDrafter, most: int, accept: Callable[[int], None]) -> None:
         self.runner = drafter.runner
         self.choice = drafter.choice
         self.drafter = drafter
+        assert drafter.head is not None
+        self.head = drafter.head
         self.slots = slots
         self.most = most
         self.tree = slots.drafts.tree(shape, self.runner.adapter.vocab_size)
@@ -68,14 +68,14 @@ class TreeRound:
             drafter.begin()
             tree.drafting.roots.view(slots.rows, -1).copy_(slots.grid.starts[0][:, None])
             tokens = slots.of(slice(0, 1))
-            drafter.guess(tokens, guesses, self.most, guesses)
+            self.head.draft(slots, tokens, guesses, self.most, guesses)
         else:
             tokens = self._beam(step)
-            drafter.guess(tokens, guesses, self.most, guesses, before=tree.drafting.guesses)
+            self.head.draft(slots, tokens, guesses, self.most, guesses, tree.drafting.guesses)
         vocabulary = drafter.vocabulary
         logits = tree.logits_of(len(guesses), None if vocabulary is None else len(vocabulary))
         drafter.lm_head.write_logits(guesses, vocabulary, logits)
-        drafter.carry(guesses)
+        self.head.to_memory(guesses)
         few = tree.drafting.few[0][: len(guesses)], tree.drafting.few[1][: len(guesses)]
         settings = None if self.choice.features is None else slots.choice.settings
         self.runner.exits.few_best(logits, vocabulary, settings, tokens.rows, tokens.positions, *few)
@@ -96,7 +96,7 @@ class TreeRound:
         ids, columns = nodes.ids.flatten(), nodes.columns.flatten()
         tokens = Tokens(ids, own.rows, nodes.positions.flatten(), ids, ids, columns=columns, ancestors=own.ancestors())
         self.runner.embed_on_slots(slots, tokens, own.states)
-        self.drafter.through(range(self.runner.num_layers), own.states, tokens, self.most, own.noted)
+        self.drafter.through(range(self.runner.num_layers), own.states, tokens, self.most, own.captured)
 
     def sample(self, drafted: int) -> None:
         own, nodes = self.tree.verifying, self.tree.verifying.nodes
@@ -112,6 +112,6 @@ class TreeRound:
         moved = store.keys[:layers], store.values[:layers], store.addresses
         self.runner.exits.move_columns(*moved, slots.tables, slots.grid.starts[0], tree.path)
         at = (tree.path * slots.rows + tree.rows).flatten()
-        torch.index_select(tree.verifying.noted, 0, at, out=memory.noted[: len(at)])
+        torch.index_select(tree.verifying.captured, 0, at, out=memory.captured[: len(at)])
         self.drafter.remember(drafted)
         self._accept(drafted)
