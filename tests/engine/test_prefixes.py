@@ -15,7 +15,7 @@ from router_files import a_file
 from runners import Recording, on_references
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.kv_blocks import BLOCK
-from TIDE.engine.cache.prefix_tree import Prefixes
+from TIDE.engine.cache.prefix_tree import PrefixTree
 from TIDE.routing.policies import policy_for
 
 pytestmark = pytest.mark.invariant(6)
@@ -181,7 +181,7 @@ def all_blocks_are_there(engine) -> bool:
 
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_an_interrupt_while_blocks_are_given_back_gives_none_back_twice(when, monkeypatch):
-    release = Prefixes.release
+    release = PrefixTree.release
 
     def interrupted(self, held):
         if when == "behind":
@@ -192,7 +192,7 @@ def test_an_interrupt_while_blocks_are_given_back_gives_none_back_twice(when, mo
         for new in (3, 30):  # the second is there when the first one leaves
             engine.add(text((1, 200), (new, 20)), **(OPTIONS | {"max_new_tokens": new}))
         with monkeypatch.context() as patch:
-            patch.setattr(Prefixes, "release", interrupted)
+            patch.setattr(PrefixTree, "release", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 [engine.step() for _ in range(20)]
         free = engine.runner.pool.stores[-1][1]._free
@@ -273,7 +273,7 @@ def shared_engine(strategy, blocks):
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), max_size=4), st.booleans()), max_size=30))
 def test_blocks_are_held_found_and_forgotten(steps):
     """Against a plain model: a set of texts by salt. Every block is held, idle or given back, and never twice."""
-    prefixes, known, rows, number, gone = Prefixes(1), set(), [], 0, []
+    prefixes, known, rows, number, gone = PrefixTree(1), set(), [], 0, []
     for salt, tokens, leaves in steps:
         held = prefixes.begin(salt)
         for place in range(len(tokens)):

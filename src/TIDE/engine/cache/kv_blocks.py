@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from TIDE.engine.cache.prefix_tree import Prefixes
+from TIDE.engine.cache.prefix_tree import PrefixTree
 from TIDE.routing.exits import Exit
 from TIDE.routing.heads import DraftHead
 
@@ -51,7 +51,7 @@ class KVBlocks:
         self.values: list[torch.Tensor] = [self._nothing(shape.heads, shape.value_dim) for shape in self._all_shapes]
         self.before = like.new_zeros(0, len(like))
         self.addresses = torch.zeros(len(shapes), 2, dtype=torch.long, device=like.device)  # of the layers' keys and values
-        self.prefixes = Prefixes(size)
+        self.prefixes = PrefixTree(size)
         self._free: list[int] = []
         self.grow(blocks)
 

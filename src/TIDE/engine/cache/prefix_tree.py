@@ -1,4 +1,4 @@
-"""Prefixes: whole blocks of K/V that are kept when their rows have gone, and shared by rows whose texts begin alike.
+"""The prefix tree: whole blocks of K/V, kept when their rows have gone and shared by rows with a common prefix.
 
     salt ── block 0 ── block 1 ── block 2          a text; each block is found by its tokens behind those before it
                   └─── block 1'                    another one that begins alike
@@ -22,38 +22,38 @@ def new_salt() -> str:
     return uuid.uuid4().hex
 
 
-class Node:
+class PrefixNode:
     """A block of a text that is kept."""
 
     __slots__ = ("block", "children", "holders", "key", "siblings")
 
-    def __init__(self, block: int, key: Key, siblings: dict[Key, Node]) -> None:
+    def __init__(self, block: int, key: Key, siblings: dict[Key, PrefixNode]) -> None:
         self.block = block
         self.key = key
         self.siblings = siblings
-        self.children: dict[Key, Node] = {}
+        self.children: dict[Key, PrefixNode] = {}
         self.holders = 1
 
 
-class Root:
+class PrefixRoot:
     """The beginning of all texts of a salt."""
 
     __slots__ = ("branches", "rows")
 
     def __init__(self) -> None:
-        self.branches: dict[Key, Node] = {}
+        self.branches: dict[Key, PrefixNode] = {}
         self.rows = 0  # that began there and have not gone
 
 
-class Held(NamedTuple):
-    """The blocks that a row holds, from its first token on."""
+class PrefixRef(NamedTuple):
+    """The blocks of the tree that a row holds, from its first token on."""
 
     salt: Hashable
-    root: Root
-    nodes: list[Node]
+    root: PrefixRoot
+    nodes: list[PrefixNode]
 
 
-class Prefixes:
+class PrefixTree:
     """Blocks by the texts they hold.
 
     Args:
@@ -62,62 +62,62 @@ class Prefixes:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._roots: dict[Hashable, Root] = {}
-        self._idle: dict[Node, Hashable] = {}  # that nobody holds, with their salts; the least recently used first
+        self._roots: dict[Hashable, PrefixRoot] = {}
+        self._idle: dict[PrefixNode, Hashable] = {}  # that nobody holds, with their salts; the least recently used first
 
     @property
     def idle(self) -> int:
         """Blocks that can go."""
         return len(self._idle)
 
-    def begin(self, salt: Hashable = None) -> Held:
-        """Return what a row holds that has nothing yet."""
-        root = self._roots.setdefault(salt, Root())
+    def begin(self, salt: Hashable = None) -> PrefixRef:
+        """Return an empty reference."""
+        root = self._roots.setdefault(salt, PrefixRoot())
         root.rows += 1
-        return Held(salt, root, [])
+        return PrefixRef(salt, root, [])
 
-    def is_shared(self, held: Held) -> bool:
-        """Return True if what a row holds can be found: it began after everything was forgotten the last time."""
-        return self._roots.get(held.salt) is held.root
+    def is_shared(self, ref: PrefixRef) -> bool:
+        """Return True if its blocks can be found: it began after the tree was dropped the last time."""
+        return self._roots.get(ref.salt) is ref.root
 
-    def key(self, held: Held, text: Sequence[int]) -> Key:
-        """Return the tokens of the block that follows those a row holds; fewer than a block has: there is none."""
-        first = len(held.nodes) * self.size
+    def key(self, ref: PrefixRef, text: Sequence[int]) -> Key:
+        """Return the tokens of the next block of a text; fewer than a block has: there is none."""
+        first = len(ref.nodes) * self.size
         return tuple(text[first : first + self.size])
 
-    def behind(self, held: Held) -> dict[Key, Node]:
-        """Return the blocks that follow those a row holds."""
-        return held.nodes[-1].children if held.nodes else held.root.branches
+    def children(self, ref: PrefixRef) -> dict[Key, PrefixNode]:
+        """Return the blocks that may follow."""
+        return ref.nodes[-1].children if ref.nodes else ref.root.branches
 
-    def hold_next(self, held: Held, text: Sequence[int]) -> Node | None:
-        """Let a row hold the block that follows, if it is there."""
-        node = self.behind(held).get(self.key(held, text)) if self.is_shared(held) else None
+    def hold_next(self, ref: PrefixRef, text: Sequence[int]) -> PrefixNode | None:
+        """Hold the next block of a text, if it is there."""
+        node = self.children(ref).get(self.key(ref, text)) if self.is_shared(ref) else None
         if node is not None:
             node.holders += 1
             self._idle.pop(node, None)
-            held.nodes.append(node)
+            ref.nodes.append(node)
         return node
 
-    def add(self, held: Held, text: Sequence[int], block: int) -> None:
-        """Keep a block that a row has made behind those it holds, which is not there yet; the row holds it from now on."""
-        key, siblings = self.key(held, text), self.behind(held)
-        assert len(key) == self.size and key not in siblings and self.is_shared(held)
-        siblings[key] = Node(block, key, siblings)
-        held.nodes.append(siblings[key])
+    def add(self, ref: PrefixRef, text: Sequence[int], block: int) -> None:
+        """Insert the next block of a text into the tree, and hold it."""
+        key, siblings = self.key(ref, text), self.children(ref)
+        assert len(key) == self.size and key not in siblings and self.is_shared(ref)
+        siblings[key] = PrefixNode(block, key, siblings)
+        ref.nodes.append(siblings[key])
 
-    def release(self, held: Held) -> list[int]:
-        """Let go what a row holds; return the blocks that nobody can find any more."""
-        is_shared, lost = self.is_shared(held), []
-        while held.nodes:
-            node = held.nodes.pop()  # the last one of a text is the first to go
+    def release(self, ref: PrefixRef) -> list[int]:
+        """Let the blocks of a row go; return those that nobody can find any more."""
+        is_shared, lost = self.is_shared(ref), []
+        while ref.nodes:
+            node = ref.nodes.pop()  # the last one of a text is the first to go
             node.holders -= 1
             if not node.holders and is_shared:
-                self._idle[node] = held.salt
+                self._idle[node] = ref.salt
             elif not node.holders:
                 lost.append(node.block)
-        held.root.rows -= 1
+        ref.root.rows -= 1
         if is_shared:
-            self._prune(held.salt)
+            self._prune(ref.salt)
         return lost
 
     def evict(self) -> int:
@@ -135,7 +135,7 @@ class Prefixes:
             del self._roots[salt]
 
     def drop(self) -> list[int]:
-        """Forget everything, because the model is another one now; return the blocks that nobody holds."""
+        """Empty the tree, because the model is another one now; return the blocks that nobody holds."""
         found = [node.block for node in self._idle]
         self._roots, self._idle = {}, {}
         return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from TIDE.engine.cache.kv_blocks import BLOCK
-from TIDE.engine.cache.prefix_tree import Held, Prefixes
+from TIDE.engine.cache.prefix_tree import PrefixRef, PrefixTree
 from TIDE.engine.rows.row import Row
 from TIDE.engine.slots.block_manager import BlockManager
 from TIDE.engine.slots.prefill import Entering
@@ -19,15 +19,15 @@ class PrefixSharing:
 
     def __init__(self, blocks: BlockManager) -> None:
         self.blocks = blocks
-        self._held: dict[Row, Held] = {}
+        self._refs: dict[Row, PrefixRef] = {}
 
     @property
-    def prefixes(self) -> Prefixes:
+    def prefixes(self) -> PrefixTree:
         return self.blocks.store.prefixes
 
     def begin(self, own: Entering) -> None:
         """Let a row that joins have the blocks that are there."""
-        self._held[own.row] = self.prefixes.begin(own.row.salt)
+        self._refs[own.row] = self.prefixes.begin(own.row.salt)
         self.find_more(own)
 
     def find_more(self, own: Entering) -> None:
@@ -36,11 +36,11 @@ class PrefixSharing:
         What a memory head remembers of a token lies with the place behind it, in the next block: so the last token of a block
         that was found runs again.
         """
-        held, count = self._held[own.row], len(self._held[own.row].nodes)
-        while own.done <= BLOCK * len(held.nodes) and (node := self.prefixes.hold_next(held, own.text)) is not None:
-            self.blocks.put(own.row, len(held.nodes) - 1, node.block)
-            own.done = BLOCK * len(held.nodes) - (self.blocks.store.head is not None)
-        own.row.stats.reused_tokens += BLOCK * (len(held.nodes) - count)
+        ref, count = self._refs[own.row], len(self._refs[own.row].nodes)
+        while own.done <= BLOCK * len(ref.nodes) and (node := self.prefixes.hold_next(ref, own.text)) is not None:
+            self.blocks.put(own.row, len(ref.nodes) - 1, node.block)
+            own.done = BLOCK * len(ref.nodes) - (self.blocks.store.head is not None)
+        own.row.stats.reused_tokens += BLOCK * (len(ref.nodes) - count)
 
     def ready(self, entering: Sequence[Entering]) -> list[Entering]:
         """Return the rows whose texts can run now: those that do not wait for a block that one before them makes."""
@@ -49,9 +49,9 @@ class PrefixSharing:
             self.find_more(own)
             if own.is_done:
                 continue
-            held = self._held[own.row]
-            key = self.prefixes.key(held, own.text)
-            next_block = id(self.prefixes.behind(held)), key
+            ref = self._refs[own.row]
+            key = self.prefixes.key(ref, own.text)
+            next_block = id(self.prefixes.children(ref)), key
             if len(key) < BLOCK or next_block not in promised:
                 found.append(own)
             promised.add(next_block)
@@ -59,27 +59,27 @@ class PrefixSharing:
 
     def has_more_to_keep(self, row: Row) -> bool:
         """Return True if a row has whole blocks of final tokens that it does not share yet."""
-        held = self._held.get(row)
-        return held is not None and self.prefixes.is_shared(held) and (len(row.tokens) - 1) // BLOCK > len(held.nodes)
+        ref = self._refs.get(row)
+        return ref is not None and self.prefixes.is_shared(ref) and (len(row.tokens) - 1) // BLOCK > len(ref.nodes)
 
     def keep(self, row: Row, text: Sequence[int], done: int) -> None:
         """Let others find the whole blocks of a text whose first `done` tokens have run."""
-        held = self._held.get(row)
-        if held is None or not self.prefixes.is_shared(held):
+        ref = self._refs.get(row)
+        if ref is None or not self.prefixes.is_shared(ref):
             return
-        while BLOCK * (len(held.nodes) + 1) <= done:
-            number = len(held.nodes)
-            if (node := self.prefixes.hold_next(held, text)) is None:
-                self.prefixes.add(held, text, self.blocks.of[row][number])
+        while BLOCK * (len(ref.nodes) + 1) <= done:
+            number = len(ref.nodes)
+            if (node := self.prefixes.hold_next(ref, text)) is None:
+                self.prefixes.add(ref, text, self.blocks.of[row][number])
             else:  # another row has made the same
                 self.blocks.put(row, number, node.block)
 
     def release(self, row: Row) -> None:
         """Let go the blocks that a row holds; of its own ones those are left that nobody can find. Where this is broken off,
         blocks may be lost, but none is given back twice."""
-        if (held := self._held.get(row)) is None:  # it was about to join
+        if (ref := self._refs.get(row)) is None:  # it was about to join
             return
         blocks = self.blocks.of[row]
-        del blocks[: len(held.nodes)]
-        del self._held[row]
-        blocks += self.prefixes.release(held)
+        del blocks[: len(ref.nodes)]
+        del self._refs[row]
+        blocks += self.prefixes.release(ref)
