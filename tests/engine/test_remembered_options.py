@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 import TIDE
 from families import build
 from properties import examples
-from TIDE.engine.request.option_cache import RememberedOptions
+from TIDE.engine.request.options import OptionCache
 from TIDE.engine.request.request import prepare
 
 OPTIONS = dict(
@@ -73,11 +73,11 @@ def said(row, request):
     asks=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=2, max_size=8),
 )
 def test_a_request_is_what_transformers_makes_of_it_each_time(model, sets, asks):
-    remembered = RememberedOptions()
+    remembered = OptionCache()
     for which, size in asks:
         options = sets[which % len(sets)]
         found = said(*row_of(model, size, options, remembered))
-        assert found == said(*row_of(model, size, options, RememberedOptions()))
+        assert found == said(*row_of(model, size, options, OptionCache()))
 
 
 def count_calls(model, monkeypatch):
@@ -102,7 +102,7 @@ def test_the_same_options_are_made_sense_of_once(model, monkeypatch):
 
 
 def test_other_defaults_of_the_model_are_seen(model):
-    remembered = RememberedOptions()
+    remembered = OptionCache()
     options = dict(max_new_tokens=4, do_sample=True)
     assert row_of(model, 3, options, remembered)[0].sampling.params.temperature == 1.0
     held = model.generation_config
@@ -119,7 +119,7 @@ def test_other_defaults_of_the_model_are_seen(model):
 
 
 def test_defaults_that_only_look_alike_are_not_mixed_up(model):
-    remembered, options, held = RememberedOptions(), dict(max_new_tokens=2, do_sample=True), model.generation_config
+    remembered, options, held = OptionCache(), dict(max_new_tokens=2, do_sample=True), model.generation_config
     try:
         model.generation_config = copy.deepcopy(held)
         model.generation_config.top_k = 5
@@ -132,7 +132,7 @@ def test_defaults_that_only_look_alike_are_not_mixed_up(model):
 
 
 def test_defaults_may_be_tensors(model):
-    remembered, held = RememberedOptions(), model.generation_config
+    remembered, held = OptionCache(), model.generation_config
     try:
         model.generation_config = copy.deepcopy(held)
         model.generation_config.eos_token_id = torch.tensor([3, 5])
@@ -153,8 +153,8 @@ def test_nothing_is_said_about_options_that_nobody_gave(model, caplog, default):
         logging.getLogger("transformers").setLevel(logging.WARNING)
         logging.getLogger("transformers").propagate = True
         with caplog.at_level(logging.WARNING, logger="transformers"):
-            prepare(model, ids, GenerationConfig(max_new_tokens=2), dict(attention_mask=mask), 0, RememberedOptions())
-            prepare(model, ids, None, dict(attention_mask=mask, max_new_tokens=2), 0, RememberedOptions())
+            prepare(model, ids, GenerationConfig(max_new_tokens=2), dict(attention_mask=mask), 0, OptionCache())
+            prepare(model, ids, None, dict(attention_mask=mask, max_new_tokens=2), 0, OptionCache())
     finally:
         model.generation_config = held
         logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -163,7 +163,7 @@ def test_nothing_is_said_about_options_that_nobody_gave(model, caplog, default):
 
 
 def test_options_that_only_look_alike_are_not_mixed_up(model):
-    remembered = RememberedOptions()
+    remembered = OptionCache()
     one = row_of(model, 3, dict(max_new_tokens=2, do_sample=True, top_k=1), remembered)[0].sampling.params
     assert one.top_k == 1
     with pytest.raises(ValueError, match="top_k"):
@@ -172,7 +172,7 @@ def test_options_that_only_look_alike_are_not_mixed_up(model):
 
 def test_what_is_not_plain_is_made_sense_of_each_time(model, monkeypatch):
     calls = count_calls(model, monkeypatch)
-    remembered, config = RememberedOptions(), GenerationConfig(max_new_tokens=2, do_sample=False)
+    remembered, config = OptionCache(), GenerationConfig(max_new_tokens=2, do_sample=False)
     ids, mask = asked(4)
     for _ in range(2):
         prepare(model, ids, config, dict(attention_mask=mask), 0, remembered)

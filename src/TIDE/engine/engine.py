@@ -35,11 +35,11 @@ from TIDE.engine.check import check_unknown, warn_where_tokens_are_not_alone
 from TIDE.engine.forward import forward, laid_out, output_of, rows_of
 from TIDE.engine.host.sampler import columns_of
 from TIDE.engine.request.inputs import as_keywords, beside_rounds, check_ids, check_streamer, left_padding, take_ids
-from TIDE.engine.request.option_cache import RememberedOptions
+from TIDE.engine.request.options import OptionCache
 from TIDE.engine.request.plan import Plan, make_plan
 from TIDE.engine.request.request import Request, prepare, refuse_ropes_that_change
-from TIDE.engine.rows.context import context_of
 from TIDE.engine.rows.row import Counts, Row, total
+from TIDE.engine.rows.stop import context_of
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.runners.device import DeviceRunner
 from TIDE.engine.schedule.scheduler import Scheduler
@@ -130,7 +130,7 @@ class TIDE:
         self._adding = threading.Lock()
         self._sharing = threading.RLock()  # of `_batch`
         self._has_stepped = True  # since a row was added
-        self._remembered = RememberedOptions()
+        self._remembered = OptionCache()
         self._counts = Counts(self.adapter.num_layers)
 
     @property

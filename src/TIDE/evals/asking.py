@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from TIDE.engine.cache.prefix_tree import new_salt
 from TIDE.engine.engine import TIDE
 from TIDE.engine.request.inputs import left_padded
-from TIDE.engine.rows.context import context_of
 from TIDE.engine.rows.row import Row
+from TIDE.engine.rows.stop import context_of
 from TIDE.evals.reading import Read, read
 
 MOST_TOKENS = 2048  # of a text with its answer, unless the model was made for fewer

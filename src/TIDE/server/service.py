@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request
 
 from TIDE.engine.engine import TIDE
-from TIDE.engine.rows.context import context_of
+from TIDE.engine.rows.stop import context_of
 from TIDE.server.errors import APIError
 from TIDE.server.grammar import Grammars
 from TIDE.server.job import Call, GenerationSpec

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from TIDE.engine.rows.context import Context
+from TIDE.engine.rows.stop import Context
 
 USE_GENERATE = "use model.generate for it"
 

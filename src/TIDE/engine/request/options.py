@@ -1,4 +1,4 @@
-"""Sampling options of a request: those TIDE has beside transformers', and checks of both before anything runs.
+"""Options of a request: those TIDE has beside transformers', checks of both before anything runs, and a cache of parsed ones.
 
 seed                                    an integer, or one for each row
 presence_penalty, frequency_penalty     OpenAI's, for new tokens
@@ -7,12 +7,21 @@ logit_bias                              {token id: number}, added to logits
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation import logits_process as theirs
 
 from TIDE.engine.rows.logits_processors import LogitBias, TextPenalties
 from TIDE.kernels.reference.noise import row_seed
@@ -38,6 +47,18 @@ ELSEWHERE = {  # options of OpenAI, vLLM, llama.cpp and Ollama, and what they ar
     "prompt": "inputs=tokenizer(prompt, return_tensors='pt')",
     "messages": "inputs=tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors='pt', "
     "return_dict=True)",
+}
+
+
+PLAIN = {bool, int, float, str, type(None)}
+MOST_SETS = 256  # sets of options
+ALIKE = {  # processors that do the same after any prompt, and keep nothing
+    theirs.RepetitionPenaltyLogitsProcessor,
+    theirs.TemperatureLogitsWarper,
+    theirs.TopKLogitsWarper,
+    theirs.TopPLogitsWarper,
+    theirs.MinPLogitsWarper,
+    theirs.LogitNormalization,
 }
 
 
@@ -147,3 +168,75 @@ def _checked_salt(salt: Any) -> str | None:
     if salt is not None and not isinstance(salt, str):
         raise ValueError(f"cache_salt must be a string, found {salt!r}. Texts of other salts share no K/V with it.")
     return salt
+
+
+class Made(NamedTuple):
+    """Options as transformers reads them."""
+
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+
+
+class OptionCache:
+    """Options of one row and what transformers made of them, for prompts of any length. Other defaults of the model empty it.
+
+    `model.generate` takes a millisecond or two to make processors, criteria and a config of options, longer than a round of a
+    small model, and servers get the same ones again and again. They are kept where nothing depends on the prompt but the length
+    of the text.
+    """
+
+    def __init__(self) -> None:
+        self._defaults: Hashable = None
+        self._made: dict[Hashable, tuple[Made, int]] = {}
+
+    def key(self, defaults: GenerationConfig | None, options: Mapping[str, Any], device: Any) -> Hashable | None:
+        """Return what options are remembered by; None: they are not, for they may mean something else the next time.
+
+        Args:
+            options: of one row, the prompt and its mask left out.
+        """
+        if type(options.get("max_new_tokens")) is not int or defaults is None:
+            return None
+        own, theirs = _plain(options), _plain(vars(defaults))
+        if own is None or theirs is None:
+            return None
+        if theirs != self._defaults:
+            self._defaults, self._made = theirs, {}
+        return own, device
+
+    def find(self, key: Hashable, columns: int) -> Made | None:
+        """Return what came of options, for a prompt of `columns` columns."""
+        if key not in self._made:
+            return None
+        (processors, criteria, config), was = self._made[key]
+        config = copy.copy(config)
+        config.max_length += columns - was
+        return Made(processors, StoppingCriteriaList(_for(config, one) for one in criteria), config)
+
+    def keep(self, key: Hashable, columns: int, made: Made) -> None:
+        """Remember what came of options after a prompt of `columns` columns, if it can be made fit for others."""
+        kinds = {type(one) for one in made.criteria}
+        is_plain = kinds <= {MaxLengthCriteria, EosTokenCriteria} and {type(one) for one in made.processors} <= ALIKE
+        if is_plain and made.config.max_length == columns + (made.config.max_new_tokens or 0):
+            if len(self._made) == MOST_SETS:
+                self._made.pop(next(iter(self._made)))
+            self._made[key] = made, columns
+
+
+def _plain(options: Mapping[str, Any]) -> frozenset[Hashable] | None:
+    """Return options as something to compare, if all of them are numbers and words, or lists of such."""
+    found = set[Hashable]()
+    for name, value in options.items():
+        parts = tuple(value) if type(value) in (list, tuple) else (value,)
+        kinds = tuple(map(type, parts))  # 1, 1.0 and True are the same otherwise
+        if not set(kinds) <= PLAIN:
+            return None
+        found.add((name, type(value), kinds, parts))
+    return frozenset(found)
+
+
+def _for(config: GenerationConfig, one: Any) -> Any:
+    if type(one) is MaxLengthCriteria:
+        return MaxLengthCriteria(config.max_length, one.max_position_embeddings)
+    return one

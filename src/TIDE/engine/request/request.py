@@ -26,12 +26,10 @@ from transformers import (
 from transformers.generation import GenerationMode, MaxLengthCriteria, PrefixConstrainedLogitsProcessor
 
 from TIDE.engine.request.inputs import USE_GENERATE, left_padding
-from TIDE.engine.request.option_cache import Made, RememberedOptions
-from TIDE.engine.request.options import check, row_seeds, take_own
-from TIDE.engine.rows.context import Context
+from TIDE.engine.request.options import Made, OptionCache, check, row_seeds, take_own
 from TIDE.engine.rows.logits_processors import Sampling, TextPenalties, of_rows, read
 from TIDE.engine.rows.row import Row
-from TIDE.engine.rows.stop import StopRule
+from TIDE.engine.rows.stop import Context, StopRule
 from TIDE.stats import Seconds
 
 
@@ -140,7 +138,7 @@ def prepare(
     generation_config: GenerationConfig | None,
     options: dict[str, Any],
     vocabulary: int,
-    remembered: RememberedOptions,
+    remembered: OptionCache,
 ) -> Request:
     """Let transformers make sense of `options`, as `model.generate` would, and TIDE of its own: see `options.py`."""
     _refuse_keywords(options)

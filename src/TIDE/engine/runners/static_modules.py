@@ -19,7 +19,7 @@ from TIDE.adapters.snapshot import ModelSnapshot
 from TIDE.engine.cache.kv_blocks import KVBlocks, KVShape, draft_head
 from TIDE.engine.cache.segment_cache import SegmentCache
 from TIDE.engine.cache.slots import Slots, Tokens
-from TIDE.engine.rows.context import context_of
+from TIDE.engine.rows.stop import context_of
 from TIDE.engine.runners.device import DeviceRunner, a_state
 from TIDE.engine.runners.modules import ModuleRunner
 from TIDE.kernels.interfaces import ExitOps, LayerOps, SamplingOps
