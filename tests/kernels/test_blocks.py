@@ -1,10 +1,12 @@
-"""K/V in blocks give the bits of K/V in one piece, in torch, in numba and in Triton (without a GPU, in its interpreter)."""
+"""A layer in numba and in Triton (without a GPU, in its interpreter) is the reference's; K/V in blocks give the bits of K/V in
+one piece."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+import layers
 from layers import DIM, KV_HEADS, ROWS, a_layer, a_pass, in_blocks, in_dtype, out_of_blocks
 from TIDE.kernels.dispatch import arrays
 from TIDE.kernels.layer import dense_tables
@@ -64,6 +66,40 @@ def test_a_layer_on_blocks_has_the_bits_of_a_layer_on_one_piece(name, dtype, fea
     found = ran(name, layer, tokens._replace(x=tokens.x.clone(), tables=tables), paged)
     assert torch.equal(found, dense)
     assert_same_cache(cache, tables, paged)
+
+
+@pytest.mark.parametrize(
+    ("name", "features", "rotary", "width"),
+    [
+        *(("numba", features, DIM, width) for features in layers.FEATURES for width in (1, 2, 4, 7)),
+        *(("triton", features, DIM, 2) for features in layers.FEATURES),
+        *((name, {}, 6, 4) for name in ("numba", "triton")),  # a part of a head is rotated
+    ],
+    ids=str,
+)
+def test_a_layer_with_any_features_is_the_references(name, features, rotary, width):
+    generator, device = torch.Generator().manual_seed(3), "cuda" if CUDA and name == "triton" else "cpu"
+    layer = a_layer(generator, **features)
+    tokens = a_pass(generator, {2: width, 0: (width + 1) // 2}, 9, rotary_dim=rotary)
+    cache = torch.randn(2, ROWS, KV_HEADS, layers.COLUMNS, DIM, generator=generator)
+    own, ours = cache.clone().to(device), in_dtype(tokens, torch.float32, device)
+    ran(name, in_dtype(layer, torch.float32, device), ours, own)
+    ran("reference", layer, tokens, cache)
+    for found, expected in ((ours.x, tokens.x), (own, cache)):
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["numba", "triton"])
+def test_what_a_row_does_not_see_does_not_matter(name):
+    """NaN in rows of no token, in columns before a row's first and after its last, and beyond the tokens of a product."""
+    generator, found = torch.Generator().manual_seed(5), []
+    layer, tokens = a_layer(generator), a_pass(generator, {0: 2}, 9, origins={0: 4})
+    cache = torch.randn(2, ROWS, KV_HEADS, layers.COLUMNS, DIM, generator=generator)
+    for junk in (0.0, float("nan")):
+        own = cache.clone()
+        own[:, 0, :, :4], own[:, 0, :, 11:], own[:, 1:] = junk, junk, junk
+        found.append(ran(name, layer, in_dtype(tokens, torch.float32), own))
+    assert torch.equal(*found) and found[0].isfinite().all()
 
 
 @pytest.mark.parametrize("features", FEATURES[1:3], ids=str)

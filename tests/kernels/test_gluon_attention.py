@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from test_cards import CARDS
 
+from compiling import compiled_for_hopper
 from layers import in_blocks
 from TIDE.kernels.layer import Attention, Pass
 
@@ -18,16 +14,10 @@ triton_attention = pytest.importorskip("TIDE.kernels.triton.attention")
 long_passes = pytest.importorskip("TIDE.kernels.triton.long_passes")
 
 IS_THERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-COMPILE = """
-import json, subprocess, sys
-from triton.backends.nvidia.compiler import get_ptxas
-from triton.backends.compiler import GPUTarget
-from triton.compiler import compile
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
+SOURCE = """
 from TIDE.kernels.hopper import prompt_attention as own
 
-dim, dtype, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dim, dtype = int(given[0]), given[1]
 layout = gl.NVMMASharedLayout.get_default_for([64, dim], gl.bfloat16)
 constants = dict(DIM=dim, SHARED=3, HEADS=4, CHUNK=512)
 tiles = f"tensordesc<{dtype}[64, {dim}],{layout!r}>"
@@ -35,14 +25,7 @@ kinds = dict.fromkeys(("queries", "out"), f"*{dtype}") | dict.fromkeys(("key_til
 kinds |= dict.fromkeys(("rows", "positions", "tables", "groups"), "*i32") | dict(factor="fp32")
 names = own._attend.arg_names
 signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-given = {(names.index(name),): value for name, value in constants.items()}
-source = GluonASTSource(own._attend, signature, given, {})
-found = compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
-with open(path, "w") as file:
-    file.write(found.asm["ptx"])
-command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", path, "-o", path + ".cubin"]
-said = subprocess.run(command, capture_output=True, text=True, check=True)
-print(json.dumps(dict(shared=found.metadata.shared, said=said.stdout + said.stderr)))
+source = GluonASTSource(own._attend, signature, {(names.index(name),): value for name, value in constants.items()}, {})
 """
 
 
@@ -53,14 +36,10 @@ def an_attention(dim, **options):
 @pytest.mark.full
 @pytest.mark.parametrize(("dim", "dtype"), [(128, "bf16"), (64, "fp16")])
 def test_it_compiles_without_spills_and_with_products_in_the_background(dim, dtype, tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", COMPILE, str(dim), dtype, str(tmp_path / "kernel.ptx")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["shared"] <= CARDS["H200"].shared_memory
-    assert "0 bytes spill stores, 0 bytes spill loads" in found["said"]
-    assert "wgmma.mma_async instructions are serialized" not in found["said"]
+    shared, said = compiled_for_hopper(SOURCE, dim, dtype, tmp_path / "kernel.ptx")
+    assert shared <= CARDS["H200"].shared_memory
+    assert "0 bytes spill stores, 0 bytes spill loads" in said
+    assert "wgmma.mma_async instructions are serialized" not in said
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import weakref
 
 import numpy as np
@@ -13,6 +9,7 @@ import pytest
 import torch
 from test_cards import CARDS
 
+from compiling import compiled_for_hopper
 from TIDE.kernels.layer import MLP, Attention, Pass, no_norm, only_kv
 from TIDE.kernels.triton import long_passes
 from TIDE.kernels.triton.long_passes import knows_gluon
@@ -25,17 +22,11 @@ needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a GPU of compute capability 9.0",
 )
-COMPILE = """
-import json, subprocess, sys
-from triton.backends.nvidia.compiler import get_ptxas
-from triton.backends.compiler import GPUTarget
-from triton.compiler import compile
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
+SOURCE = """
 from TIDE.kernels.hopper import products as gluon_products
 from TIDE.kernels.hopper import project as gluon_project
 
-parts, rows, stages, kind, dtype, path = *map(int, sys.argv[1:4]), *sys.argv[4:]
+parts, rows, stages, kind, dtype = *map(int, given[:3]), *given[3:]
 def tiles(count):
     layout = gl.NVMMASharedLayout.get_default_for([count, 64], gl.bfloat16)
     return f"tensordesc<{dtype}[{count}, 64],{layout!r}>"
@@ -51,15 +42,9 @@ names = own.arg_names
 kinds |= {name: tiles(rows) for name in names if name.endswith("_tiles") and name != "x_tiles"}
 kinds |= dict.fromkeys(arrays, f"*{dtype}")
 signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-given = {(names.index(name),): value for name, value in constants.items()}
 whole = [name for name in (*arrays, "height", "width", "stride_block", "stride_head", "stride_column") if name in names]
 aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
-found = compile(GluonASTSource(own, signature, given, aligned), GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
-with open(path, "w") as file:
-    file.write(found.asm["ptx"])
-command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", path, "-o", path + ".cubin"]
-said = subprocess.run(command, capture_output=True, text=True, check=True)
-print(json.dumps(dict(shared=found.metadata.shared, said=said.stdout + said.stderr)))
+source = GluonASTSource(own, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
 """
 
 
@@ -75,15 +60,9 @@ print(json.dumps(dict(shared=found.metadata.shared, said=said.stdout + said.stde
 )
 def test_they_compile_with_products_in_the_background(tile, kind, dtype, tmp_path):
     assert tile in PARTS
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    given = [*map(str, tile), kind, dtype, str(tmp_path / "kernel.ptx")]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILE, *given], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["shared"] <= CARDS["H200"].shared_memory
-    assert "wgmma.mma_async instructions are serialized" not in found["said"]
+    shared, said = compiled_for_hopper(SOURCE, *tile, kind, dtype, tmp_path / "kernel.ptx")
+    assert shared <= CARDS["H200"].shared_memory
+    assert "wgmma.mma_async instructions are serialized" not in said
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from compiling import compiling
 from TIDE.kernels.triton.tiles import Card, overlaps
 
 launch = pytest.importorskip("TIDE.kernels.triton.launch")
@@ -45,14 +44,6 @@ for name in sys.argv[1:]:
         if isinstance(own, JITFunction):
             print(own.fn.__name__, own.cache_key)
 """
-
-
-def compiling(program: str, *arguments: str) -> list[str]:
-    """Return what a program prints that uses Triton's compiler, not its interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 def touches_memory(node: ast.AST) -> bool:

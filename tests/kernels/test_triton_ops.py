@@ -11,7 +11,6 @@ from TIDE.kernels.reference import layers as reference
 
 pytest.importorskip("triton")
 from TIDE.engine.cache.slots import score_params
-from TIDE.kernels.layer import GELU, no_norm
 from TIDE.kernels.result import ACCEPTED, FIELDS, IS_NAN, NOTHING_LEFT
 from TIDE.kernels.triton import attention as triton_attention
 from TIDE.kernels.triton import exits as triton_exits
@@ -39,22 +38,11 @@ def assert_same_layer(layer, tokens, generator, dtype):
     assert_close(own, cache)
 
 
-@pytest.mark.parametrize("features", FEATURES, ids=str)
-def test_every_feature(features):
-    generator = torch.Generator().manual_seed(3)
-    assert_same_layer(a_layer(generator, **features), a_pass(generator, {2: 2, 0: 1}, 9), generator, torch.float32)
-
-
 @pytest.mark.parametrize("counts", [{1: 1}, {1: 5}, {2: 5, 0: 5, 1: 5}, {2: 1, 0: 8, 1: 2}], ids=str)
 def test_half_precision_any_rows_and_tokens(counts):
     generator = torch.Generator().manual_seed(5)
     tokens = a_pass(generator, counts, {0: 21, 1: 3, 2: 17})
     assert_same_layer(a_layer(generator), tokens, generator, torch.float16)
-
-
-def test_part_of_a_head_is_rotated():
-    generator = torch.Generator().manual_seed(4)
-    assert_same_layer(a_layer(generator), a_pass(generator, {1: 4}, 9, rotary_dim=6), generator, torch.float32)
 
 
 OF_KV = {"bias", "head_norms", "offset", "rotary", "eps", "layer_norm", "in_norms", "parallel"}  # all that keys and values see
@@ -112,31 +100,6 @@ def test_a_token_has_the_same_bits_alone_and_among_others(counts, features):
     triton_ops.decoder_layer(layer, tokens, cache[0], cache[1])
     assert torch.equal(torch.cat(states), tokens.x)
     assert torch.equal(alone, cache)
-
-
-def test_what_is_not_asked_for_does_not_matter():
-    """NaN in rows of no token, in columns before a row's first and after its last, and beyond the tokens of a product."""
-    generator = torch.Generator().manual_seed(8)
-    layer, tokens = a_layer(generator), a_pass(generator, {1: 2}, 9, origins={1: 4})
-    cache = torch.randn(2, ROWS, KV_HEADS, COLUMNS, DIM, generator=generator)
-    cache[:, :, :, :4] = cache[:, :, :, 11:] = cache[:, 0] = cache[:, 2] = float("nan")
-    ours = in_dtype(tokens, torch.float32)
-    triton_ops.decoder_layer(layer, ours, cache[0], cache[1])
-    assert ours.x.isfinite().all()
-
-
-@pytest.mark.parametrize("tokens", [1, 3, 16])
-@pytest.mark.parametrize("outputs", [1, 31, 64])
-def test_products_of_odd_shapes_and_rows_of_a_larger_weight(tokens, outputs):
-    torch.manual_seed(100 * tokens + outputs)
-    x, whole, bias = torch.randn(tokens, 19), torch.randn(2 * outputs, 19), torch.randn(outputs)
-    weight = whole[outputs:]
-    assert_close(triton_ops.linear(x, Dense(weight)), x @ weight.T)
-    assert_close(triton_ops.linear(x, Dense(weight), bias, GELU), torch.nn.functional.gelu(x @ weight.T + bias))
-    base = torch.randn(tokens, outputs)
-    expected = base + 0.5 * (x @ weight.T + bias)
-    triton_ops.add_linear(base, x, Dense(weight), bias, no_norm(torch.zeros(0)), 0.5)
-    assert_close(base, expected)
 
 
 def test_the_best_token_is_the_first_of_the_highest():

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from layers import DIM, HIDDEN, KV_HEADS, ROWS, a_layer, a_pass, in_dtype, some_of
+from levels import daily
 from TIDE.kernels.reference import layers as reference
 
 pytest.importorskip("triton")
 from TIDE.engine.cache.slots import score_params
-from TIDE.kernels.layer import MLP, no_norm
+from TIDE.kernels.layer import GELU, MLP, no_norm
 from TIDE.kernels.result import ACCEPTED, FIELDS
 from TIDE.kernels.triton import exits as triton_exits
 from TIDE.kernels.triton import ops as triton_ops
@@ -23,8 +24,8 @@ from TIDE.routing.router import Router
 pytestmark = [pytest.mark.invariant(7), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-COUNTS = [1, 16, 17, 33, 64, 100, 130]  # tokens of a product are padded to 16, 32, 64 or 128; beyond, they are several
-FEW = [1, 16, 17, 130]  # for kernels with a program to a token, or to 16
+# tokens of a product are padded to 16, 32, 64 or 128; beyond, they are several
+COUNTS = daily([1, 16, 17, 33, 64, 100, 130], [1, 17, 130])
 SOME = [0, 127, 128, 129]  # of 130 tokens
 ROOM = 80  # columns
 EMPTY = torch.zeros(0)
@@ -49,8 +50,13 @@ def tokens_of(count):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_products(count):
-    x, weight, bias, base = random(count, 19), Dense(random(70, 19, seed=1)), random(70, seed=2), random(count, 70, seed=3)
-    assert_close(triton_ops.linear(x, weight, bias), reference.linear(x, weight, bias))
+    """With odd shapes, and rows of a larger weight."""
+    x, whole, bias, base = random(count, 19), random(140, 19, seed=1), random(70, seed=2), random(count, 70, seed=3)
+    weight, few = Dense(whole[70:]), Dense(whole[70:101])
+    assert_close(triton_ops.linear(x, few), reference.linear(x, few, EMPTY))
+    for activation in (None, GELU):
+        ours, theirs = (ops.linear(x, weight, bias, activation) for ops in (triton_ops, reference))
+        assert_close(ours, theirs)
     expected = base.clone()
     for ops, own in ((triton_ops, base), (reference, expected)):
         ops.add_linear(own, x, weight, bias, NO_NORM, 0.5)
@@ -126,7 +132,7 @@ def test_scores_of_many_guesses():
     assert_close(*found)
 
 
-@pytest.mark.parametrize("count", FEW)
+@pytest.mark.parametrize("count", COUNTS)
 def test_states_for_a_memory_head(count):
     table, spread, center = random(200, HIDDEN), 1 + random(HIDDEN, seed=1).abs(), random(HIDDEN, seed=2)
     rows = torch.randperm(199, generator=torch.Generator().manual_seed(3))[:count].to(DEVICE)
