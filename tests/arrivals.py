@@ -11,11 +11,10 @@ from transformers import LogitsProcessor
 
 import TIDE
 from families import VOCAB, build
-from router_files import a_file
+from router_files import exits_of
 from runners import on_references
 from TIDE.engine.slots.drafter import exit_of
 from TIDE.engine.slots.residents import Residents
-from TIDE.routing.policies import policy_for
 
 LENGTH = dict(eos_token_id=None, pad_token_id=0)
 
@@ -64,17 +63,14 @@ model = functools.cache(a_model)
 
 @functools.cache
 def exits(strategy: str, depth: int):
-    with TIDE.TIDE(model()) as engine:
-        return policy_for(a_file(model(), strategy, (depth,), 0.0), engine.adapter)
+    return exits_of(model(), strategy, depth)
 
 
 @functools.cache
 def an_engine(strategy: str | None, depth: int) -> TIDE.TIDE:
     """An engine that has answered before."""
     own = a_model()
-    with TIDE.TIDE(own) as engine:
-        policy = None if strategy is None else policy_for(a_file(own, strategy, (depth,), 0.0), engine.adapter)
-    engine = on_references(TIDE.TIDE(own, policy))
+    engine = on_references(TIDE.TIDE(own, None if strategy is None else exits_of(own, strategy, depth)))
     engine.generate(torch.tensor([[5, 6]]), max_new_tokens=4, do_sample=False, **LENGTH)
     return engine
 
@@ -112,6 +108,15 @@ def rows_put_back(monkeypatch) -> Counter:
 
     monkeypatch.setattr(Residents, "reserve", noting)
     return found
+
+
+def finish(engine: TIDE.TIDE, *rows) -> None:
+    """Decode until rows have ended."""
+    for _ in range(2000):
+        if all(row.finished for row in rows):
+            return
+        engine.step()
+    raise AssertionError("rows do not get on")
 
 
 def decoded(engine: TIDE.TIDE, texts: list[Text], **how) -> list[list[int]]:

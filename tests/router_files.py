@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
+from contextlib import closing
 
 import torch
 
 from families import build
+from TIDE.adapters.adapter import ModelAdapter
+from TIDE.routing.calibrated import CalibratedPolicy
 from TIDE.routing.exits import Exit
 from TIDE.routing.fingerprint import Fingerprint, fingerprint
 from TIDE.routing.heads import HeadSizes, build_head, head_sizes
+from TIDE.routing.policies import policy_for
 from TIDE.routing.router import SIGNALS, Router
 from TIDE.routing.router_file import RouterFile
 
@@ -77,3 +81,9 @@ def a_file(model, strategy: str, checkpoints: tuple[int, ...], threshold: float,
             head.up.weight.normal_(std=0.2)  # it begins as the identity
         exits[depth] = Exit(head, Router(hidden, 8, SIGNALS).requires_grad_(False), threshold)
     return RouterFile(strategy, exits, checkpoints, 3, vocabulary, fingerprint(model))
+
+
+def exits_of(model, strategy: str, *depths: int, **more) -> CalibratedPolicy:
+    """Exits with random heads that always leave, as torch has them."""
+    with closing(ModelAdapter(model)) as adapter:
+        return policy_for(a_file(model, strategy, depths, 0.0, **more), adapter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import TIDE
-from router_files import a_file
+from router_files import exits_of
 from TIDE.engine.batch import Batch, Submission
 from TIDE.engine.request.inputs import as_keywords
 from TIDE.engine.runners.static_modules import StaticModuleRunner
@@ -15,7 +15,6 @@ from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.engine.select import described_layers
 from TIDE.kernels.reference import layers as reference
 from TIDE.kernels.reference import sampling
-from TIDE.routing.policies import policy_for
 
 
 def on_references(engine, choice=sampling):
@@ -83,9 +82,8 @@ class _Recorder(DraftPlanner):
 
 def in_rounds(model, depth=None, place=on_references, script=(), then=None, strategy="memory", policy=None, **config):
     """An engine with rounds as on a GPU, and at a depth a random head; drafts by a script, if there is one."""
-    with TIDE.TIDE(model) as engine:
-        if depth is not None:
-            policy = policy_for(a_file(model, strategy, (depth,), 0.0), engine.adapter)
+    if depth is not None:
+        policy = exits_of(model, strategy, depth)
     engine = place(TIDE.TIDE(model, policy, TIDE.TIDEConfig(**config)))
     engine.scheduler = Recording(script, then)
     return engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import re
 
@@ -124,32 +123,6 @@ def test_a_model_put_into_train_mode_later_is_refused(engine, llama, ids):
     for call in (engine.generate, engine.stream, engine):
         with pytest.raises(ValueError, match=r"Call model.eval\(\)"):
             call(ids)
-
-
-class Interrupts(Everyone):
-    """Ctrl-C in the middle of a step, after some tokens."""
-
-    def __init__(self, *checkpoints: int) -> None:
-        super().__init__(*checkpoints)
-        self.calls = itertools.count()
-        self.armed = False
-
-    def score(self, candidates):
-        if self.armed and next(self.calls) == 3:
-            raise KeyboardInterrupt
-        return super().score(candidates)
-
-
-def test_an_interrupted_stream_leaves_engine_and_model_usable(llama, ids):
-    expected = llama.generate(ids, **OPTIONS)
-    policy = Interrupts(1)
-    with TIDE(llama, policy) as engine:
-        policy.armed = True
-        with pytest.raises(KeyboardInterrupt):
-            list(engine.stream(ids, do_sample=False, max_new_tokens=40))
-        policy.armed = False
-        assert torch.equal(llama.generate(ids, **OPTIONS), expected)
-        assert torch.equal(engine.generate(ids, **OPTIONS), expected)
 
 
 def test_an_interruption_inside_a_layer_leaves_engine_and_model_usable(engine, llama, ids):

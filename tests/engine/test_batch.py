@@ -18,14 +18,28 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessor, StoppingCriteria
 
 import TIDE
-from arrivals import KINDS, LENGTH, MOST_NEW, Text, alone, an_engine, check, decoded, exits, gib_of, model, rows_put_back
-from families import build
+from arrivals import (
+    KINDS,
+    LENGTH,
+    MOST_NEW,
+    Text,
+    alone,
+    an_engine,
+    check,
+    decoded,
+    exits,
+    finish,
+    gib_of,
+    model,
+    rows_put_back,
+)
+from families import VOCAB, build
+from policies import Everyone
 from properties import IS_LONG, examples
-from router_files import a_file
-from runners import Recording, on_references
+from router_files import exits_of
+from runners import Recording, as_it_is, on_references
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.kv_blocks import BLOCK
 from TIDE.engine.cache.prefill_buffers import Prompts
@@ -36,9 +50,7 @@ from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.select import described_layers
 from TIDE.engine.slots.residents import AHEAD
 from TIDE.engine.slots.round import SlotRound
-from TIDE.engine.slots.stage import SlotStage
 from TIDE.kernels.reference import sampling
-from TIDE.routing.policies import policy_for
 
 texts_of = st.lists(
     st.builds(
@@ -56,7 +68,7 @@ MANY = [Text(60 + index, MOST_NEW, kind, index // 2) for index, kind in enumerat
 
 
 @pytest.mark.parametrize(("strategy", "depth"), [(None, 0), ("memory", 0), ("memory", 2), ("lens", 2)])
-@examples(10)
+@examples(6)
 @given(texts=texts_of, drafts=st.integers(0, 5), blocks=st.sampled_from([5, 7, 12, 100]), at_once=st.integers(1, AT_ONCE))
 @example(texts=MANY, drafts=2, blocks=7, at_once=1)
 @example(texts=MANY, drafts=2, blocks=7, at_once=4)
@@ -76,12 +88,9 @@ def test_a_row_among_others_writes_what_it_writes_alone(strategy, depth, texts, 
 def on_kernels() -> TIDE.TIDE:
     """An engine of one layer whose rounds run the kernels themselves, in Triton's interpreter."""
     own = build("llama", num_hidden_layers=1)
-    with TIDE.TIDE(own) as engine:
-        policy = policy_for(a_file(own, "memory", (0,), 0.0), engine.adapter)
-    engine = TIDE.TIDE(own, policy)
-    ops, exits_of_kernels = (pytest.importorskip(f"TIDE.kernels.triton_{name}") for name in ("ops", "exits"))
-    layers = described_layers(engine.adapter)
-    engine.runner = TritonRunner(engine.adapter, layers, ops, exits_of_kernels, sampling)
+    engine = TIDE.TIDE(own, exits_of(own, "memory", 0))
+    ops, exits_of_kernels = (pytest.importorskip(f"TIDE.kernels.triton.{name}") for name in ("ops", "exits"))
+    engine.runner = TritonRunner(engine.adapter, described_layers(engine.adapter), ops, exits_of_kernels, sampling)
     engine.generate(torch.tensor([[5, 6]]), max_new_tokens=1, do_sample=False, **LENGTH)
     return engine
 
@@ -115,8 +124,7 @@ def test_rows_on_kernels_write_what_they_write_alone(texts, drafts, blocks):
             assert own == expected if text.leaves is None else own == expected[: len(own)]
 
 
-@pytest.mark.parametrize("at_once", [1, AT_ONCE])
-@pytest.mark.parametrize("strategy", [None, "memory"])
+@pytest.mark.parametrize(("strategy", "at_once"), [(None, 1), ("memory", AT_ONCE)])
 def test_rows_are_put_back_when_blocks_run_out(strategy, at_once, monkeypatch):
     put_back = rows_put_back(monkeypatch)
     monkeypatch.setattr(Loop, "_pace", lambda self, is_idle, waited: setattr(self, "at_once", at_once))
@@ -127,10 +135,16 @@ def test_rows_are_put_back_when_blocks_run_out(strategy, at_once, monkeypatch):
     assert put_back
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_in_mode_fast_a_row_leaves_where_it_leaves_alone(kind):
-    config = TIDEConfig(mode="fast", exit_threshold=0.0, max_pending=3, max_exit_share=0.6)
-    texts = [Text(prompt, 14, kind, arrives) for prompt, arrives in ((9, 0), (30, 1), (64, 1), (17, 4))]
+FEW, MANY_ROWS = ((9, 0), (30, 1), (64, 1), (17, 4)), [(5 + index, 0) for index in range(33)]
+
+
+# a round has no room for nine tokens of each of 33 rows; nobody drafts less for that
+@pytest.mark.parametrize(
+    ("kind", "rows", "most", "share"), [*((kind, FEW, 3, 0.6) for kind in KINDS), ("greedy", MANY_ROWS, 8, 1.0)]
+)
+def test_in_mode_fast_a_row_leaves_where_it_leaves_alone(kind, rows, most, share):
+    config = TIDEConfig(mode="fast", exit_threshold=0.0, max_pending=most, max_exit_share=share)
+    texts = [Text(prompt, 12, kind, arrives) for prompt, arrives in rows]
     with on_references(TIDE.TIDE(model(), exits("memory", 2), config)) as engine:
         expected = [engine.generate(text.ids, **text.options)[0].tolist() for text in texts]
         assert engine.last_stats.exited_tokens
@@ -144,8 +158,7 @@ def test_in_mode_fast_a_text_does_not_depend_on_who_had_its_blocks_before():
 
     def decided(engine, text):
         row = engine.add(text.ids, **text.options, config=replace(fast, cache_gib=gib_of(engine, 6)))
-        while not row.finished:
-            engine.step()
+        finish(engine, row)
         return row.tokens, [own.score or 0.0 for own in row.decided]
 
     expected = []
@@ -172,13 +185,12 @@ def test_modes_and_thresholds_are_those_of_each_row():
             engine.add(text.ids, config=fast, **text.options),
             engine.add(text.ids, exits=False, **text.options),
         ]
-        while any(not row.finished for row in rows):
-            engine.step()
+        finish(engine, *rows)
     assert rows[0].tokens == rows[2].tokens == alone(*text[:3])
     assert rows[1].tokens == expected and rows[1].stats.exited_tokens and not rows[2].stats.drafted
 
 
-@pytest.mark.parametrize("place", [on_references, lambda engine: engine])
+@pytest.mark.parametrize("place", [on_references, as_it_is])
 def test_rows_are_reported_when_they_get_tokens_or_end(place):
     with place(TIDE.TIDE(model())) as engine:
         assert engine.step() == []
@@ -188,29 +200,41 @@ def test_rows_are_reported_when_they_get_tokens_or_end(place):
         assert len(first.new_tokens) == 3 == first.stats.total_tokens == engine.total_stats.total_tokens
 
 
-@pytest.mark.parametrize("place", [on_references, lambda engine: engine])
-def test_an_error_in_one_row_is_that_rows_alone(place):
-    class Breaks(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            if input_ids.shape[1] > 20:
-                raise KeyError("no such token")
-            return scores
+def raises(ids, scores, **kwargs):
+    if ids.shape[1] > 20:
+        raise KeyError("the user's own")
+    return scores
 
-    class Stops(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            raise ZeroDivisionError("never")
 
-    text = Text(16, 14, "greedy")
-    with place(TIDE.TIDE(model())) as engine:
-        good = [engine.add(text.ids, **text.options) for _ in range(2)]
-        broken = engine.add(text.ids, **dict(text.options, logits_processor=[Breaks()]))
-        stopped = engine.add(text.ids, **dict(text.options, stopping_criteria=[Stops()]))
-        while any(not row.finished for row in (*good, broken, stopped)):
-            engine.step()
-        assert [row.tokens for row in good] == [alone(*text[:3])] * 2
-        assert isinstance(broken.error, KeyError) and broken.tokens == alone(*text[:3])[: len(broken.tokens)]
-        assert isinstance(stopped.error, ZeroDivisionError)
-        assert engine.generate(text.ids, **text.options)[0].tolist() == alone(*text[:3])
+def spoils(value: float):
+    return lambda ids, scores: scores * 0 + value if ids.shape[1] > 20 else scores
+
+
+TROUBLES = {
+    "a processor raises": (dict(logits_processor=[raises]), KeyError),
+    "a processor gives NaN": (dict(logits_processor=[spoils(float("nan"))]), ValueError),
+    "a processor forbids all": (dict(logits_processor=[spoils(float("-inf"))]), ValueError),
+    "kernels forbid all": (dict(suppress_tokens=list(range(VOCAB))), ValueError),
+    "a criterion raises": (dict(stopping_criteria=[lambda ids, scores, **_: raises(ids, False)]), KeyError),
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "policy", "mode"),
+    [(on_references, None, "exact"), (as_it_is, Everyone(1), "exact"), (as_it_is, Everyone(1), "fast")],
+)
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_an_error_in_one_row_is_that_rows_alone(trouble, place, policy, mode):
+    (options, error), text = TROUBLES[trouble], Text(16, 14, "greedy")
+    with place(TIDE.TIDE(model(), policy, TIDEConfig(mode=mode))) as engine:
+        expected = engine.generate(text.ids, **text.options)[0].tolist()
+        rows = [engine.add(text.ids, **(text.options | own)) for own in ({}, options, {})]
+        finish(engine, *rows)
+        assert type(rows[1].error) is error and rows[1].tokens == expected[: len(rows[1].tokens)]
+        assert rows[0].tokens == rows[2].tokens == expected
+        with pytest.raises(error):
+            engine.generate(text.ids, **(text.options | options))
+        assert engine.generate(text.ids, **text.options)[0].tolist() == expected
 
 
 def test_a_prompt_that_can_never_fit_is_refused_and_others_go_on():
@@ -219,15 +243,14 @@ def test_a_prompt_that_can_never_fit_is_refused_and_others_go_on():
         config = TIDEConfig(cache_gib=gib_of(engine, 4))
         engine.generate(short.ids, **short.options)  # so that the runner is checked
         rows = [engine.add(text.ids, config=config, **text.options) for text in (long, short)]
-        while any(not row.finished for row in rows):
-            engine.step()
+        finish(engine, *rows)
         assert isinstance(rows[0].error, ValueError) and "cache_gib" in str(rows[0].error)
         assert rows[1].tokens == alone(*short[:3])
         with engine.using(config), pytest.raises(ValueError, match="needs more K/V"):
             engine.generate(long.ids, **long.options)
 
 
-@pytest.mark.parametrize("place", [on_references, lambda engine: engine])
+@pytest.mark.parametrize("place", [on_references, as_it_is])
 def test_rows_are_removed_once(place):
     text = Text(9, 40, "greedy")
     with place(TIDE.TIDE(model())) as engine:
@@ -238,8 +261,7 @@ def test_rows_are_removed_once(place):
         with pytest.raises(ValueError, match="removed before"):
             engine.remove(row)
         written = list(row.tokens)
-        while not other.finished:
-            engine.step()
+        finish(engine, other)
         assert row.tokens == written and other.tokens == alone(*text[:3])
         engine.remove(other)  # it has ended: nothing happens
         assert not other.removed
@@ -247,7 +269,7 @@ def test_rows_are_removed_once(place):
         engine.add(text.ids, **text.options)
 
 
-@pytest.mark.parametrize("place", [on_references, lambda engine: engine])
+@pytest.mark.parametrize("place", [on_references, as_it_is])
 @pytest.mark.parametrize("at", [1, 4])
 def test_a_step_that_is_broken_off_loses_nothing(place, at, monkeypatch):
     text = Text(20, 14, "sampled")
@@ -266,8 +288,7 @@ def test_a_step_that_is_broken_off_loses_nothing(place, at, monkeypatch):
                 engine.step()
         if place is on_references:
             assert not engine.runner.graphs.of and engine.cache_use[0] == 0.0  # nothing half done is kept
-        while any(not row.finished for row in rows):
-            engine.step()
+        finish(engine, *rows)
         assert [row.tokens for row in rows] == [alone(*text[:3])] * 2
 
 
@@ -329,28 +350,17 @@ def test_many_requests_through_sixteen_slots_and_few_blocks():
         assert len(free) == len(set(free))
 
 
-def test_rows_that_end_together_leave_together(monkeypatch):
-    """Those that stay are looked at once, and not once for each that leaves."""
-    left, leave = [], SlotStage.leave
-    monkeypatch.setattr(SlotStage, "leave", lambda stage, *rows: [left.append(len(rows)), leave(stage, *rows)])
-    texts = [Text(20 + index, 3 if index < 4 else MOST_NEW, "greedy") for index in range(6)]
-    with on_references(TIDE.TIDE(model())) as engine:
-        check(texts, decoded(engine, texts))
-    assert left[0] == 4
-
-
 def test_slots_that_long_texts_had_stand_at_their_beginning_again():
     """Attention of a round plans for the texts that are there, and would wait for chunks of one that is not."""
-    with on_references(TIDE.TIDE(build("llama", max_position_embeddings=4096))) as engine:
+    with on_references(TIDE.TIDE(build("llama", max_position_embeddings=1024))) as engine:
         engine.generate(Text(3, 4, "greedy").ids, **Text(3, 4, "greedy").options)
-        for lengths in ([1500] * 4, [20] * 3):
+        for lengths in ([500] * 4, [20] * 3):
             rows = [engine.add(Text(length, 4, "greedy").ids, **Text(length, 4, "greedy").options) for length in lengths]
             engine.step()
             slots = engine._batch._groups[0].stage.residents.slots
             free = set(range(slots.rows)) - {row.slot for row in rows}
             assert not any(slots.grid.starts[0, place] for place in free)
-            while not all(row.finished for row in rows):
-                engine.step()
+            finish(engine, *rows)
 
 
 def test_a_row_that_fails_while_it_joins_is_decoded_once(monkeypatch):
@@ -367,8 +377,7 @@ def test_a_row_that_fails_while_it_joins_is_decoded_once(monkeypatch):
             engine.step()
         monkeypatch.setattr(engine.runner.pool, "grow", grow)
         assert engine._batch.rows == [row]
-        while not row.finished:
-            engine.step()
+        finish(engine, row)
         store = engine.runner.pool.store(None)
         assert len(row.new_tokens) == 4 and store.free == store.blocks - 1
 
@@ -404,20 +413,9 @@ def test_the_use_of_blocks_is_stated():
     assert used == pytest.approx(size * -(-(100 + AHEAD) // BLOCK)) and there == pytest.approx(
         size * engine.runner.pool.store(None).blocks
     )
-    while not row.finished:
-        engine.step()
+    finish(engine, row)
     engine.step()
     assert engine.cache_use == (0.0, there)
-
-
-@pytest.mark.parametrize("most", [3, 8])
-def test_in_mode_fast_a_row_of_many_leaves_where_it_leaves_alone(most):
-    """A round has no room for nine tokens of each of 33 rows; nobody drafts less for that."""
-    config = TIDEConfig(mode="fast", exit_threshold=0.0, max_pending=most, max_exit_share=1.0)
-    texts = [Text(5 + index, 12, "greedy") for index in range(33)]
-    with on_references(TIDE.TIDE(model(), exits("memory", 2), config)) as engine:
-        expected = [engine.generate(text.ids, **text.options)[0].tolist() for text in texts]
-        assert decoded(engine, texts) == expected
 
 
 @pytest.mark.parametrize("other", [{"exits": False}, {"config": dict(exit_threshold=0.7)}])
@@ -449,8 +447,7 @@ def test_threads_that_step_count_every_token_once():
         rows = [engine.add(text.ids, **text.options) for text in texts]
 
         def work():
-            while not all(row.finished for row in rows):
-                engine.step()
+            finish(engine, *rows)
 
         threads = [threading.Thread(target=work) for _ in range(3)]
         for thread in threads:
@@ -460,7 +457,7 @@ def test_threads_that_step_count_every_token_once():
         assert engine.total_stats.total_tokens == sum(len(row.new_tokens) for row in rows) == 80
 
 
-@pytest.mark.parametrize("place", [on_references, lambda engine: engine])
+@pytest.mark.parametrize("place", [on_references, as_it_is])
 def test_closing_gives_back_what_open_rows_have(place):
     engine = place(TIDE.TIDE(model()))
     text = Text(90, 50, "greedy")
@@ -468,9 +465,10 @@ def test_closing_gives_back_what_open_rows_have(place):
     row = engine.add(text.ids, **text.options)
     for _ in range(3):
         engine.step()
+    stores = engine.runner.pool.stores if place is on_references else ()
     engine.close()
-    assert isinstance(row.error, RuntimeError) and not engine._batch._groups
-    assert all(store.free == store.blocks - 1 for _, store in getattr(engine.runner, "_stores", ()))
+    assert isinstance(row.error, RuntimeError) and "closed before this text had ended" in str(row.error)
+    assert not engine._batch._groups and all(store.free == store.blocks - 1 for _, store in stores)
 
 
 def test_an_engine_may_be_closed_by_a_row():
@@ -478,8 +476,7 @@ def test_an_engine_may_be_closed_by_a_row():
     engine = on_references(TIDE.TIDE(model()))
     text = Text(9, 20, "greedy")
     row = engine.add(text.ids, **text.options, stopping_criteria=[lambda ids, scores: engine.close() or False])
-    while not row.finished:
-        engine.step()
+    finish(engine, row)
     assert isinstance(row.error, RuntimeError) and not engine._batch._groups
     with pytest.raises(RuntimeError, match="closed"):
         engine.step()

@@ -11,36 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import TIDE
+from arrivals import finish
 from families import build
 from policies import Everyone
 from properties import examples
-from router_files import a_file
+from router_files import exits_of
 from TIDE.engine.cache.prefix_store import LEAST, Copied, Texts, default_gib
-from TIDE.routing.policies import policy_for
 
 NEW = 6
 OPTIONS = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
 TEXT = torch.randint(3, 100, (1, 200), generator=torch.Generator().manual_seed(1))
 
 
-def policies(model):
-    with TIDE.TIDE(model) as engine:
-        return None, Everyone(2), policy_for(a_file(model, "memory", (2,), 0.0), engine.adapter)
-
-
 @functools.cache
 def known(name="llama"):
     model = build(name)
-    return model, policies(model)
+    return model, (None, Everyone(2), exits_of(model, "memory", 2))
 
 
 def alone(model, ids):
     return model.generate(ids, **OPTIONS, attention_mask=torch.ones_like(ids))[0, ids.shape[1] :].tolist()
-
-
-def drain(engine, rows):
-    while any(not row.finished for row in rows):
-        engine.step()
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -49,7 +39,7 @@ def test_eight_answers_to_one_prompt_run_it_once(which):
     ids = TEXT[:, :120]
     with TIDE.TIDE(model, own[which]) as engine:
         rows = [engine.add(ids, **OPTIONS) for _ in range(8)]
-        drain(engine, rows)
+        finish(engine, *rows)
         assert all(row.new_tokens == alone(model, ids) for row in rows)
         assert [row.stats.reused_tokens for row in rows] == [0] + [119] * 7
         most = engine.adapter.num_layers * (120 + 8 * (NEW * (1 + engine.plan.max_pending)))
@@ -74,10 +64,10 @@ def test_a_text_that_has_ended_is_gone_on_with(name):
     for policy in own:
         with TIDE.TIDE(model, policy) as engine:
             first = engine.add(TEXT[:, :60], **OPTIONS)
-            drain(engine, [first])
+            finish(engine, first)
             longer = torch.tensor([[*first.tokens, *TEXT[0, :20].tolist()]])
             second = engine.add(longer, **OPTIONS)
-            drain(engine, [second])
+            finish(engine, second)
             assert second.new_tokens == alone(model, longer)
             assert 60 <= second.stats.reused_tokens <= 60 + NEW
             assert engine.generate(longer, **OPTIONS)[0, 86:].tolist() == second.new_tokens
@@ -98,7 +88,7 @@ def test_whatever_begins_alike_the_text_is_that_of_a_row_alone(asked, data):
             rows.append(engine.add(ids, **OPTIONS, attention_mask=torch.ones_like(ids)))
             for _ in range(steps):
                 engine.step()
-        drain(engine, rows)
+        finish(engine, *rows)
         for row, ids in zip(rows, prompts, strict=True):
             assert row.error is None and row.new_tokens == alone(model, ids)
         assert engine.texts.bytes <= engine.texts.most
@@ -130,7 +120,7 @@ def test_weights_that_change_make_all_texts_others():
         found = engine.generate(TEXT[:, :60], **OPTIONS)
         assert engine.last_stats.reused_tokens == 0
         assert found[0, 60:].tolist() == alone(model, TEXT[:, :60])
-        drain(engine, [running])  # began before: not for others
+        finish(engine, running)  # began before: not for others
         assert engine.generate(TEXT[:, :55], **OPTIONS)[0, 55:].tolist() == alone(model, TEXT[:, :55])
         assert engine.last_stats.reused_tokens == 54
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import TIDE
+from arrivals import finish
 from families import build
 
 LONGEST = 32  # tokens up to which frequencies are constant
@@ -43,6 +44,5 @@ def test_a_long_row_does_not_change_a_short_one(model, backend, monkeypatch):
         for _ in range(4):
             engine.step()
         rows.append(engine.add(torch.tensor([prompts[3]]), max_new_tokens=12, do_sample=False))
-        while not all(row.finished for row in rows):
-            engine.step()
+        finish(engine, *rows)
     assert [row.new_tokens for row in rows] == expected

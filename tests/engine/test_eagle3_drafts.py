@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from arrivals import finish
 from eagle_heads import Reference, a_head, config_of, fitted, tensors_of, with_vocabulary, write
 from families import build
 from policies import texts_of
@@ -42,16 +43,23 @@ def test_random_heads_change_no_text(name, prompts, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["modules", "numba"])
-@pytest.mark.parametrize("flags", [(), ("fc_norm", "norm_output"), ("norm_before_fc", "norm_before_residual")])
+@pytest.mark.parametrize("flags", [(), ("fc_norm", "norm_output"), ("norm_before_fc", "norm_before_residual"), ("vocabulary",)])
 def test_random_heads_change_no_text_on_either_runner(backend, flags, llama, prompts, tmp_path, monkeypatch):
     monkeypatch.setenv("TIDE_BACKEND", backend)
     ids, mask = prompts
-    head = a_head(tmp_path, layout="speculators", **dict.fromkeys(flags, True))
+    if flags == ("vocabulary",):
+        some = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:48]
+        config = config_of("speculators", eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+        head = write(tmp_path, config, with_vocabulary(tensors_of(48), some))
+    else:
+        head = a_head(tmp_path, layout="speculators", **dict.fromkeys(flags, True))
     expected = llama.generate(ids, attention_mask=mask, **GREEDY)
     with TIDE(llama, head, DRAFT) as engine:
         assert engine.runner.name == backend
         assert texts_of(engine.generate(ids, attention_mask=mask, **GREEDY), mask) == texts_of(expected, mask)
         assert engine.last_stats.drafted > 0
+        if flags == ("vocabulary",):
+            assert engine.policy.vocabulary.tolist() == sorted(some.tolist())
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +85,6 @@ def test_good_drafts_are_accepted_and_the_text_stays_the_models(good):
         assert engine.last_stats.accepted > 0
         assert torch.equal(engine.generate(start, **sampled), expected[1])
         assert engine.file.exits[0].figures["agreement"] > 0.6
-
-
-def test_a_draft_vocabulary_changes_no_text(llama, prompts, tmp_path):
-    ids, mask = prompts
-    some = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:48]
-    config = config_of("speculators", eagle_aux_hidden_state_layer_ids=[1, 2, 3])
-    head = write(tmp_path, config, with_vocabulary(tensors_of(48), some))
-    expected = llama.generate(ids, attention_mask=mask, **GREEDY)
-    with TIDE(llama, head, DRAFT) as engine:
-        assert texts_of(engine.generate(ids, attention_mask=mask, **GREEDY), mask) == texts_of(expected, mask)
-        assert engine.policy.vocabulary.tolist() == sorted(some.tolist())
 
 
 @pytest.mark.parametrize(("of_model", "of_head"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")])
@@ -130,8 +127,7 @@ def test_rows_that_come_and_go_are_those_that_are_alone(good):
             rows.append(engine.add(torch.tensor([ids]), **own, **options))
             engine.step()
             engine.step()
-        while not all(row.finished for row in rows):
-            engine.step()
+        finish(engine, *rows)
         assert sum(row.stats.accepted for row in rows) > 0
     for row, ids, text in zip(rows, prompts, alone, strict=True):
         assert row.new_tokens == text[len(ids) :].tolist()

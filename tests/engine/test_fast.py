@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from arrivals import finish
 from decoding import decode
 from families import LAYERS, build
 from policies import ByState, Everyone, Where
@@ -253,8 +254,7 @@ def test_scores_of_a_row_do_not_depend_on_other_rows_or_on_what_it_begins_with(d
 
     def decoded(together: list[torch.Tensor]):
         rows = [engine.add(ids, **OPTIONS, max_new_tokens=16) for ids in together]
-        while not all(row.finished for row in rows):
-            engine.step()
+        finish(engine, *rows)
         return rows
 
     with TIDE(model, policy, TIDEConfig(mode="fast", exit_threshold=0.0, max_exit_share=0.7)) as engine:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import TIDE
+from arrivals import finish
 from families import COMPILED, FAMILIES, KINDS, build
 from levels import daily
 from TIDE.adapters.layer_parts import LAYERS, layer_parts
@@ -61,15 +62,8 @@ def test_hooks_of_the_user_fire(llama, prompts):
         hook = llama.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
         assert torch.equal(written(engine, prompts), expected)
         assert len(seen) == 24
-        hook.remove()
-
-
-def test_hooks_fire_when_the_engine_is_called_for_logits(llama):
-    seen = []
-    with TIDE.TIDE(llama) as engine:
-        hook = llama.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
-        engine(torch.tensor([[5, 6, 7]]))
-        assert seen
+        engine(prompts[0])
+        assert len(seen) == 25
         hook.remove()
 
 
@@ -86,8 +80,7 @@ def test_weights_that_were_exchanged_after_a_row_that_never_ran_are_not_overlook
         down = llama.model.layers[2].mlp.down_proj
         down.weight = torch.nn.Parameter(torch.randn_like(down.weight))
         row = engine.add(ids, max_new_tokens=6, do_sample=False)
-        while not row.finished:
-            engine.step()
+        finish(engine, row)
         assert row.tokens == llama.generate(ids, max_new_tokens=6, do_sample=False)[0].tolist()
 
 
@@ -145,12 +138,6 @@ def test_who_waits_for_code_from_a_cache_is_not_told_that_it_is_compiled(llama, 
     monkeypatch.setattr(patience, "PATIENCE", 0.001)
     with TIDE.TIDE(llama):
         assert capsys.readouterr().err == ""
-
-
-def test_kernels_can_be_forbidden(llama, monkeypatch):
-    monkeypatch.setenv("TIDE_BACKEND", "modules")
-    with TIDE.TIDE(llama) as engine:
-        assert engine.runner.name == "modules"
 
 
 ARRANGED = {

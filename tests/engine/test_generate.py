@@ -138,14 +138,6 @@ def test_a_streamer_gets_what_generate_gives_it(llama, prompts, rows):
         assert found.got == expected.got
 
 
-def test_stream_yields_the_tokens_that_generate_returns(llama, prompts):
-    ids = prompts[0][2:]
-    with TIDE(llama, Everyone(1, 2)) as engine:
-        expected = engine.generate(ids, do_sample=False, max_new_tokens=12)
-        assert list(engine.stream(ids, do_sample=False, max_new_tokens=12)) == expected[0, ids.shape[1] :].tolist()
-        assert engine.last_stats.total_tokens == 12
-
-
 def test_stream_yields_only_verified_tokens_and_each_as_it_is_verified(llama, prompts):
     """Drafts that are always wrong never show; what is out is what the stats count, not more is computed."""
     ids = prompts[0][2:]

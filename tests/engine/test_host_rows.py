@@ -5,44 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from arrivals import KINDS
+from arrivals import KINDS, Text, finish
 from families import LAYERS, VOCAB, build
-from policies import Everyone, Knowing
+from policies import Knowing
 from properties import examples
-from router_files import a_file
 from TIDE import TIDE, TIDEConfig
-from TIDE.adapters.probe import Store
 from TIDE.engine.host import stage as host_stage
 from TIDE.engine.host.sampler import Sampler
 from TIDE.engine.host.stage import HostStage
 from TIDE.engine.round import Launched
 from TIDE.engine.rows.row import Row
 from TIDE.engine.schedule.scheduler import Scheduler
-from TIDE.routing.calibrated import CalibratedPolicy
-
-
-class Text(NamedTuple):
-    """A prompt and how it is continued."""
-
-    prompt: int  # tokens
-    new: int
-    kind: str
-
-    def ids(self) -> torch.Tensor:
-        return torch.randint(3, VOCAB, (1, self.prompt), generator=torch.Generator().manual_seed(self.prompt))
-
-    def options(self) -> dict:
-        seed = {} if self.kind == "greedy" else {"seed": 7 * self.prompt}
-        return dict(KINDS[self.kind], max_new_tokens=self.new, pad_token_id=0, **seed)
 
 
 def row_of(engine: TIDE, ids: torch.Tensor, **options) -> Row:
@@ -81,7 +61,7 @@ tiny = functools.cache(build)
 @functools.cache
 def alone(backend: str, family: str, text: Text) -> list[int]:
     with engine_on(backend, family) as engine:
-        return engine.generate(text.ids(), **text.options())[0].tolist()
+        return engine.generate(text.ids, **text.options)[0].tolist()
 
 
 class KnowingSlots(Knowing):
@@ -117,7 +97,7 @@ def test_rows_that_come_and_go_write_what_they_write_alone(backend, family, give
     policy = KnowingSlots([], checkpoints, seed, leaves=0.7, right=0.7) if checkpoints else None
     with engine_on(backend, family, policy, max_pending=4) as engine, mock.patch.object(host_stage, "PROMPT_CHUNK", chunk):
         stage = stage_of(engine, most_rows)
-        rows = [row_of(engine, text.ids(), **text.options()) for text in given]
+        rows = [row_of(engine, text.ids, **text.options) for text in given]
         expected = dict(zip(rows, expected_texts, strict=True))
         if policy is not None:
             policy.stage, policy.known = stage, expected
@@ -137,63 +117,10 @@ def test_rows_that_come_and_go_write_what_they_write_alone(backend, family, give
         assert not stage.joining and stage.segments.cache.rows == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "lfm2"])
-def test_other_rows_keep_every_bit_when_rows_come_and_go(family):
-    with engine_on("modules", family) as engine:
-        stage = stage_of(engine, 3)
-        row, *others = (row_of(engine, Text(n, 0, "greedy").ids(), max_new_tokens=9) for n in (6, 3, 13))
-        stage.admit([row])
-        step(stage)
-
-        def kept() -> list[torch.Tensor]:
-            cache = stage.segments.cache
-            layers = [n for n, store in enumerate(engine.adapter.stores) if store is Store.KV]
-            return [part.clone() for layer in layers for part in cache.kv(layer, row.slot)]
-
-        before = kept()
-        stage.admit(others)
-        stage._run_prompts()
-        stage.leave(others[0])
-        assert before and all(torch.equal(a, b) for a, b in zip(before, kept(), strict=True))
-
-
-def test_rows_with_a_memory_head_come_and_go():
-    with engine_on("modules", "llama") as engine:
-        policy = CalibratedPolicy(a_file(engine.model, "memory", (1,), 0.0), engine.adapter)
-    given = [Text(12, 9, "greedy"), Text(5, 9, "greedy"), Text(30, 9, "greedy"), Text(9, 9, "greedy")]
-    with engine_on("modules", "llama", policy) as engine:
-        stage = stage_of(engine, 4)
-        rows = [row_of(engine, text.ids(), **text.options()) for text in given]
-        for row in rows:
-            stage.admit([row])
-            step(stage)
-        stage.leave(rows[1])
-        stage.admit([rows[1]])
-        while stage.rows:
-            step(stage)
-        assert sum(row.stats.drafted for row in rows) > 0
-    assert [row.tokens for row in rows] == [alone("modules", "llama", text) for text in given]
-
-
-def test_a_slot_is_used_again_and_keeps_nothing(llama):
-    with TIDE(llama) as engine:
-        stage = stage_of(engine, 3)
-        rows = [row_of(engine, Text(n, 9, "greedy").ids(), max_new_tokens=9) for n in (4, 5, 6)]
-        stage.admit(rows[:2])
-        step(stage)
-        stage.leave(rows[0])
-        assert not stage.segments.cache.layers[0].keys[0].any()
-        stage.admit([rows[2]])
-        assert [row.slot for row in stage.rows] == [1, 0]
-        assert stage.segments.cache.lengths(0) == [0]
-        stage.admit([rows[0]])
-        assert rows[0].slot == 2
-
-
 def test_a_long_prompt_runs_between_the_rounds_of_others(llama):
     with TIDE(llama) as engine, mock.patch.object(host_stage, "PROMPT_CHUNK", 16):
         stage = stage_of(engine, 2)
-        short, long = (row_of(engine, Text(n, 0, "greedy").ids(), max_new_tokens=9, eos_token_id=None) for n in (4, 40))
+        short, long = (row_of(engine, Text(n, 0, "greedy").ids, max_new_tokens=9, eos_token_id=None) for n in (4, 40))
         stage.admit([short])
         assert step(stage).is_prefill
         stage.admit([long])
@@ -209,7 +136,7 @@ def test_a_long_row_that_leaves_takes_its_columns_along(monkeypatch):
     monkeypatch.setenv("TIDE_BACKEND", "modules")
     with TIDE(build("llama", max_position_embeddings=1024)) as engine:
         stage = stage_of(engine, 3)
-        rows = [row_of(engine, Text(n, 0, "greedy").ids(), max_new_tokens=9, eos_token_id=None) for n in (5, 400, 8)]
+        rows = [row_of(engine, Text(n, 0, "greedy").ids, max_new_tokens=9, eos_token_id=None) for n in (5, 400, 8)]
         stage.admit(rows)
         for _ in range(2):
             step(stage)
@@ -218,65 +145,6 @@ def test_a_long_row_that_leaves_takes_its_columns_along(monkeypatch):
         stage.leave(rows[1])
         step(stage)
         assert own.end(0) == own.end(2) == 10
-
-
-class Raises(LogitsProcessor):
-    """Raises when a text has a length."""
-
-    def __init__(self, columns: int) -> None:
-        self.columns = columns
-
-    def __call__(self, input_ids, scores):
-        if input_ids.shape[1] >= self.columns:
-            raise KeyError("the user's own")
-        return scores
-
-
-class Spoils(Raises):
-    """Makes every score NaN, or forbids every token, when a text has a length."""
-
-    def __init__(self, columns: int, value: float) -> None:
-        super().__init__(columns)
-        self.value = value
-
-    def __call__(self, input_ids, scores):
-        return scores * 0 + self.value if input_ids.shape[1] >= self.columns else scores
-
-
-class StopsBadly(StoppingCriteria):
-    def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.shape[1] >= 8:
-            raise OSError("the user's own")
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-TROUBLES = {
-    "a processor raises": (dict(logits_processor=LogitsProcessorList([Raises(8)])), KeyError),
-    "a processor gives NaN": (dict(logits_processor=LogitsProcessorList([Spoils(8, float("nan"))])), ValueError),
-    "a processor forbids all": (dict(logits_processor=LogitsProcessorList([Spoils(8, float("-inf"))])), ValueError),
-    "kernels forbid all": (dict(suppress_tokens=list(range(VOCAB))), ValueError),
-    "a criterion raises": (dict(stopping_criteria=StoppingCriteriaList([StopsBadly()])), OSError),
-}
-
-
-@pytest.mark.parametrize("mode", ["exact", "fast"])
-@pytest.mark.parametrize("trouble", list(TROUBLES))
-def test_trouble_of_one_row_ends_that_row_only(llama, trouble, mode):
-    options, error = TROUBLES[trouble]
-    ids = Text(5, 0, "greedy").ids()
-    good = dict(max_new_tokens=9, eos_token_id=None)
-    with TIDE(llama, Everyone(1), TIDEConfig(mode=mode)) as engine:
-        expected = engine.generate(ids, pad_token_id=0, **good)[0].tolist()
-        stage = stage_of(engine, 3)
-        rows = [row_of(engine, ids, **own) for own in (good, good | options, good)]
-        stage.admit(rows)
-        while stage.rows:
-            step(stage)
-        assert type(rows[1].error) is error and rows[1].finished
-        assert rows[0].error is rows[2].error is None
-        assert rows[0].tokens == rows[2].tokens == expected
-        with pytest.raises(error):
-            engine.generate(ids, pad_token_id=0, **good, **options)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -289,22 +157,17 @@ def test_nan_logits_of_one_row_end_that_row_only(do_sample):
     options = dict(max_new_tokens=9, eos_token_id=None, suppress_tokens=[bad], do_sample=do_sample)
     if do_sample:
         options["seed"] = 3
-    ids = Text(9, 0, "greedy").ids() % bad
+    ids = Text(9, 0, "greedy").ids % bad
     spoilt = ids.clone()
     spoilt[0, 4] = bad
     with TIDE(model) as engine:
-        expected = engine.generate(ids, pad_token_id=0, **options)[0].tolist()
-        stage = stage_of(engine, 2)
-        first, second, third = (row_of(engine, own, **options) for own in (spoilt, ids, ids[:, :5]))
-        stage.admit([first, second])
-        step(stage)
+        expected = [engine.generate(own, pad_token_id=0, **options)[0].tolist() for own in (ids, ids[:, :5])]
+        first, second = (engine.add(own, **options) for own in (spoilt, ids))
+        engine.step()
         assert isinstance(first.error, FloatingPointError)
-        third_alone = engine.generate(ids[:, :5], pad_token_id=0, **options)[0].tolist()
-        stage.admit([third])
-        assert third.slot == 0
-        while stage.rows:
-            step(stage)
-        assert (second.tokens, third.tokens) == (expected, third_alone)
+        third = engine.add(ids[:, :5], **options)
+        finish(engine, second, third)
+        assert [second.tokens, third.tokens] == expected
 
 
 class Counting:
@@ -325,9 +188,9 @@ def test_prompts_of_different_lengths_compute_little_padding(llama, monkeypatch,
     lengths = [20, 200, 198, 21, 64, 150, 66, 35, 199, 20]
     with TIDE(llama) as engine:
         stage = stage_of(engine, len(lengths) + 1)
-        rows = [row_of(engine, Text(n, 0, "greedy").ids(), max_new_tokens=40, eos_token_id=None) for n in lengths]
+        rows = [row_of(engine, Text(n, 0, "greedy").ids, max_new_tokens=40, eos_token_id=None) for n in lengths]
         if joins:
-            stage.admit([row_of(engine, Text(8, 0, "greedy").ids(), max_new_tokens=40, eos_token_id=None)])
+            stage.admit([row_of(engine, Text(8, 0, "greedy").ids, max_new_tokens=40, eos_token_id=None)])
             step(stage)
         stage.admit(rows)
         while stage.joining:

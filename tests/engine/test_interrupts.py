@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import linecache
 import sys
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -81,6 +81,15 @@ class Interrupts:
         return self._watch
 
 
+def at_every_line(*functions: Callable) -> Iterator[Interrupts]:
+    """Interrupts before the first line of functions that runs, the second, …, until none is left."""
+    number, interrupts = 0, None
+    while interrupts is None or interrupts.is_over:
+        number += 1
+        interrupts = Interrupts(number, *functions)
+        yield interrupts
+
+
 def finish(engine, row: Row, interrupts: Interrupts) -> list[Row]:
     """Decode a row until it is reported to have ended; return the rows that were."""
     ended: list[Row] = []
@@ -101,17 +110,12 @@ def test_no_token_is_written_past_the_end_wherever_a_step_is_broken_off(engine, 
     options = dict(max_new_tokens=NEW) if ends == "by length" else dict(max_new_tokens=4 * NEW)
     options |= dict(do_sample=False, eos_token_id=None, pad_token_id=0)
     expected = engine.generate(ids, **{**options, "max_new_tokens": NEW})[0, 7:].tolist()
-    number = 1
-    while True:
+    for number, interrupts in enumerate(at_every_line(Row.extend, Row._append, Row._check_end), 1):
         criteria = StoppingCriteriaList([] if ends == "by length" else [After(7 + NEW)])
         row = engine.add(ids, stopping_criteria=criteria, **options)
-        interrupts = Interrupts(number, Row.extend, Row._append, Row._check_end)
         finish(engine, row, interrupts)
         assert row.new_tokens == expected, f"interrupted at line {number}"
         assert [draft.token for draft in row.decided] == expected
-        if not interrupts.is_over:
-            break
-        number += 1
     assert number > 5 * NEW
 
 
@@ -124,34 +128,22 @@ def test_a_criterion_that_is_interrupted_is_asked_again_about_the_same_token(eng
 
 
 def test_a_row_that_ends_is_counted_once_and_reported_wherever_a_step_is_broken_off(engine, ids):
-    number = 1
-    while True:
+    lines = at_every_line(TIDE.step, Batch.step, OpenRows.report, Counts.saw_step, Counts.end)
+    for number, interrupts in enumerate(lines, 1):
         before = engine.total_stats.total_tokens
         row = engine.add(ids, max_new_tokens=2, do_sample=False, eos_token_id=None)
-        interrupts = Interrupts(number, TIDE.step, Batch.step, OpenRows.report, Counts.saw_step, Counts.end)
         assert finish(engine, row, interrupts) == [row], f"interrupted at line {number}"
         assert engine.total_stats.total_tokens == before + 2, f"interrupted at line {number}"
         assert engine.step() == [] and engine.total_stats.total_tokens == before + 2, "not a second time"
-        if not interrupts.is_over:
-            break
-        number += 1
     assert number > 20
 
 
 def test_requests_are_counted_once_wherever_they_are_broken_off(engine, ids):
-    number = 1
-    while True:
+    for number, interrupts in enumerate(at_every_line(Counts.counted, Counts.end, TIDE._answer), 1):
         before = engine.total_stats.total_tokens
         engine.last_rows = []
-        interrupts = Interrupts(number, Counts.counted, Counts.end, TIDE._answer)
-        try:
-            with interrupts.under_way():
-                engine.generate(ids, max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
-        except KeyboardInterrupt:
-            pass
+        with suppress(KeyboardInterrupt), interrupts.under_way():
+            engine.generate(ids, max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
         written = sum(len(row.new_tokens) for row in engine.last_rows)
         assert engine.total_stats.total_tokens == before + written, f"interrupted at line {number}"
-        if not interrupts.is_over:
-            break
-        number += 1
     assert number > 5

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import TIDE
+from arrivals import finish
 from families import VOCAB, build
-from router_files import a_file
+from router_files import exits_of
 from runners import Recording, on_references
 from TIDE.config import TIDEConfig
 from TIDE.engine.cache.kv_blocks import BLOCK
 from TIDE.engine.cache.prefix_tree import PrefixTree
-from TIDE.routing.policies import policy_for
 
 pytestmark = pytest.mark.invariant(6)
 
@@ -42,8 +42,7 @@ def expected(*parts: tuple[int, int]) -> list[int]:
 def opened(strategy: str | None = None, drafts: int = 0, **settings) -> TIDE.TIDE:
     """An engine that has had its first request, so that what follows runs in whole rounds."""
     model = a_model.__wrapped__()
-    with TIDE.TIDE(model) as engine:
-        policy = None if strategy is None else policy_for(a_file(model, strategy, (0,), 0.0), engine.adapter)
+    policy = None if strategy is None else exits_of(model, strategy, 0)
     engine = on_references(TIDE.TIDE(model, policy, TIDEConfig(**settings)))
     engine.scheduler = Recording(then=drafts)
     engine.generate(text((0, 5)), **OPTIONS)
@@ -106,8 +105,7 @@ def test_a_row_that_joins_later_waits_for_what_another_is_making():
     with opened() as engine:
         first = engine.add(text((1, 300)), **OPTIONS)
         second = engine.add(text((1, 300), (2, 9)), **OPTIONS)
-        while not (first.finished and second.finished):
-            engine.step()
+        finish(engine, first, second)
         assert (first.tokens, second.tokens) == (expected((1, 300)), expected((1, 300), (2, 9)))
         assert (prompt_run(first), prompt_run(second)) == (299, 308 - 4 * BLOCK)
 
@@ -158,8 +156,7 @@ def test_a_round_that_fails_leaves_nothing_to_find(monkeypatch):
         monkeypatch.setattr(engine.runner.lm_head_on_slots, "choose", lambda *given: 1 / 0)
         engine.step()
         monkeypatch.undo()
-        while not row.finished:
-            engine.step()
+        finish(engine, row)
         assert row.tokens == expected((1, 200))
         store = engine.runner.pool.store(None)
         assert store.free == store.blocks - 1 and not store.prefixes.idle
@@ -206,8 +203,7 @@ def test_rows_that_are_alike_from_their_first_tokens_on_and_end_one_after_the_ot
     with opened() as engine:
         new = (3, 60, 90)
         rows = [engine.add(text((9, 10 + 30 * (own > 3))), **(OPTIONS | {"max_new_tokens": own})) for own in new]
-        while not all(row.finished for row in rows):
-            engine.step()
+        finish(engine, *rows)
         assert all_blocks_are_there(engine)
         assert rows[1].tokens == rows[2].tokens[: len(rows[1].tokens)]
         for seed in range(4):
@@ -221,8 +217,7 @@ def test_rows_that_began_before_everything_was_forgotten_share_nothing():
         rows = [engine.add(text((1, 200), (5, 70 + 9 * place)), **(OPTIONS | {"max_new_tokens": 9})) for place in range(3)]
         engine.step()
         store.forget_prefixes()
-        while not all(row.finished for row in rows):
-            engine.step()
+        finish(engine, *rows)
         assert all_blocks_are_there(engine) and not store.prefixes.idle
         assert answered(engine, (1, 200)) == 199
         assert answered(engine, (1, 200)) == 199 - 3 * BLOCK

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 import TIDE
+from arrivals import finish
 from families import build
 from properties import examples
 from TIDE.engine.request.options import OptionCache
@@ -95,70 +96,53 @@ def test_the_same_options_are_made_sense_of_once(model, monkeypatch):
         for size in (3, 8, 5):
             ids, mask = asked(size)
             row = engine.add(dict(input_ids=ids, attention_mask=mask), max_new_tokens=3, do_sample=True, top_k=5, seed=size)
-            while not row.finished:
-                engine.step()
+            finish(engine, row)
             assert len(row.new_tokens) == 3
     assert len(calls) == 1
 
 
-def test_other_defaults_of_the_model_are_seen(model):
-    remembered = OptionCache()
-    options = dict(max_new_tokens=4, do_sample=True)
-    assert row_of(model, 3, options, remembered)[0].sampling.params.temperature == 1.0
+@pytest.fixture
+def defaults(model):
+    """The model's generation config, which may be changed."""
     held = model.generation_config
-    try:
-        model.generation_config = copy.deepcopy(held)
-        model.generation_config.temperature = 0.25
-        assert row_of(model, 3, options, remembered)[0].sampling.params.temperature == 0.25
-        model.generation_config.eos_token_id = [3]
+    model.generation_config = copy.deepcopy(held)
+    yield model.generation_config
+    model.generation_config = held
+
+
+def test_other_defaults_of_the_model_are_seen(model, defaults):
+    remembered, options = OptionCache(), dict(max_new_tokens=4, do_sample=True)
+    assert row_of(model, 3, options, remembered)[0].sampling.params.temperature == 1.0
+    defaults.temperature = 0.25
+    assert row_of(model, 3, options, remembered)[0].sampling.params.temperature == 0.25
+    defaults.eos_token_id = [3]
+    row_of(model, 3, options, remembered)
+    defaults.eos_token_id.append(6)  # in place
+    assert row_of(model, 3, options, remembered)[0].stop.end_tokens == {3, 6}
+    defaults.eos_token_id = torch.tensor([3, 5])
+    for _ in range(2):
+        assert row_of(model, 3, options, remembered)[0].stop.end_tokens == {3, 5}
+    defaults.eos_token_id = 7
+    assert row_of(model, 3, options, remembered)[0].stop.end_tokens == {7}
+
+
+def test_defaults_that_only_look_alike_are_not_mixed_up(model, defaults):
+    remembered, options = OptionCache(), dict(max_new_tokens=2, do_sample=True)
+    defaults.top_k = 5
+    row_of(model, 3, options, remembered)
+    defaults.top_k = 5.0
+    with pytest.raises(ValueError, match="top_k"):
         row_of(model, 3, options, remembered)
-        model.generation_config.eos_token_id.append(6)  # in place
-        assert row_of(model, 3, options, remembered)[0].stop.end_tokens == {3, 6}
-    finally:
-        model.generation_config = held
-
-
-def test_defaults_that_only_look_alike_are_not_mixed_up(model):
-    remembered, options, held = OptionCache(), dict(max_new_tokens=2, do_sample=True), model.generation_config
-    try:
-        model.generation_config = copy.deepcopy(held)
-        model.generation_config.top_k = 5
-        row_of(model, 3, options, remembered)
-        model.generation_config.top_k = 5.0
-        with pytest.raises(ValueError, match="top_k"):
-            row_of(model, 3, options, remembered)
-    finally:
-        model.generation_config = held
-
-
-def test_defaults_may_be_tensors(model):
-    remembered, held = OptionCache(), model.generation_config
-    try:
-        model.generation_config = copy.deepcopy(held)
-        model.generation_config.eos_token_id = torch.tensor([3, 5])
-        for _ in range(2):
-            assert row_of(model, 3, dict(max_new_tokens=2), remembered)[0].stop.end_tokens == {3, 5}
-    finally:
-        model.generation_config = held
-    assert row_of(model, 3, dict(max_new_tokens=2), remembered)[0].stop.end_tokens != {3, 5}
 
 
 @pytest.mark.parametrize("default", [None, "dynamic"])
-def test_nothing_is_said_about_options_that_nobody_gave(model, caplog, default):
-    ids, mask = asked(3)
-    held = model.generation_config
-    try:
-        model.generation_config = copy.deepcopy(held)
-        model.generation_config.cache_implementation = default
-        logging.getLogger("transformers").setLevel(logging.WARNING)
-        logging.getLogger("transformers").propagate = True
-        with caplog.at_level(logging.WARNING, logger="transformers"):
-            prepare(model, ids, GenerationConfig(max_new_tokens=2), dict(attention_mask=mask), 0, OptionCache())
-            prepare(model, ids, None, dict(attention_mask=mask, max_new_tokens=2), 0, OptionCache())
-    finally:
-        model.generation_config = held
-        logging.getLogger("transformers").setLevel(logging.ERROR)
-        logging.getLogger("transformers").propagate = False
+def test_nothing_is_said_about_options_that_nobody_gave(model, defaults, caplog, default, monkeypatch):
+    (ids, mask), theirs = asked(3), logging.getLogger("transformers")
+    defaults.cache_implementation = default
+    monkeypatch.setattr(theirs, "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="transformers"):
+        prepare(model, ids, GenerationConfig(max_new_tokens=2), dict(attention_mask=mask), 0, OptionCache())
+        prepare(model, ids, None, dict(attention_mask=mask, max_new_tokens=2), 0, OptionCache())
     assert not [record.getMessage() for record in caplog.records if "cache" in record.getMessage()]
 
 

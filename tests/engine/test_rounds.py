@@ -5,25 +5,18 @@ Here they run on a CPU, with the references in place of the kernels: the same ro
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import StoppingCriteria
 
-import TIDE
 from families import build
-from properties import examples
 from router_files import a_file
-from runners import Recording, in_rounds, on_modules, on_references, why_on_the_host
+from runners import in_rounds, on_modules, why_on_the_host
 from TIDE.adapters.snapshot import ModelSnapshot
-from TIDE.config import TIDEConfig
 from TIDE.engine.cache.slots import Slots
 from TIDE.engine.runners.graphs import GraphPool
-from TIDE.engine.slots.drafter import SlotDrafter
 from TIDE.engine.slots.module_prefill import LONGEST, SHORTEST, padded_length
 from TIDE.kernels.reference import layers as reference
 from TIDE.routing.policies import policy_for
@@ -44,55 +37,11 @@ def test_a_model_that_does_not_work_on_a_static_cache_runs_as_it_is(ids, caplog)
     assert "runs as it is, without compiled layers or graphs" in caplog.text
 
 
-@pytest.mark.parametrize("tokens", [1, 33, 64, 65, 200])
-@pytest.mark.parametrize("depth", [0, 2])
-def test_prompts_are_padded_and_nothing_sees_it(tokens, depth):
-    ids = torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(tokens))
-    other = torch.randint(3, 100, (1, 90), generator=torch.Generator().manual_seed(7))
-    model = build("llama")
-    with in_rounds(model, depth) as engine:
-        for text in (other, ids):  # what the slots still hold of the first is nothing to the second
-            assert torch.equal(engine.generate(text, **OPTIONS), model.generate(text, **OPTIONS))
-
-
 def test_there_are_four_lengths_to_each_doubling():
     asked = (1, SHORTEST, 33, 64, 65, 80, 81, 1025, LONGEST)
     assert [padded_length(n) for n in asked] == [32, 32, 40, 64, 80, 80, 96, 1280, LONGEST]
     assert padded_length(LONGEST + 1) == LONGEST + 1
     assert all(n <= padded_length(n) <= max(SHORTEST, 1.25 * n) for n in range(1, LONGEST))
-
-
-@functools.cache
-def _known():
-    model, ids = build("llama"), torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(1))
-    return model, ids, model.generate(ids, **OPTIONS)
-
-
-@examples(10)
-@given(
-    lengths=st.lists(st.sampled_from([0, 2, 4, 7]), min_size=8),
-    wrong=st.sets(st.integers(0, 60)),
-    depth=st.sampled_from([0, 2]),
-)
-def test_whatever_is_drafted_right_or_wrong(lengths, wrong, depth):
-    model, ids, expected = _known()
-    text = [*expected[0].tolist(), *range(40)]
-
-    def draft(self, step, most):
-        if self.depth:
-            self.shallow(slice(step, step + 1), most)
-        at = int(self.slots.grid.starts[step, 0]) + 1
-        self.slots.chain.tokens[step + 1] = text[at] + (at in wrong)
-
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        in_rounds(model, depth, script=lengths, then=4, max_pending=7, draft_tree=0) as engine,
-    ):
-        patch.setattr(SlotDrafter, "draft", draft)
-        assert torch.equal(engine.generate(ids, **OPTIONS), expected)
-        stats = engine.last_stats
-        assert stats.accepted + stats.remaining_tokens == stats.total_tokens == OPTIONS["max_new_tokens"]
-        assert stats.accepted or not any(lengths) or wrong
 
 
 @pytest.mark.parametrize(("depth", "tree"), [(0, 0), (2, 0), (0, 15)])
@@ -126,35 +75,6 @@ def test_a_memory_head_is_fed_every_token_once_it_is_asked_again(lengths, depth,
     assert length >= fed
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours[:fed], theirs[:fed], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(("threshold", "share"), [(0.0, 0.7), (0.0, 0.3), (0.5, 0.7)])
-@pytest.mark.parametrize(
-    ("strategy", "depth", "vocabulary"),
-    [
-        ("memory", 0, None),
-        ("memory", 2, None),
-        ("identity", 2, None),
-        ("lens", 2, None),
-        ("memory", 0, torch.arange(0, 96, 3)),
-    ],
-    ids=["memory at 0", "memory at 2", "identity", "lens", "draft vocabulary"],
-)
-def test_mode_fast_writes_what_it_writes_without_rounds(strategy, depth, vocabulary, threshold, share, ids, monkeypatch):
-    """The exit sees the same in both: guesses while drafting, finished states after each round, with drafts or without."""
-    monkeypatch.setenv("TIDE_BACKEND", "modules")  # on a CPU they are in 8 bits
-    model, config = build("llama"), TIDEConfig(mode="fast", exit_threshold=threshold, max_pending=3, max_exit_share=share)
-    with TIDE.TIDE(model) as engine:
-        policy = policy_for(a_file(model, strategy, (depth,), 0.0, vocabulary), engine.adapter)
-        policy.exits[depth].router.temperature.fill_(0.02)  # so that scores differ
-    texts = []
-    for place in (lambda engine: engine, on_references):
-        with place(TIDE.TIDE(model, policy, config)) as engine:
-            engine.scheduler = Recording()
-            texts.append((engine.generate(ids, **OPTIONS)[0].tolist(), engine.last_stats.drafted_by_step))
-            rounds = engine.scheduler.rounds
-    assert texts[0] == texts[1]
-    assert any(rounds) and (texts[1][1] or threshold)
 
 
 def test_graphs_of_one_draft_vocabulary_do_not_serve_another(ids, monkeypatch):
@@ -208,18 +128,6 @@ def test_rows_that_end_at_different_lengths_share_rounds(name, strategy, batch):
         assert len(engine.scheduler.rounds) > 20 and any(engine.scheduler.rounds) == (strategy != "none")
 
 
-def test_rows_that_ended_stand_still(batch):
-    """The others go on for as long as they like."""
-    model, width = build("llama"), batch["input_ids"].shape[1]
-    text = model.generate(**batch, **OPTIONS, pad_token_id=0)[0, width:].tolist()
-    options = {**OPTIONS, "max_new_tokens": 80, "eos_token_id": text[0], "pad_token_id": 0}
-    with in_rounds(model) as engine:
-        assert torch.equal(engine.generate(**batch, **options), model.generate(**batch, **options))
-        lengths = [len(row.new_tokens) for row in engine.last_rows]
-        assert lengths[0] == 1 and max(lengths) > 40
-        assert engine.last_stats.total_tokens == sum(lengths)
-
-
 @pytest.mark.parametrize("depth", [None, 0])
 def test_the_time_of_rounds_is_given_to_the_prompt_and_to_the_deep_layers(depth, ids):
     """The host does not see what lies between, so a round's time is all of one kind."""
@@ -251,17 +159,6 @@ def test_streams_that_are_left_give_their_slots_back(ids):
             next(engine.stream(ids, **OPTIONS))
         assert len(engine.runner.pool.free) == 1
         assert engine.runner.pool.store(None).free == engine.runner.pool.store(None).blocks - 1
-
-
-def test_a_text_ends_where_the_models_does(ids):
-    model = build("llama")
-    text = model.generate(ids, **OPTIONS)[0].tolist()
-    end = text[len(ids[0]) + 10]
-    options = {**OPTIONS, "eos_token_id": end, "pad_token_id": end}
-    with in_rounds(model, 0) as engine:
-        assert torch.equal(engine.generate(ids, **options), model.generate(ids, **options))
-        assert list(engine.stream(ids, **options)) == model.generate(ids, **options)[0, len(ids[0]) :].tolist()
-        assert engine.scheduler.rounds
 
 
 def test_weights_that_are_exchanged_are_noticed(ids):

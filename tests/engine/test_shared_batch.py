@@ -11,7 +11,7 @@ import torch
 from transformers import TextStreamer
 
 import TIDE
-from arrivals import Text, alone, an_engine, gib_of, model
+from arrivals import Text, alone, an_engine, finish, gib_of, model
 from families import build
 from policies import Everyone
 from runners import on_references
@@ -23,14 +23,6 @@ from TIDE.engine.host.stage import HostStage
 from TIDE.engine.slots.round import SlotRound
 
 HERE = [on_references, lambda engine: engine]
-
-
-def finish(engine, *rows):
-    for _ in range(2000):
-        if all(row.finished for row in rows):
-            return
-        engine.step()
-    raise AssertionError("rows do not get on")
 
 
 @pytest.mark.parametrize("place", HERE)
@@ -189,11 +181,3 @@ def test_what_add_stream_using_and_remove_cannot_take_is_said():
         with pytest.raises(TypeError, match="found NoneType"):
             engine.remove(None)
         assert engine.generate(text.ids, **text.options)[0].tolist() == alone(*text[:3])
-
-
-def test_a_row_whose_engine_is_closed_ends_with_an_error():
-    text = Text(5, 9, "greedy")
-    with TIDE.TIDE(model()) as engine:
-        row = engine.add(text.ids, **text.options)
-        engine.step()
-    assert row.finished and "closed before this text had ended" in str(row.error)

@@ -66,22 +66,15 @@ def test_a_request_writes_nothing_on_a_policy(strategy, llama, ids):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_file_serves_engines_of_two_dtypes(strategy, llama, ids):
-    file = file_for(llama, strategy)
-    models = [llama, build("llama").bfloat16()]
-    alone = []
+def test_one_file_serves_engines_of_several_models_and_dtypes(strategy, llama, ids):
+    shared, models = file_for(llama, strategy), [llama, build("llama").bfloat16(), build("llama")]
     for model in models:
-        with TIDE(model) as engine:
-            policy = policy_for(file_for(llama, strategy), engine.adapter, engine.runner.head)
-        with TIDE(model, policy, FAST) as engine:
-            alone.append(engine.generate(ids, **OPTIONS))
-    policies = []
-    for model in models:
-        with TIDE(model) as engine:
-            policies.append(policy_for(file, engine.adapter, engine.runner.head))
-    for model, policy, expected in zip(models, policies, alone, strict=True):
-        with TIDE(model, policy, FAST) as engine:
-            assert torch.equal(engine.generate(ids, **OPTIONS), expected)
+        texts = []
+        for file in (file_for(llama, strategy), shared):
+            with TIDE(model, file, FAST) as engine:
+                assert engine.file is file
+                texts.append(engine.generate(ids, **OPTIONS))
+        assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("kind", [*STRATEGIES, "original"])
@@ -94,16 +87,6 @@ def test_making_a_policy_leaves_the_file_as_it_was(kind, llama, tmp_path):
     assert after == tensors
     routers = policy.routers if kind == "original" else {depth: at.router for depth, at in policy.exits.items()}
     assert all(router is not file.exits[depth].router for depth, router in routers.items())
-
-
-def test_a_file_serves_engines_of_two_models_and_dtypes(llama, ids):
-    file = file_for(llama, "lens")
-    texts = []
-    for dtype in (torch.float32, torch.bfloat16, torch.float32):
-        with TIDE(llama.to(dtype), file, FAST) as engine:
-            assert engine.file is file
-            texts.append(engine.generate(ids, **OPTIONS))
-    assert torch.equal(texts[0], texts[2])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

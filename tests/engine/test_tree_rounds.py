@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import TIDE
+from arrivals import finish
 from families import VOCAB, build
 from levels import daily
 from properties import examples
-from router_files import a_file
+from router_files import exits_of
 from runners import Recording, as_it_is, on_modules, on_references
 from TIDE.config import TIDEConfig
 from TIDE.engine.slots.stage import SlotStage
 from TIDE.engine.slots.tree_round import TreeRound
 from TIDE.kernels.reference import layers as reference
 from TIDE.kernels.reference import trees
-from TIDE.routing.policies import policy_for
 
 OPTIONS = dict(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
 KINDS = {
@@ -38,8 +38,7 @@ def model():
 
 @functools.cache
 def policy():
-    with TIDE.TIDE(model()) as engine:
-        return policy_for(a_file(model(), "memory", (0,), 0.0), engine.adapter)
+    return exits_of(model(), "memory", 0)
 
 
 def an_engine(script=(), then=7, **config):
@@ -145,8 +144,7 @@ def test_a_path_of_right_drafts_takes_few_rounds():
 )
 def test_where_there_are_no_trees_it_is_said_and_the_text_is_the_same(place, config, strategy, reason, caplog):
     text = expected(1)
-    with TIDE.TIDE(model()) as engine:
-        own = policy_for(a_file(model(), strategy, (0 if strategy == "memory" else 1,), 0.0), engine.adapter)
+    own = exits_of(model(), strategy, 0 if strategy == "memory" else 1)
     with place(TIDE.TIDE(model(), own, TIDEConfig(draft_tree=7, **config))) as engine:
         for _ in range(2):  # an engine says it once
             assert torch.equal(engine.generate(some_ids(1), **OPTIONS), text)
@@ -184,49 +182,38 @@ def widths(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("drafts", "last", "known", "slots"), [(None, 60, 3, 4), (None, 20, 3, 8), (None, 60, 5, 8), (63, 60, 3, 4)]
+    ("drafts", "lengths", "known", "slots"),
+    [
+        (None, (9, 12, 60, 10, 58), 3, (8, 4)),
+        (None, (9, 12, 20, 10, 18), 3, (8, 8)),
+        (None, (9, 12, 60, 10, 58), 5, (8, 8)),
+        (63, (9, 12, 60, 10, 58), 3, (8, 4)),
+        (None, (9, 12, 120), 1, (4, 1)),
+        (None, (9, 12, 40), 1, (4, 4)),
+    ],
 )
-def test_the_last_of_many_rows_get_fewer_slots_and_trees(drafts, last, known, slots, widths):
+def test_the_last_of_many_rows_get_fewer_slots_and_larger_trees(drafts, lengths, known, slots, widths):
     """Unless they have little to write by then, or nothing was captured for so few. Trees of 63 do not fit on eight slots."""
-    ids, options = some_ids(5), dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+    ids, options = some_ids(len(lengths)), dict(do_sample=False, eos_token_id=None, pad_token_id=0)
     with on_references(TIDE.TIDE(model())) as engine:
-        texts = engine.generate(ids, max_new_tokens=last, **options).tolist()
+        texts = engine.generate(ids, max_new_tokens=max(lengths), **options).tolist()
     with an_engine(draft_tree=drafts) as engine:
         engine.generate(ids[:known], **OPTIONS)
         widths.clear()
-        lengths = 9, 12, last, 10, last - 2
         rows = [engine.add(own[None], max_new_tokens=new, **options) for own, new in zip(ids, lengths, strict=True)]
-        while not all(row.finished for row in rows):
-            engine.step()
+        finish(engine, *rows)
         assert [row.tokens for row in rows] == [text[: len(row.tokens)] for text, row in zip(texts, rows, strict=True)]
-        assert (widths[0], widths[-1]) == (8, slots)
-        assert bool(rows[2].stats.trees) == bool(rows[4].stats.trees) == (slots == 4)
-
-
-@pytest.mark.parametrize(("last", "slots"), [(120, 1), (40, 4)])
-def test_the_last_row_of_a_few_gets_a_larger_tree_if_it_has_far_to_go(last, slots, widths):
-    ids, options = some_ids(3), dict(do_sample=False, eos_token_id=None, pad_token_id=0)
-    with on_references(TIDE.TIDE(model())) as engine:
-        texts = engine.generate(ids, max_new_tokens=last, **options).tolist()
-    with an_engine() as engine:
-        engine.generate(ids[:1], **OPTIONS)
-        widths.clear()
-        rows = [engine.add(own[None], max_new_tokens=new, **options) for own, new in zip(ids, (9, 12, last), strict=True)]
-        while not all(row.finished for row in rows):
-            engine.step()
-        assert [row.tokens for row in rows] == [text[: len(row.tokens)] for text, row in zip(texts, rows, strict=True)]
-        assert (widths[0], widths[-1]) == (4, slots)
+        assert (widths[0], widths[-1]) == slots
+        assert all(bool(row.stats.trees) == (slots[1] < 8) for row in rows if len(row.new_tokens) > 12)
 
 
 def test_a_row_that_joins_others_takes_them_to_no_slots_that_were_never_used(widths):
     ids, options = some_ids(6), dict(do_sample=False, eos_token_id=None, pad_token_id=0)
     with an_engine() as engine:
         rows = [engine.add(own[None], max_new_tokens=new, **options) for own, new in zip(ids, (9, 9, 9, 60, 60), strict=False)]
-        while not all(row.finished for row in rows[:3]):
-            engine.step()
+        finish(engine, *rows[:3])
         rows.append(engine.add(ids[5:], max_new_tokens=20, **options))
-        while not all(row.finished for row in rows):
-            engine.step()
+        finish(engine, *rows)
         assert set(widths) == {8}
 
 

@@ -8,21 +8,19 @@ import pytest
 import torch
 
 import TIDE
+from arrivals import finish
 from families import VOCAB, build
-from router_files import a_file
+from router_files import exits_of
 from runners import on_modules, on_references
 from TIDE.config import TIDEConfig
 from TIDE.engine.runners.graphs import Graphs
 from TIDE.engine.schedule.costs import Costs
-from TIDE.routing.policies import policy_for
 
 OPTIONS = dict(max_new_tokens=8, eos_token_id=None, pad_token_id=0)
 
 
 def with_exits(model, strategy, **settings):
-    with TIDE.TIDE(model) as engine:
-        policy = policy_for(a_file(model, strategy, (0,), 0.0), engine.adapter)
-    return TIDE.TIDE(model, policy, TIDEConfig(**settings))
+    return TIDE.TIDE(model, exits_of(model, strategy, 0), TIDEConfig(**settings))
 
 
 @pytest.fixture
@@ -82,8 +80,7 @@ def test_a_budget_is_left_for_rows_without_exits(exits):
         engine._settings = engine._settings._replace(config=config, plan=plan)
         engine.warm_up(rows=32, progress=False)
         row = engine.add(prompts(3)[2], exits=exits, do_sample=False, **OPTIONS)
-        while not row.finished:
-            engine.step()
+        finish(engine, row)
         assert row.error is None and len(row.new_tokens) == 8
 
 
@@ -106,8 +103,7 @@ def test_rows_together_find_everything_ready(first_times, monkeypatch):
         first_times.clear()
         for count in (8, 3, 1, 5):
             rows = [engine.add(ids, do_sample=False, **OPTIONS) for ids in prompts(count)]
-            while not all(row.finished for row in rows):
-                engine.step()
+            finish(engine, *rows)
             for ids, row in zip(prompts(count), rows, strict=True):
                 assert row.tokens == model.generate(ids, do_sample=False, **OPTIONS)[0].tolist()
         assert first_times == []

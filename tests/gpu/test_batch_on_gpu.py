@@ -12,7 +12,7 @@ import torch
 from test_on_gpu import with_exit
 
 import TIDE
-from arrivals import KINDS, Text, decoded, gib_of, rows_put_back
+from arrivals import KINDS, Text, decoded, finish, gib_of, rows_put_back
 from families import build
 from runners import Recording
 from TIDE.config import TIDEConfig
@@ -104,8 +104,7 @@ def test_long_prompts_run_in_long_passes(prompt):
         for _ in range(3):
             assert torch.equal(engine.generate(text.ids.cuda(), **text.options), expected)
         rows = [engine.add(text.ids.cuda(), **text.options) for _ in range(3)]
-        while any(not row.finished for row in rows):
-            engine.step()
+        finish(engine, *rows)
         assert all(row.tokens == expected[0].tolist() for row in rows)
 
 
@@ -119,8 +118,7 @@ def test_rows_come_and_go_without_waiting_for_the_device():
         waiting = [engine.add(text.ids, **text.options) for text in texts]
         torch.cuda.set_sync_debug_mode("error")
         try:
-            while any(not row.finished for row in waiting):
-                engine.step()
+            finish(engine, *waiting)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert engine.runner.failed is None

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import TIDE
+from arrivals import finish
 from eagle_heads import config_of, fitted, tensors_of, with_vocabulary, write
 from families import VOCAB, build
 from runners import Recording, why_on_the_host
@@ -88,6 +89,5 @@ def test_a_head_of_random_weights_changes_no_text_of_late_and_early_rows(tmp_pat
             rows.append(engine.add(ids, **OPTIONS, **GREEDY))
             engine.step()
             engine.step()
-        while not all(row.finished for row in rows):
-            engine.step()
+        finish(engine, *rows)
         assert [row.tokens for row in rows] == alone and sum(row.stats.drafted for row in rows)
