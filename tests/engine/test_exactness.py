@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from families import VOCAB, build
-from policies import ByState, Everyone, Knowing, Nobody, texts_of
+from policies import ByState, Everyone, Knowing, texts_of
 from properties import examples
 from TIDE import TIDE, TIDEConfig
 
@@ -31,12 +31,6 @@ def by_generate(model, prompts):
     return written[model]
 
 
-def test_the_tiny_models_write_varied_texts(any_model, prompts):
-    """Otherwise equal texts would say nothing."""
-    ids, expected = prompts[0], by_generate(any_model, prompts)
-    assert max(len(set(row[ids.shape[1] :].tolist())) for row in expected) >= 5
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma", "gpt2"])
 def test_tied_heads_are_no_different(family, prompts):
     ids, mask = prompts
@@ -47,9 +41,11 @@ def test_tied_heads_are_no_different(family, prompts):
 
 @pytest.mark.invariant(1)
 def test_exits_off_writes_what_generate_writes(any_model, prompts):
-    ids, mask = prompts
+    """And texts are varied: otherwise equal ones would say nothing."""
+    (ids, mask), expected = prompts, by_generate(any_model, prompts)
     with TIDE(any_model) as engine:
-        assert torch.equal(greedy(engine, ids, mask), by_generate(any_model, prompts))
+        assert torch.equal(greedy(engine, ids, mask), expected)
+    assert max(len(set(row[ids.shape[1] :].tolist())) for row in expected) >= 5
 
 
 @pytest.mark.invariant(1)
@@ -64,10 +60,9 @@ def test_logits_are_the_models(each_kind, prompts):
 
 
 @pytest.mark.invariant(3)
-@pytest.mark.parametrize("checkpoints", [(2,), (0, 1, 3)])
-def test_exits_always_taken_and_checked_write_what_generate_writes(each_kind, prompts, checkpoints):
+def test_exits_always_taken_and_checked_write_what_generate_writes(each_kind, prompts):
     ids, mask = prompts
-    with TIDE(each_kind, Everyone(*checkpoints)) as engine:
+    with TIDE(each_kind, Everyone(0, 1, 3)) as engine:
         assert torch.equal(greedy(engine, ids, mask), by_generate(each_kind, prompts))
         assert engine.last_stats.drafted > 0
 
@@ -105,7 +100,7 @@ def _expected(family: str, rows: int) -> torch.Tensor:
     checkpoints=st.sets(st.integers(0, 3), min_size=1).map(lambda found: tuple(sorted(found))),
     rows=st.integers(1, 3),
     seed=st.integers(0, 10**6),
-    leaves=st.sampled_from([0.2, 0.6, 0.95]),
+    leaves=st.sampled_from([0.0, 0.2, 0.6, 0.95]),
     right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     max_pending=st.integers(1, 12),
     compaction=st.sampled_from([0.0, 0.25, 0.67, 1.0]),
@@ -116,14 +111,7 @@ def test_any_policy_writes_what_generate_writes(family, checkpoints, rows, seed,
     policy = Knowing(texts_of(expected, mask), checkpoints, seed, leaves, right)
     with TIDE(tiny(family), policy, TIDEConfig(max_pending=max_pending, compaction_threshold=compaction)) as engine:
         assert torch.equal(greedy(engine, ids, mask), expected)
-
-
-def test_nobody_leaving_is_exits_off(llama, prompts):
-    ids, mask = prompts
-    with TIDE(llama, Nobody(0, 1, 2, 3)) as engine:
-        assert torch.equal(greedy(engine, ids, mask), greedy(llama, ids, mask))
-        assert engine.last_stats.exit_rate == 0
-        assert engine.last_stats.drafted == 0
+        assert leaves or not engine.last_stats.drafted
 
 
 @pytest.mark.invariant(5)

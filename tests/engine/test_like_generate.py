@@ -27,30 +27,16 @@ def expected(llama, prompts):
 # ---- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_may_be_called_inputs(llama, prompts, expected):
-    ids, mask = prompts
+def test_prompts_may_be_passed_in_every_way(llama, prompts, expected):
+    """By any name, as a tokenizer gives them, or not at all: then the text begins with the model's first token."""
+    (ids, mask), encoding = prompts, BatchEncoding(dict(zip(("input_ids", "attention_mask"), prompts, strict=True)))
     with TIDE(llama, Everyone(2)) as engine:
-        assert torch.equal(engine.generate(inputs=ids, attention_mask=mask, **GREEDY), expected)
-        assert torch.equal(engine.generate(input_ids=ids, attention_mask=mask, **GREEDY), expected)
+        for given in (dict(inputs=ids, attention_mask=mask), dict(encoding), dict(inputs=encoding)):
+            assert torch.equal(engine.generate(**given, **GREEDY), expected)
         assert list(engine.stream(inputs=ids[2:], **GREEDY)) == expected[2, ids.shape[1] :].tolist()
-
-
-def test_what_a_tokenizer_gives_may_be_passed_whole(llama, prompts, expected):
-    encoding = BatchEncoding(dict(zip(("input_ids", "attention_mask"), prompts, strict=True)))
-    with TIDE(llama, Everyone(2)) as engine:
-        assert torch.equal(engine.generate(encoding, **GREEDY), expected)
-        assert torch.equal(engine.generate(**encoding, **GREEDY), expected)
-
-
-def test_a_prompt_that_is_passed_twice_is_refused(llama, prompts):
-    ids, _ = prompts
-    with TIDE(llama) as engine, pytest.raises(TypeError, match=r"found \['input_ids'\] twice"):
-        engine.generate(ids, input_ids=ids, **GREEDY)
-
-
-def test_without_a_prompt_the_text_begins_with_the_models_first_token(llama):
-    with TIDE(llama, Everyone(2)) as engine:
         assert torch.equal(engine.generate(**GREEDY), llama.generate(**GREEDY))
+        with pytest.raises(TypeError, match=r"found \['input_ids'\] twice"):
+            engine.generate(ids, input_ids=ids, **GREEDY)
 
 
 def test_prompts_may_be_embeddings(each_kind, prompts):

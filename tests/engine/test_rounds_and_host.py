@@ -81,8 +81,7 @@ def refusing_after(good, monkeypatch):
     return ran
 
 
-@pytest.mark.parametrize("depth", [None, 0, 2])
-@pytest.mark.parametrize("good", [0, 1, 5])
+@pytest.mark.parametrize(("depth", "good"), [(None, 0), (0, 1), (2, 5), (0, 5)])
 def test_where_a_round_fails_the_text_goes_on_by_steps(depth, good, ids, monkeypatch, caplog):
     model, ran = build("llama"), refusing_after(good, monkeypatch)
     with in_rounds(model, depth) as engine:

@@ -158,15 +158,6 @@ def test_generation_stops_at_the_context_limit(ids):
         assert engine.without_graphs is None
 
 
-@pytest.mark.parametrize("tokens", [1, 20, 33, 100, 200])
-def test_prompts_of_several_lengths(tokens):
-    model = build("llama").cuda()
-    ids = torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(tokens)).cuda()
-    with TIDE.TIDE(model, with_exit(model, 0)) as engine:
-        for _ in range(4):
-            assert torch.equal(engine.generate(ids, **OPTIONS), model.generate(ids, **OPTIONS))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_in_half_precision_exact_is_exits_off(dtype, depth, ids):
@@ -312,16 +303,6 @@ def test_tokens_of_a_stream_stay_on_the_host(ids):
         request = engine._prepare(dict(OPTIONS, input_ids=ids), None)
         assert request.column(engine.last_rows, ids.shape[1]).device.type == "cpu"
     assert set(streamer.devices) == {"cpu"}
-
-
-def test_requests_at_the_same_time_do_not_share_slots(ids):
-    model = build("llama").cuda()
-    other = ids.flip(1)
-    expected = [model.generate(one, **OPTIONS)[0, ids.shape[1] :].tolist() for one in (ids, other)]
-    with TIDE.TIDE(model) as engine:
-        streams = [engine.stream(one, **OPTIONS) for one in (ids, other)]
-        found = list(zip(*streams, strict=True))
-    assert [list(one) for one in zip(*found, strict=True)] == expected
 
 
 def test_weights_that_are_exchanged_are_the_ones_that_count(ids):

@@ -85,18 +85,6 @@ def test_a_cpu_draws_the_same_in_fp32(what, ids):
                 assert torch.equal(engine.generate(ids, **asked(what, seed)).cpu(), expected[seed])
 
 
-def test_a_row_in_a_batch_draws_what_it_draws_alone(ids):
-    model = build("llama").to("cuda", torch.bfloat16)
-    rows = torch.cat([ids, ids.flip(1), ids.roll(3, 1)])
-    options = {**LENGTH, **ASKED["top-k and top-p"]}
-    with TIDE.TIDE(model) as engine:
-        for _ in range(3):
-            together = engine.generate(rows, attention_mask=torch.ones_like(rows), seed=[5, 6, 7], **options)
-            assert engine.runner.name == "triton"
-            for row in range(3):
-                assert torch.equal(engine.generate(rows[row : row + 1], seed=5 + row, **options)[0], together[row])
-
-
 @pytest.mark.parametrize("what", ASKED)
 def test_families_without_fused_layers_sample_in_rounds_too(what, ids):
     model = build("gpt2").cuda()

@@ -10,10 +10,9 @@ import torch
 
 import TIDE
 from families import VOCAB, build
-from router_files import a_file
+from router_files import exits_of
 from runners import Recording
 from TIDE.config import TIDEConfig
-from TIDE.routing.policies import policy_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -26,9 +25,7 @@ OPTIONS = dict(max_new_tokens=80, eos_token_id=None, pad_token_id=0)
 def test_trees_write_the_text_of_exits_off(dtype, rows, how):
     model = build("llama", num_hidden_layers=3).to("cuda", dtype)
     ids = torch.randint(3, VOCAB, (rows, 40), generator=torch.Generator().manual_seed(rows)).cuda()
-    with TIDE.TIDE(model) as engine:
-        policy = policy_for(a_file(model, "memory", (0,), 0.0), engine.adapter)
-    with TIDE.TIDE(model, policy) as engine:
+    with TIDE.TIDE(model, exits_of(model, "memory", 0)) as engine:
         with engine.using(engine.config, exits=False):
             expected = engine.generate(ids, **OPTIONS, **how)
         for drafts in (7, 15, 31, 63):
