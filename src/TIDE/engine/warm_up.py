@@ -29,7 +29,7 @@ from TIDE.engine.runners.device import DeviceError, DeviceRunner, device_errors
 from TIDE.engine.runners.triton import TritonRunner
 from TIDE.engine.select import checked
 from TIDE.engine.slots.drafter import why_not_planned
-from TIDE.engine.slots.launcher import levels
+from TIDE.engine.slots.launcher import RoundPlan, levels
 from TIDE.engine.slots.module_prefill import LONGEST, ModulePrefill, padded_length
 from TIDE.engine.slots.sampler import features_of
 from TIDE.engine.slots.stage import SlotStage
@@ -59,12 +59,11 @@ class EmptyRounds:
             columns: that attention is planned for: one of `levels`.
         """
         self._serve_nobody(rows, tokens, features)
-        stage = self.stage
-        stage.launcher.round.most = columns
+        stage, slots = self.stage, self.stage.residents.slots
         if stage.drafter is not None:
             stage.drafter.waiting = 1
             stage.drafter.catch_up()
-        stage.launcher.launch(stage.residents.slots, drafts)
+        stage.launcher.launch(slots, RoundPlan(drafts, stage.launcher.tree(slots.rows), columns, stage.choice.features))
 
     def choose(self, rows: int, tokens: int, features: Features | None) -> None:
         """Choose first tokens on such slots."""

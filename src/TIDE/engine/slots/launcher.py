@@ -1,8 +1,9 @@
-"""Launching rounds on slots: which graph, planned for how many columns; and the results that the host reads later."""
+"""Launching rounds on slots: a plan that says all that a round needs, its graph, and the results that the host reads later."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +18,7 @@ from TIDE.engine.schedule.draft_planner import lengths_on
 from TIDE.engine.slots.round import MIN_COLUMNS, SlotRound
 from TIDE.engine.slots.tree_round import TreeRound, shape_for, why_no_tree
 from TIDE.kernels.layer import MOST_TOKENS
+from TIDE.kernels.reference.sampling import Features
 from TIDE.kernels.reference.trees import TreeShape
 from TIDE.kernels.result import ACCEPTED, DRAFTED, NOTHING_LEFT, SCORES, TOKENS
 from TIDE.kernels.transfer import write
@@ -32,11 +34,36 @@ def levels(tokens: int) -> list[int]:
     return found
 
 
+@dataclass(frozen=True)
+class RoundPlan:
+    """All that a round on slots needs, decided before its launch: a process with the same slots could launch the same round.
+
+    Attributes:
+        drafts: of the round; of a tree the levels.
+        tree: of each row, if there are drafts; None: drafts are in a row.
+        columns: that attention is planned for.
+        features: of the choice of tokens; None: every row takes the best one.
+        limits: of each slot's drafts, which the device reads; empty: as they were.
+    """
+
+    drafts: int = 0
+    tree: TreeShape | None = None
+    columns: int = MIN_COLUMNS
+    features: Features | None = None
+    limits: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of each row in the deep pass."""
+        return 1 + (self.drafts if self.tree is None or not self.drafts else self.tree.drafts)
+
+
 class RoundLauncher:
-    """Launches rounds by one plan.
+    """Plans and launches rounds.
 
     Attributes:
         without_tree: why drafts are in a row where the plan has a tree; None: they are not.
+        columns: that attention is planned for.
     """
 
     def __init__(self, runner: DeviceRunner, plan: Plan, round_: SlotRound) -> None:
@@ -44,8 +71,9 @@ class RoundLauncher:
         self.plan = plan
         self.round = round_
         self.without_tree = why_no_tree(plan, runner, round_.drafter)
+        self.columns = MIN_COLUMNS
         self._launched = 0
-        self._limits: list[int] = []
+        self._limits: tuple[int, ...] = ()
 
     def tree(self, rows: int) -> TreeShape | None:
         """Return the tree of each row in rounds on `rows` slots; None: drafts are in a row."""
@@ -66,32 +94,39 @@ class RoundLauncher:
 
     def plan_columns(self, longest: int) -> None:
         """Plan attention for a text of `longest` tokens."""
-        self.round.most = max(self.round.most, levels(longest)[-1])
+        self.columns = max(self.columns, levels(longest)[-1])
 
-    def write_limits(self, slots: Slots, places: Mapping[int, Row], drafts: int) -> None:
-        """Tell the device how many drafts each row may have."""
+    def plan_first(self, slots: Slots) -> RoundPlan:
+        """Plan the choice of the first new tokens."""
+        return RoundPlan(0, self.tree(slots.rows), self.columns, self.round.choice.features)
+
+    def plan_round(self, slots: Slots, running: Sequence[Row], places: Mapping[int, Row]) -> RoundPlan:
+        """Plan a round: the shortest that has as many drafts as any of the running rows wants."""
+        drafts = self.length_for(max(row.wanted or 0 for row in running), slots.rows)
         limits = [MOST_TOKENS] * slots.rows
         for place, row in places.items():
             if (row.wanted or 0) < drafts:
                 limits[place] = row.wanted or 0
-        if limits != self._limits:
-            write(slots.control.limits, torch.tensor(limits, dtype=torch.int32))
-            self._limits = limits
+        return RoundPlan(drafts, self.tree(slots.rows), self.columns, self.round.choice.features, tuple(limits))
 
     def forget_limits(self) -> None:
         """Write them again next time: rows have other slots."""
-        self._limits = []
+        self._limits = ()
 
-    def launch(self, slots: Slots, drafts: int) -> bool:
+    def launch(self, slots: Slots, plan: RoundPlan) -> bool:
         """Launch a round; return True if that was as fast as it will be from now on."""
-        round_, drafter, choice = self.round, self.round.drafter, self.round.choice
-        shape = self.tree(slots.rows) if drafts else None
+        round_, drafter, choice, drafts = self.round, self.round.drafter, self.round.choice, plan.drafts
+        if plan.limits and plan.limits != self._limits:
+            write(slots.control.limits, torch.tensor(plan.limits, dtype=torch.int32))
+            self._limits = plan.limits
+        round_.most = plan.columns
+        shape = plan.tree if drafts else None
         vocabulary = Held(None if drafter is None else drafter.vocabulary)
-        key = (shape or drafts, round_.most, round_.exact, round_.threshold, choice.features, vocabulary)
+        key = (shape or drafts, plan.columns, round_.exact, round_.threshold, plan.features, vocabulary)
         with device_errors():
             is_typical = drafter is None or drafter.prepare(drafts)
             if shape is not None and drafter is not None:
-                tree = TreeRound(slots, shape, drafter, round_.most, round_.accept)
+                tree = TreeRound(slots, shape, drafter, plan.columns, round_.accept)
                 return self.runner.graphs.launch(slots, ("tree", *key), lambda: run_round(tree, drafts)) and is_typical
             if not choice.on_host:
                 return self.runner.graphs.launch(slots, ("round", *key), lambda: run_round(round_, drafts)) and is_typical
@@ -105,7 +140,7 @@ class RoundLauncher:
         with device_errors():
             return self.runner.graphs.launch(slots, ("first", self.round.choice.features), self.round.choose_first)
 
-    def read_later(self, slots: Slots, rows: list[Row], drafts: int, is_prefill: bool, is_typical: bool) -> Launched:
+    def read_later(self, slots: Slots, rows: list[Row], plan: RoundPlan, is_prefill: bool, is_typical: bool) -> Launched:
         """Copy the result to the host; whoever asks for it waits for the copy."""
         copy, event = slots.result.copies[self._launched % len(slots.result.copies)], None
         copy.copy_(slots.result.latest, non_blocking=True)
@@ -113,8 +148,8 @@ class RoundLauncher:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
         self._launched += 1
+        drafts, shape = plan.drafts, plan.tree
         places, made = [row.slot for row in rows], [min(drafts, row.wanted or 0) for row in rows]
-        shape = self.tree(slots.rows)
 
         def results() -> list[tuple[Row, RoundResult]]:
             if event is not None:

@@ -58,7 +58,7 @@ class PromptRunner:
                 if ready := residents.ready():
                     for own in ready:
                         own.takes_newest |= self.may_choose_first and not others_wait
-                    is_typical &= self.passes().run(ready, self.launcher.round.most, others_wait)
+                    is_typical &= self.passes().run(ready, self.launcher.columns, others_wait)
                 residents.start_ready()
             if others_wait:
                 break

@@ -143,15 +143,14 @@ class SlotStage:
                 return Launched(list, is_prefill=True, is_typical=False)
             slots = residents.slots
             if have_run.issuperset(running) and not self.choice.on_host:
-                return launcher.read_later(slots, running, 0, is_prefill, launcher.launch_first(slots) and is_typical)
-            drafts = launcher.length_for(max(row.wanted or 0 for row in running), slots.rows)
-            launcher.write_limits(slots, residents.allocator.places, drafts)
-            is_typical &= launcher.launch(slots, drafts)
-            shape = self.shape if drafts else None
-            tokens = 1 + (drafts if shape is None else shape.drafts)
-            for row in running:  # counted when they run: a round launched ahead of the text's end is work too
-                row.stats.layers_run += tokens * self.runner.num_layers
-            return launcher.read_later(slots, running, drafts, is_prefill, is_typical)
+                plan = launcher.plan_first(slots)
+                is_typical &= launcher.launch_first(slots)
+            else:
+                plan = launcher.plan_round(slots, running, residents.allocator.places)
+                is_typical &= launcher.launch(slots, plan)
+                for row in running:  # counted when they run: a round launched ahead of the text's end is work too
+                    row.stats.layers_run += plan.tokens * self.runner.num_layers
+            return launcher.read_later(slots, running, plan, is_prefill, is_typical)
 
     def reserve(self) -> list[Row]:
         """Take the blocks that the next rounds may need; return the rows, newest first, that had to leave for it."""
