@@ -32,6 +32,7 @@ from TIDE.engine.cache.slots import AT_ONCE
 from TIDE.engine.loop import Loop
 from TIDE.engine.rows.row import Row
 from TIDE.engine.runners.triton import TritonRunner
+from TIDE.engine.schedule.draft_planner import DraftPlanner
 from TIDE.engine.schedule.scheduler import Scheduler
 from TIDE.engine.slots.drafter import SlotDrafter
 from TIDE.engine.slots.launcher import RoundLauncher
@@ -279,18 +280,18 @@ class Pretended:
 
 @pytest.mark.parametrize("is_over", [True, False])
 def test_rounds_take_as_long_as_the_device_says_and_if_it_would_wait_it_gets_some_at_once(is_over, monkeypatch):
-    clock, seen, read_later, saw = itertools.count(), [], RoundLauncher.read_later, Scheduler.saw
+    clock, seen, read_later, saw = itertools.count(), [], RoundLauncher.read_later, DraftPlanner.saw
     at_once, needed = [], Loop._needed
 
     def launched(self, *given):
         return replace(read_later(self, *given), event=Pretended(is_over, 100.0 * next(clock)))
 
-    def noted(self, row, plan, result, round_, seconds):
+    def noted(self, row, result, round_, seconds):
         seen.append(seconds)
-        saw(self, row, plan, result, round_, seconds)
+        saw(self, row, result, round_, seconds)
 
     monkeypatch.setattr(RoundLauncher, "read_later", launched)
-    monkeypatch.setattr(Scheduler, "saw", noted)
+    monkeypatch.setattr(DraftPlanner, "saw", noted)
     monkeypatch.setattr(Loop, "_needed", lambda self, *given: at_once.append(needed(self, *given)) or at_once[-1])
     (row,) = in_a_loop(runners()["on_references"], None, prompt(), NEW, Script([0]), device=True, overlap=True)
     assert row.tokens == text()[: PROMPT + NEW]
