@@ -95,6 +95,7 @@ def on_kernels() -> TIDE.TIDE:
     return engine
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run on the GPU: tests/gpu")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @settings(max_examples=200 if IS_LONG else 2)
