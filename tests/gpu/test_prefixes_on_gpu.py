@@ -58,13 +58,14 @@ def test_nothing_is_captured_after_a_warm_up():
 def test_kernels_that_are_compiled_ahead_do_not_run():
     from TIDE.kernels.triton import products as triton_products
     from TIDE.kernels.triton.compile_ahead import compiled_ahead
+    from TIDE.kernels.weights import Dense
 
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=generator).cuda() for shape in ((3, 48), (80, 48)))
     with compiled_ahead(shows=False):
-        assert torch.isfinite(triton_products.linear(x, torch.zeros_like(weight))).shape == (3, 80)
+        assert torch.isfinite(triton_products.linear(x, Dense(torch.zeros_like(weight)))).shape == (3, 80)
         base = torch.full((3, 80), 5.0, device="cuda")
-        triton_products._launch_linear(x, weight, triton_products.EMPTY, base)
+        triton_products._launch_linear(x, Dense(weight), triton_products.EMPTY, base)
     assert (base == 5).all()
-    triton_products._launch_linear(x, weight, triton_products.EMPTY, base)
+    triton_products._launch_linear(x, Dense(weight), triton_products.EMPTY, base)
     torch.testing.assert_close(base, x @ weight.T, rtol=1e-3, atol=1e-3)

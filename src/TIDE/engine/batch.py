@@ -202,7 +202,8 @@ class Batch:
     def _check(self) -> None:
         """Compile what the first rows need, and check the runner: nothing runs twice."""
         _, plan, policy = self._added[0]
-        rows = [own.row for own in self._added if own.plan == plan and own.policy is policy]
+        added = list(self._added)  # in one go: other threads may add more
+        rows = [submission.row for submission in added if submission.plan == plan and submission.policy is policy]
         for row in rows:
             row.stats.cold_starts = 1
         compile_first(self.runner, plan, policy, rows)
