@@ -133,11 +133,10 @@ def fields_of(node: ast.ClassDef) -> set[str]:
 
 
 MOST_METHODS, MOST_FIELDS = 15, 12
-LARGE = {  # more than that today; this list may only become shorter
-    "SegmentCache",
-    "TIDE",
-    "Segments",
-    "HostStage",
+LARGE = {  # the exceptions: a fourth is a class to split
+    "TIDE",  # the public engine: its methods are the surface that users call
+    "SegmentCache",  # transformers' Cache asks for a dozen methods of its own
+    "Segments",  # to be split when its rows move to slots
 }
 
 

@@ -69,7 +69,6 @@ class HostStage:
         self.rows: list[Row] = []
         self.joining: list[Row] = []
         self.clock = Clock(Seconds())
-        self.waits = plan.exact or not runner.gathers_rows  # for the rows that leave
         self.has_asked = False  # an exit in the last step: the first one after a pause catches up with the text
 
     def admit(self, rows: Sequence[Row]) -> int:
@@ -115,6 +114,11 @@ class HostStage:
         if not self.rows:
             self.segments = self._no_segments()  # a long text has had room that others need not have
         self.sampler.serve(self.rows)
+
+    @property
+    def waits(self) -> bool:
+        """True if rows that stay wait for those that leave."""
+        return self.plan.exact or not self.runner.gathers_rows
 
     @property
     def width(self) -> int:
