@@ -29,7 +29,7 @@ class Stage(Protocol):
 
     Attributes:
         waits: rows that leave wait for the others.
-        has_asked: an exit in the last step.
+        has_asked: an exit in the last round, or in this one.
     """
 
     runner: Runner
@@ -100,7 +100,7 @@ class HostRound:
             seconds += self.stage.clock.lap("exits")
         if may_leave and self.stage.has_asked:
             self.stage.planner.costs.exit.add(seconds / len(may_leave))
-        self.stage.has_asked = bool(may_leave)
+        self.stage.has_asked = bool(may_leave) or (step > 0 and self.stage.has_asked)
         if self.going:
             self.held += self.going
             self.entry = self.segment

@@ -69,7 +69,7 @@ class HostStage:
         self.rows: list[Row] = []
         self.joining: list[Row] = []
         self.clock = Clock(Seconds())
-        self.has_asked = False  # an exit in the last step: the first one after a pause catches up with the text
+        self.has_asked = False  # an exit in the last round: the first one after a pause catches up with the text
 
     def admit(self, rows: Sequence[Row]) -> int:
         """Take in the first of these rows, as many as there is room for; return how many. One whose text begins like that of a
