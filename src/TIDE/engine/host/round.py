@@ -28,7 +28,6 @@ class Stage(Protocol):
     """What a round needs of its stage.
 
     Attributes:
-        waits: rows that leave wait for the others.
         has_asked: an exit in the last round, or in this one.
     """
 
@@ -41,8 +40,11 @@ class Stage(Protocol):
     clock: Clock
     rows: list[Row]
     joining: list[Row]
-    waits: bool
     has_asked: bool
+
+    @property
+    def waits(self) -> bool:
+        """True if rows that leave wait for the others."""
 
 
 class HostRound:

@@ -117,7 +117,7 @@ class HostStage:
 
     @property
     def waits(self) -> bool:
-        """True if rows that stay wait for those that leave."""
+        """True if rows that leave wait for the others."""
         return self.plan.exact or not self.runner.gathers_rows
 
     @property
