@@ -13,7 +13,7 @@ from families import VOCAB, build
 from router_files import exits_of
 from runners import on_modules, on_references
 from TIDE.config import TIDEConfig
-from TIDE.engine.runners.graphs import Graphs
+from TIDE.engine.runners.graphs import GraphPool, Graphs
 from TIDE.engine.schedule.costs import Costs
 
 OPTIONS = dict(max_new_tokens=8, eos_token_id=None, pad_token_id=0)
@@ -41,6 +41,24 @@ def first_times(monkeypatch):
 def prompts(count: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     return [torch.randint(3, VOCAB, (1, 5 + 11 * number), generator=generator) for number in range(count)]
+
+
+def test_nothing_is_captured_while_kernels_only_compile(monkeypatch):
+    """Such a graph would have no kernels: a head would never be fed what it missed."""
+    pytest.importorskip("triton")
+    captured, slots = [], object()
+    monkeypatch.setattr(Graphs, "_capture", lambda self, key, work: captured.append(key))
+    pool = GraphPool(torch.device("cpu"))
+    pool.of[slots] = Graphs(pool.device)
+    pool.of[slots].without = None
+    with pool.compiled_ahead(shows=False):
+        for _ in range(3):
+            assert not pool.launch(slots, "feed", lambda: None)
+    assert not captured
+    pool.launch(slots, "feed", lambda: None)
+    assert not captured  # it has not run before
+    pool.launch(slots, "feed", lambda: None)
+    assert captured == ["feed"]
 
 
 @pytest.mark.full

@@ -77,10 +77,6 @@ class Graphs:
             work()
         return known
 
-    def forget_runs(self) -> None:
-        """Take work for new that was not captured: so far it was compiled and not run."""
-        self._seen &= self._captured.keys()
-
     def _capture(self, key: Hashable, work: Callable[[], object]) -> None:
         began, graph = time.perf_counter(), torch.cuda.CUDAGraph()
         collects = gc.isenabled()
@@ -110,6 +106,7 @@ class GraphPool:
         self.launched = 0
         self.of: dict[Slots, Graphs] = {}
         self._dropped_seconds = 0.0
+        self._only_compiles = False
 
     @property
     def without(self) -> str | None:
@@ -125,6 +122,9 @@ class GraphPool:
     def launch(self, slots: Slots, key: Hashable, work: Callable[[], object]) -> bool:
         """Run work on slots, or replay its graph; return True if that was as fast as it will be from now on."""
         self.launched += 1
+        if self._only_compiles:  # a graph captured now would have no kernels
+            work()
+            return False
         if slots not in self.of:
             self.of[slots] = Graphs(self.device)
         return self.of[slots].run(key, work)
@@ -138,6 +138,8 @@ class GraphPool:
     def compiled_ahead(self, shows: bool) -> Iterator[None]:
         """Compile, many at a time, the kernels of work that is launched in here; it does not run."""
         with compiled_ahead(shows):
-            yield
-        for graphs in self.of.values():
-            graphs.forget_runs()
+            self._only_compiles = True
+            try:
+                yield
+            finally:
+                self._only_compiles = False

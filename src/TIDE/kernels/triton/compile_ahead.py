@@ -20,6 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 MOST_THREADS = 16
+ONE_AT_A_TIME = threading.Lock()  # there is one `JITFunction.run` for all threads
 
 
 @contextmanager
@@ -34,13 +35,13 @@ def compiled_ahead(shows: bool) -> Iterator[None]:
     from triton.runtime._async_compile import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
-    own, run = threading.get_ident(), JITFunction.run
+    thread, threads = threading.get_ident(), min(MOST_THREADS, os.cpu_count() or 1)
+    with ONE_AT_A_TIME, _Pool(threads) as pool, AsyncCompileMode(pool, ignore_errors=True) as mode:
+        run = JITFunction.run
 
-    def compile_only(self: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return run(self, *given, grid=grid, warmup=warmup or threading.get_ident() == own, **options)
+        def compile_only(self: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            return run(self, *given, grid=grid, warmup=warmup or threading.get_ident() == thread, **options)
 
-    threads = min(MOST_THREADS, os.cpu_count() or 1)
-    with _Pool(threads) as pool, AsyncCompileMode(pool, ignore_errors=True) as mode:
         JITFunction.run = compile_only
         try:
             yield
