@@ -347,7 +347,7 @@ def test_many_requests_through_sixteen_slots_and_few_blocks():
         assert in_use[1] - in_use[0] < 32, in_use
         store = engine.runner.pool.store(None)
         assert store.blocks <= 20 and store.free == store.blocks - 1
-        free = [slots.rows for slots in engine.runner.pool.free]
+        free = [slots.rows for slots in engine.runner.pool.free_slots]
         assert len(free) == len(set(free))
 
 

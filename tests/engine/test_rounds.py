@@ -62,7 +62,7 @@ def test_a_memory_head_is_fed_every_token_once_it_is_asked_again(lengths, depth,
         with pytest.MonkeyPatch.context() as patch, in_rounds(model, depth, **how) as engine:
             patch.setattr(Slots, "clear", noting)
             text = engine.generate(ids, do_sample=False, eos_token_id=None, **options)
-            (slots,) = engine.runner.pool.free
+            (slots,) = engine.runner.pool.free_slots
             store, fed = slots.store, seen[-1]
             first = int(store._free[-1])  # the block the row had first is the next to be taken
             assert first == 1 and fed < store.size
@@ -157,7 +157,7 @@ def test_streams_that_are_left_give_their_slots_back(ids):
         engine.generate(ids, **OPTIONS)
         for _ in range(3):
             next(engine.stream(ids, **OPTIONS))
-        assert len(engine.runner.pool.free) == 1
+        assert len(engine.runner.pool.free_slots) == 1
         assert engine.runner.pool.store(None).free == engine.runner.pool.store(None).blocks - 1
 
 

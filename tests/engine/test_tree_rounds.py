@@ -234,7 +234,7 @@ def test_an_accepted_path_leaves_what_a_prefill_of_its_text_leaves():
             patch.setattr(TreeRound, "deep_pass", told({13, 20}, text.tolist()))
             patch.setattr(reference, "few_best", sure_of_the_first)
             assert torch.equal(engine.generate(ids, **{**OPTIONS, "max_new_tokens": new}), text[:, : ids.shape[1] + new])
-            (slots,) = engine.runner.pool.free
+            (slots,) = engine.runner.pool.free_slots
             store, accepted = slots.store, engine.last_stats.accepted
         first = int(store._free[-1])  # the block the row had first is the next to be taken
         before = store.before[first * store.size :][: store.size]

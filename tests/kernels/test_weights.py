@@ -7,7 +7,8 @@ from typing import get_args
 import pytest
 import torch
 
-from TIDE.kernels.dispatch import arrays
+from layers import a_layer
+from TIDE.kernels.dispatch import arrays, why_no_product
 from TIDE.kernels.weights import Dense, Weight, dense, quantize_int8, some_rows
 
 MAKERS = {"dense": Dense, "int8": quantize_int8}
@@ -35,3 +36,16 @@ def test_numbers_of_eight_bits_are_rounded_to_themselves():
 def test_a_cpu_has_products_for_every_kind():
     products = pytest.importorskip("TIDE.kernels.cpu.products")
     assert products.PRODUCTS.keys() == {*get_args(Weight)}
+
+
+def test_a_layer_without_products_for_its_weights_says_so():
+    pytest.importorskip("TIDE.kernels.cpu.products")
+    layer, cpu, gpu = a_layer(torch.Generator().manual_seed(0)), torch.device("cpu"), torch.device("cuda")
+    packed = layer._replace(
+        attention=layer.attention._replace(**{name: quantize_int8(dense(getattr(layer.attention, name))) for name in "qkvo"}),
+        mlp=layer.mlp._replace(**{name: quantize_int8(dense(getattr(layer.mlp, name))) for name in ("gate", "up", "down")}),
+    )
+    assert why_no_product([layer], cpu) is why_no_product([layer], gpu) is why_no_product([packed], cpu) is None
+    assert why_no_product([layer, packed], gpu) == "there are no products on cuda for its weights (Int8)"
+    mixed = layer._replace(mlp=packed.mlp)
+    assert why_no_product([layer, mixed], cpu) == "there are several kinds of weights in one layer"

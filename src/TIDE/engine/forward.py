@@ -2,8 +2,7 @@
 
 Mode "exact": the model's logits, in one pass. Mode "fast": for every token the logits the engine would choose from at that
 place, which is found out by letting the engine itself write the given tokens, one after the other. The first token of a row
-runs all layers, as a prompt does. Where prompts run in a pass of their own kind,
-all given tokens are one prompt.
+runs all layers, as a prompt does. Where prompts run in a pass of their own kind, all given tokens are one prompt.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ def run_passes(round_: Round, drafts: int | None = None) -> int:
     return drafted
 
 
-def accept(drafts: Sequence[Draft], found: Sequence[int], depth: int) -> RoundResult:
-    """Return the outcome of a round for one row.
+def row_result(drafts: Sequence[Draft], found: Sequence[int], depth: int) -> RoundResult:
+    """Return the outcome of a round on the host for one row. On slots `ExitOps.accept` compares, for all rows at once.
 
     Args:
         found: the full model's tokens in the drafts' places, and one behind them; those behind the first difference may be

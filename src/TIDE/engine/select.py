@@ -32,7 +32,7 @@ from TIDE.engine.runners.numba import NumbaRunner
 from TIDE.engine.runners.patience import saying_what_takes_so_long
 from TIDE.engine.runners.static_modules import StaticModuleRunner
 from TIDE.engine.runners.triton import TritonRunner
-from TIDE.kernels.dispatch import cpu_layers, gpu_ops, missing_compiler, why_no_kernels
+from TIDE.kernels.dispatch import cpu_layers, gpu_ops, missing_compiler, why_no_kernels, why_no_product
 from TIDE.kernels.layer import Layer
 from TIDE.kernels.weights import Weight
 
@@ -67,6 +67,8 @@ def _fastest(adapter: ModelAdapter) -> Runner:
     on_gpu = device.type == "cuda"
     numba_layers = None if on_gpu else cpu_layers()
     layers = described_layers(adapter)
+    if isinstance(layers, list):
+        layers = why_no_product(layers, device) or layers
     if isinstance(layers, list):
         if numba_layers is None:
             return TritonRunner(adapter, layers, *gpu_ops())

@@ -14,7 +14,9 @@ import torch
 
 from TIDE.kernels.cpu.compile import compile_ahead
 from TIDE.kernels.interfaces import ExitOps, LayerOps, SamplingOps
+from TIDE.kernels.layer import Layer
 from TIDE.kernels.triton.tiles import card_of, why_not
+from TIDE.kernels.weights import Dense, Weight
 
 NEEDS = {  # by kind of device: the compiler, and the dtypes there is code for
     "cpu": ("numba", (torch.float32,)),
@@ -72,6 +74,15 @@ def wrong_dtype(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype in dtypes:
         return None
     return f"compiled layers on {device.type} are for {_names(dtypes)}, and the model is {_names([dtype])}"
+
+
+def why_no_product(layers: Iterable[Layer], device: torch.device) -> str | None:
+    """Return which weights of layers the compiled code of a device has no products for; None: it has all."""
+    known = {Dense} if device.type == "cuda" else set(importlib.import_module("TIDE.kernels.cpu.products").PRODUCTS)
+    kinds = {frozenset(type(part) for part in (*own.attention, *own.mlp) if isinstance(part, Weight)) for own in layers}
+    if missing := sorted(kind.__name__ for kind in frozenset().union(*kinds) - known):
+        return f"there are no products on {device.type} for its weights ({', '.join(missing)})"
+    return "there are several kinds of weights in one layer" if any(len(own) > 1 for own in kinds) else None
 
 
 def missing_compiler(device: torch.device) -> str | None:

@@ -16,7 +16,7 @@ import torch
 from TIDE.engine.host.sampler import Sampler
 from TIDE.engine.host.segments import Segments
 from TIDE.engine.request.plan import Plan
-from TIDE.engine.round import accept
+from TIDE.engine.round import row_result
 from TIDE.engine.rows.row import RoundResult, Row
 from TIDE.engine.runners.base import Runner
 from TIDE.engine.schedule.draft_planner import DraftPlanner
@@ -146,7 +146,7 @@ class HostRound:
         """Turn what was found into results; drafts are verified or rolled back."""
         self.results = []
         for row, found in self.found.items():
-            result = accept(row.drafts, found, self.stage.runner.num_layers)
+            result = row_result(row.drafts, found, self.stage.runner.num_layers)
             if result.accepted < len(row.drafts):
                 self.stage.segments.rollback(row, len(row.tokens) + result.accepted)
             row.drafts = []

@@ -1,4 +1,5 @@
-"""Slots and K/V of a device, taken by requests and given back: what was captured on them serves those that come later."""
+"""Slots and stores of a device, taken by requests and given back: what was captured on them serves those that come later.
+Single blocks are taken from a store and given back to it: see `cache/kv_blocks.py`."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class DevicePool:
         self.device = runner.device
         self.graphs = graphs
         self.stores: list[tuple[Exit | None, KVBlocks]] = []
-        self.free: list[Slots] = []  # that wait for their next rows
+        self.free_slots: list[Slots] = []  # that wait for their next rows
         self._prompts: list[tuple[Exit | None, Prompts]] = []
         self._acquired: weakref.WeakSet[Slots] = weakref.WeakSet()
 
@@ -97,21 +98,21 @@ class DevicePool:
 
     def _drop_store(self, exit_: Exit | None, store: KVBlocks) -> None:
         self.drop_prompts(exit_)
-        for slots in [own for own in self.free if own.store is store]:
-            self.free.remove(slots)
+        for slots in [own for own in self.free_slots if own.store is store]:
+            self.free_slots.remove(slots)
             self.graphs.drop(slots)
         self.stores.remove((exit_, store))
 
     def acquire(self, rows: int, columns: int, exit_: Exit | None) -> Slots:
         """Return slots with room for `rows` rows and `columns` columns, which have to be released."""
-        alike = [slots for slots in self.free if slots.drafts.exit is exit_ and slots.rows == rows]
+        alike = [slots for slots in self.free_slots if slots.drafts.exit is exit_ and slots.rows == rows]
         found = next((slots for slots in alike if slots.columns >= columns), None)
         if found is not None:
-            self.free.remove(found)
+            self.free_slots.remove(found)
             self._acquired.add(found)
             return found
         for slots in alike:  # too narrow for what is asked now
-            self.free.remove(slots)
+            self.free_slots.remove(slots)
             self.graphs.drop(slots)
         made = self._runner.make_slots(rows, _rounded(columns), exit_)
         self._acquired.add(made)
@@ -119,7 +120,7 @@ class DevicePool:
 
     def has_free(self, rows: int, columns: int, exit_: Exit | None) -> bool:
         """Return True if there are such slots already, with what was captured on them."""
-        return any(slots.drafts.exit is exit_ and slots.rows == rows and slots.columns >= columns for slots in self.free)
+        return any(slots.drafts.exit is exit_ and slots.rows == rows and slots.columns >= columns for slots in self.free_slots)
 
     def prompts(self, exit_: Exit | None, columns: int) -> Prompts:
         """Return buffers for texts of up to `columns` tokens, on slots that no row is decoded on."""
@@ -140,7 +141,7 @@ class DevicePool:
     def release(self, slots: Slots) -> None:
         """Take slots back, for rows that come later."""
         self._acquired.discard(slots)
-        self.free.append(slots)
+        self.free_slots.append(slots)
 
 
 def _rounded(columns: int) -> int:

@@ -74,9 +74,9 @@ class PrefixSharing:
             else:  # another row has made the same
                 self.blocks.put(row, number, node.block)
 
-    def release(self, row: Row) -> None:
-        """Let go the blocks that a row holds; of its own ones those are left that nobody can find. Where this is broken off,
-        blocks may be lost, but none is given back twice."""
+    def detach(self, row: Row) -> None:
+        """Leave in the row's list only the blocks that `BlockManager.free` may give back: the tree keeps those that others can
+        find. Where this is broken off, blocks may be lost, but none is given back twice."""
         if (ref := self._refs.get(row)) is None:  # it was about to join
             return
         blocks = self.blocks.of[row]

@@ -134,7 +134,7 @@ class Residents:
 
     def _free_blocks(self, row: Row) -> None:
         if self.sharing is not None:
-            self.sharing.release(row)
+            self.sharing.detach(row)
         self.blocks.free(row)
 
     def reserve(self) -> list[Row]:
