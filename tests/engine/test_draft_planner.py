@@ -120,6 +120,17 @@ def test_sure_scores_that_are_always_wrong_cost_little():
     assert 0 < lost / (4 * 128) < 0.02
 
 
+@pytest.mark.parametrize(("good", "bad"), [(1, 2), (2, 5), (4, 10), (20, 80)])
+def test_scores_that_are_modest_where_drafts_stand_and_sure_where_they_fall_cost_little(good, bad):
+    """What scores promise was too little so often that the share of accepted drafts says nothing against the next ones."""
+    planner, row, steps, tokens = a_planner(), a_row(), 0.0, 0
+    while tokens < 2000:
+        for score, accepted in [(0.5, 1)] * good + [(0.99, 0)] * bad:
+            exits, drafts = a_round(planner, row, score, accepted, most=5)
+            steps, tokens = steps + 1 + 0.1 * (exits + drafts), tokens + 1 + min(accepted, drafts)
+    assert tokens / steps > 0.96
+
+
 def test_with_a_threshold_scores_decide_and_rows_that_lose_still_rest():
     planner, row = a_planner(weighs=False), a_row()
     planner.begin_round([row])

@@ -15,7 +15,8 @@ the chance that the drafts before it are accepted, and a token worth the seconds
     run another exit   P · gain       tokens  >  seconds of the exit                       gain: mean of p less the place
 
 Rows together share a step, so there a token is worth less, and from some number of rows on nothing is drafted. However sure the
-scores are, a row drafts one token more than any row ever had accepted: exits that are always wrong cost one draft each.
+scores are, a row drafts one token more than any row ever had accepted: exits that are always wrong cost one draft each. And
+whatever scores promise, drafts rest once the latest fifty rounds have lost more than they have won.
 
 Where drafts do not pay they rest, longer each time, and then some rounds try. Trials of rows together take no more than a
 hundredth of the time. While drafts pay, a round without any is timed now and then, and of many rows one with the second best
@@ -91,6 +92,8 @@ class DraftPlanner:
         self._rounds = 0
         self._trial = 0  # rounds on the host that this one goes on for
         self._is_resting = False
+        self._has_lost = False  # drafts on the host, more than they won
+        self._asked = self._accepted = 0  # exits and drafts of the round at hand, on the host
 
     def _begin(self, rows: Sequence[Row], are_many: bool) -> None:
         """Take in rows, with what was learnt from texts before them."""
@@ -169,18 +172,30 @@ class DraftPlanner:
 
     def begin_round(self, rows: Sequence[Row]) -> None:
         """Start a round on the host: choose whether its rows draft, rest, or one of them tries for all."""
+        self._settle_balance()
         self.costs.begin_round(max(1, len(rows)))
         self._begin(rows, len(rows) > 1)
         self._trial = max(0, self._trial - 1)
         step, exit_ = self.costs.step.mean, self.costs.exit.mean
         self._is_resting = step is None
-        if step is None or exit_ is None or self._trial or self._exit_pays(1.0, 0):
+        if step is None or exit_ is None or self._trial or (self._exit_pays(1.0, 0) and not self._has_lost):
             return
         least = EVERY * (exit_ / step + self.costs.guess) / TRIALS if len(rows) > 1 else 0.0
         self._is_resting = not self._rest.is_over(least=least)
         if not self._is_resting:
             self._trial = EVERY - 1  # the first exit catches up with the text, and the next one is timed
+            self._has_lost = False
             self._begin_trial()
+
+    def _settle_balance(self) -> None:
+        """Record what drafts of the round before brought and took."""
+        step, exit_, known = self.costs.step.mean, self.costs.exit.mean, self.known
+        if self._asked and step is not None and exit_ is not None:
+            taken = self.costs.deep(self.costs.tokens) - 1 + self._asked * exit_ / step
+            known.balance += (1 - KEPT) * (self._accepted / self.costs.rows - taken - known.balance)
+            if known.balance < 0:
+                known.balance, self._has_lost = 0.0, True
+        self._asked = self._accepted = 0
 
     def _exit_pays(self, odds: float, number: int) -> bool:
         """Return True if an exit is likely to pay, after drafts that are accepted with the probability `odds`."""
@@ -197,6 +212,11 @@ class DraftPlanner:
 
     def should_draft(self, row: Row) -> bool:
         """Return True if the exit is to run for the newest token of a row on the host."""
+        asks = self._should_ask(row)
+        self._asked += asks
+        return asks
+
+    def _should_ask(self, row: Row) -> bool:
         number, gains = len(row.drafts), self.known.gains
         if self._is_resting or number > self.known.longest:
             return False
@@ -235,6 +255,7 @@ class DraftPlanner:
             return
         if is_planned and (self.costs.alike(round_) >= EVERY or round_.rows < MANY) and seconds is not None:
             known.costs.saw_round(round_.rows, round_.drafts or 0, seconds)
+        self._accepted += 0 if is_planned else result.accepted
         if result.made:
             text = self.texts.get(row) if known is self.known else None
             self._learn(known, text or Acceptance(known.acceptance), result, is_planned)
