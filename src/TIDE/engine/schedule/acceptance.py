@@ -6,7 +6,7 @@ their scores promised, corrects it: scores are too high in one text and too low 
 
 from __future__ import annotations
 
-from TIDE.engine.schedule.costs import LATELY, Costs
+from TIDE.engine.schedule.costs import LATELY, Costs, RoundCosts
 from TIDE.kernels.layer import MOST_TOKENS
 from TIDE.kernels.reference.trees import TreeShape
 
@@ -80,7 +80,7 @@ class Experience:
 
     Attributes:
         gains: of exits on the host, by the number of the draft: tokens that they promised, less the cost of a draft's place.
-        balance: tokens that drafts on the host brought a round, less what they took: a mean of the latest fifty.
+        balance: tokens that drafts on the host brought a round, less what they took: a mean of the latest fifty. See `Balance`.
         longest: drafts accepted in one round, at most.
         rest: of rows together. What drafts cost is mostly a matter of how many rows there are, so it outlasts a text.
         drafting: rounds for which drafts were planned.
@@ -99,3 +99,27 @@ class Experience:
     def of(self, tree: TreeShape | None) -> Experience:
         """Return the experience with trees of a shape; None: with drafts in a row."""
         return self if tree is None else self._trees.setdefault(tree, Experience())
+
+
+class Balance:
+    """What drafts on the host bring and take, whatever their scores promise.
+
+    Attributes:
+        has_lost: more than was won, so that drafts rest until a trial.
+        asked: exits of the round at hand.
+        accepted: drafts of it.
+    """
+
+    def __init__(self) -> None:
+        self.has_lost = False
+        self.asked = self.accepted = 0
+
+    def settle(self, known: Experience, costs: RoundCosts) -> None:
+        """Record the round that is over."""
+        step, exit_ = costs.step.mean, costs.exit.mean
+        if self.asked and step is not None and exit_ is not None:
+            taken = costs.deep(costs.tokens) - 1 + self.asked * exit_ / step
+            known.balance += (1 - KEPT) * (self.accepted / costs.rows - taken - known.balance)
+            if known.balance < 0:
+                known.balance, self.has_lost = 0.0, True
+        self.asked = self.accepted = 0

@@ -33,7 +33,7 @@ from TIDE.engine.cache.slots import MOST_ROUND
 from TIDE.engine.request.plan import Plan
 from TIDE.engine.round import Launched
 from TIDE.engine.rows.row import RoundResult, Row
-from TIDE.engine.schedule.acceptance import KEPT, Acceptance, Experience, Rest
+from TIDE.engine.schedule.acceptance import KEPT, Acceptance, Balance, Experience, Rest
 from TIDE.engine.schedule.costs import LATELY, NEWEST, RoundCosts
 from TIDE.kernels.reference.trees import TreeShape
 
@@ -92,8 +92,7 @@ class DraftPlanner:
         self._rounds = 0
         self._trial = 0  # rounds on the host that this one goes on for
         self._is_resting = False
-        self._has_lost = False  # drafts on the host, more than they won
-        self._asked = self._accepted = 0  # exits and drafts of the round at hand, on the host
+        self._balance = Balance()
 
     def _begin(self, rows: Sequence[Row], are_many: bool) -> None:
         """Take in rows, with what was learnt from texts before them."""
@@ -172,30 +171,20 @@ class DraftPlanner:
 
     def begin_round(self, rows: Sequence[Row]) -> None:
         """Start a round on the host: choose whether its rows draft, rest, or one of them tries for all."""
-        self._settle_balance()
+        self._balance.settle(self.known, self.costs)
         self.costs.begin_round(max(1, len(rows)))
         self._begin(rows, len(rows) > 1)
         self._trial = max(0, self._trial - 1)
         step, exit_ = self.costs.step.mean, self.costs.exit.mean
         self._is_resting = step is None
-        if step is None or exit_ is None or self._trial or (self._exit_pays(1.0, 0) and not self._has_lost):
+        if step is None or exit_ is None or self._trial or (self._exit_pays(1.0, 0) and not self._balance.has_lost):
             return
         least = EVERY * (exit_ / step + self.costs.guess) / TRIALS if len(rows) > 1 else 0.0
         self._is_resting = not self._rest.is_over(least=least)
         if not self._is_resting:
             self._trial = EVERY - 1  # the first exit catches up with the text, and the next one is timed
-            self._has_lost = False
+            self._balance.has_lost = False
             self._begin_trial()
-
-    def _settle_balance(self) -> None:
-        """Record what drafts of the round before brought and took."""
-        step, exit_, known = self.costs.step.mean, self.costs.exit.mean, self.known
-        if self._asked and step is not None and exit_ is not None:
-            taken = self.costs.deep(self.costs.tokens) - 1 + self._asked * exit_ / step
-            known.balance += (1 - KEPT) * (self._accepted / self.costs.rows - taken - known.balance)
-            if known.balance < 0:
-                known.balance, self._has_lost = 0.0, True
-        self._asked = self._accepted = 0
 
     def _exit_pays(self, odds: float, number: int) -> bool:
         """Return True if an exit is likely to pay, after drafts that are accepted with the probability `odds`."""
@@ -212,21 +201,17 @@ class DraftPlanner:
 
     def should_draft(self, row: Row) -> bool:
         """Return True if the exit is to run for the newest token of a row on the host."""
-        asks = self._should_ask(row)
-        self._asked += asks
-        return asks
-
-    def _should_ask(self, row: Row) -> bool:
         number, gains = len(row.drafts), self.known.gains
         if self._is_resting or number > self.known.longest:
-            return False
-        if self._trial and not number:
-            return row is next(iter(self.texts))
-        if not self.plan.weighs or self._exit_pays(self._odds(row), number):
-            return True
-        if 0 < number < len(gains):
-            gains[number] += (1 - KEPT) * (gains[number - 1] - gains[number])  # or it would never run again
-        return False
+            asks = False
+        elif self._trial and not number:
+            asks = row is next(iter(self.texts))
+        else:
+            asks = not self.plan.weighs or self._exit_pays(self._odds(row), number)
+            if not asks and 0 < number < len(gains):
+                gains[number] += (1 - KEPT) * (gains[number - 1] - gains[number])  # or it would never run again
+        self._balance.asked += asks
+        return asks
 
     def should_exit(self, row: Row, score: float, threshold: float = 0.0) -> bool:
         """Return True if a token with this score becomes a draft, and record it. A trial believes the score, and for a machine
@@ -255,7 +240,7 @@ class DraftPlanner:
             return
         if is_planned and (self.costs.alike(round_) >= EVERY or round_.rows < MANY) and seconds is not None:
             known.costs.saw_round(round_.rows, round_.drafts or 0, seconds)
-        self._accepted += 0 if is_planned else result.accepted
+        self._balance.accepted += 0 if is_planned else result.accepted
         if result.made:
             text = self.texts.get(row) if known is self.known else None
             self._learn(known, text or Acceptance(known.acceptance), result, is_planned)
