@@ -80,7 +80,7 @@ class Experience:
 
     Attributes:
         gains: of exits on the host, by the number of the draft: tokens that they promised, less the cost of a draft's place.
-        balance: tokens that drafts on the host brought a round, less what they took: a mean of the latest fifty. See `Balance`.
+        balance: tokens that drafts on the host brought a round, less what they took: a mean of the latest fifty. See `HostDrafts`.
         longest: drafts accepted in one round, at most.
         rest: of rows together. What drafts cost is mostly a matter of how many rows there are, so it outlasts a text.
         drafting: rounds for which drafts were planned.
@@ -101,17 +101,20 @@ class Experience:
         return self if tree is None else self._trees.setdefault(tree, Experience())
 
 
-class Balance:
-    """What drafts on the host bring and take, whatever their scores promise.
+class HostDrafts:
+    """Drafts of rounds on the host: whether there are any, and what they bring and take, whatever their scores promise.
 
     Attributes:
+        is_resting: there are none in this round.
+        trial: rounds that a trial goes on for.
         has_lost: more than was won, so that drafts rest until a trial.
         asked: exits of the round at hand.
         accepted: drafts of it.
     """
 
     def __init__(self) -> None:
-        self.has_lost = False
+        self.is_resting = self.has_lost = False
+        self.trial = 0
         self.asked = self.accepted = 0
 
     def settle(self, known: Experience, costs: RoundCosts) -> None:

@@ -33,7 +33,7 @@ from TIDE.engine.cache.slots import MOST_ROUND
 from TIDE.engine.request.plan import Plan
 from TIDE.engine.round import Launched
 from TIDE.engine.rows.row import RoundResult, Row
-from TIDE.engine.schedule.acceptance import KEPT, Acceptance, Balance, Experience, Rest
+from TIDE.engine.schedule.acceptance import KEPT, Acceptance, Experience, HostDrafts, Rest
 from TIDE.engine.schedule.costs import LATELY, NEWEST, RoundCosts
 from TIDE.kernels.reference.trees import TreeShape
 
@@ -90,9 +90,7 @@ class DraftPlanner:
         self._crowd = 1  # most rows together since there were others
         self._rest = Rest()
         self._rounds = 0
-        self._trial = 0  # rounds on the host that this one goes on for
-        self._is_resting = False
-        self._balance = Balance()
+        self._host = HostDrafts()
 
     def _begin(self, rows: Sequence[Row], are_many: bool) -> None:
         """Take in rows, with what was learnt from texts before them."""
@@ -171,19 +169,19 @@ class DraftPlanner:
 
     def begin_round(self, rows: Sequence[Row]) -> None:
         """Start a round on the host: choose whether its rows draft, rest, or one of them tries for all."""
-        self._balance.settle(self.known, self.costs)
+        self._host.settle(self.known, self.costs)
         self.costs.begin_round(max(1, len(rows)))
         self._begin(rows, len(rows) > 1)
-        self._trial = max(0, self._trial - 1)
+        self._host.trial = max(0, self._host.trial - 1)
         step, exit_ = self.costs.step.mean, self.costs.exit.mean
-        self._is_resting = step is None
-        if step is None or exit_ is None or self._trial or (self._exit_pays(1.0, 0) and not self._balance.has_lost):
+        self._host.is_resting = step is None
+        if step is None or exit_ is None or self._host.trial or (self._exit_pays(1.0, 0) and not self._host.has_lost):
             return
         least = EVERY * (exit_ / step + self.costs.guess) / TRIALS if len(rows) > 1 else 0.0
-        self._is_resting = not self._rest.is_over(least=least)
-        if not self._is_resting:
-            self._trial = EVERY - 1  # the first exit catches up with the text, and the next one is timed
-            self._balance.has_lost = False
+        self._host.is_resting = not self._rest.is_over(least=least)
+        if not self._host.is_resting:
+            self._host.trial = EVERY - 1  # the first exit catches up with the text, and the next one is timed
+            self._host.has_lost = False
             self._begin_trial()
 
     def _exit_pays(self, odds: float, number: int) -> bool:
@@ -202,15 +200,15 @@ class DraftPlanner:
     def should_draft(self, row: Row) -> bool:
         """Return True if the exit is to run for the newest token of a row on the host."""
         number, gains = len(row.drafts), self.known.gains
-        if self._is_resting or number > self.known.longest:
+        if self._host.is_resting or number > self.known.longest:
             asks = False
-        elif self._trial and not number:
+        elif self._host.trial and not number:
             asks = row is next(iter(self.texts))
         else:
             asks = not self.plan.weighs or self._exit_pays(self._odds(row), number)
             if not asks and 0 < number < len(gains):
                 gains[number] += (1 - KEPT) * (gains[number - 1] - gains[number])  # or it would never run again
-        self._balance.asked += asks
+        self._host.asked += asks
         return asks
 
     def should_exit(self, row: Row, score: float, threshold: float = 0.0) -> bool:
@@ -218,7 +216,7 @@ class DraftPlanner:
         that was busy the guessed cost of a place."""
         number, odds = len(row.drafts), self._odds(row)
         place, share = self.costs.marginal_cost(self.costs.tokens), self.texts[row].share(number)
-        is_trial = self._trial > 0 and not number
+        is_trial = self._host.trial > 0 and not number
         price = PAYS * self.costs.rows * (min(place, self.costs.guess) if is_trial else place)
         gains, at = self.known.gains, min(number, len(self.known.gains) - 1)
         pays = odds * score * (1.0 if is_trial else share) > price if self.plan.weighs else score >= threshold
@@ -240,7 +238,7 @@ class DraftPlanner:
             return
         if is_planned and (self.costs.alike(round_) >= EVERY or round_.rows < MANY) and seconds is not None:
             known.costs.saw_round(round_.rows, round_.drafts or 0, seconds)
-        self._balance.accepted += 0 if is_planned else result.accepted
+        self._host.accepted += 0 if is_planned else result.accepted
         if result.made:
             text = self.texts.get(row) if known is self.known else None
             self._learn(known, text or Acceptance(known.acceptance), result, is_planned)
