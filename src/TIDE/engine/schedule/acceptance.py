@@ -80,7 +80,7 @@ class Experience:
 
     Attributes:
         gains: of exits on the host, by the number of the draft: tokens that they promised, less the cost of a draft's place.
-        balance: tokens that drafts on the host brought a round, less what they took: a mean of the latest fifty. See `HostDrafts`.
+        balance: tokens that drafts on the host brought a round, less what they took: a mean of the latest fifty.
         longest: drafts accepted in one round, at most.
         rest: of rows together. What drafts cost is mostly a matter of how many rows there are, so it outlasts a text.
         drafting: rounds for which drafts were planned.
