@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import TIDE
+from TIDE.run import prepared
 
 HERE = Path(__file__).resolve().parents[1]
 ROOT = f"{Path(TIDE.__file__).parent}/"
@@ -41,10 +42,7 @@ def crossed(work: Callable[[], object]) -> list[str]:
 
 def embedded() -> tuple[TIDE.TIDE, torch.Tensor]:
     model, tokenizer = TIDE.load_model("default", dtype=torch.float32)
-    chat = [{"role": "user", "content": "Name three colours."}]
-    return TIDE.TIDE(model, TIDE.default_router()), tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=False
-    )
+    return TIDE.TIDE(model, TIDE.default_router()), prepared(tokenizer, "Name three colours.")["input_ids"]
 
 
 def on_slots() -> tuple[TIDE.TIDE, torch.Tensor]:

@@ -68,8 +68,6 @@ def _fastest(adapter: ModelAdapter) -> Runner:
     numba_layers = None if on_gpu else cpu_layers()
     layers = described_layers(adapter)
     if isinstance(layers, list):
-        layers = why_no_product(layers, device) or layers
-    if isinstance(layers, list):
         if numba_layers is None:
             return TritonRunner(adapter, layers, *gpu_ops())
         with saying_what_takes_so_long("layers"):
@@ -99,7 +97,7 @@ def described_layers(adapter: ModelAdapter) -> list[Layer] | str:
     if len(described) < len(found) or not rotates or not all(_plain(own, model.dtype, adapter.device) for own in described):
         kinds = sorted({type(layer).__name__ for layer in adapter.layers})
         return f"there is no compiled layer for {', '.join(kinds)} as it is here"
-    return described
+    return why_no_product(described, adapter.device) or described
 
 
 def checked(runner: Runner) -> Runner:
